@@ -248,7 +248,8 @@ class Fit:
         """Makes sure of a checkpoint to go back to, and looks at the forward pass to choose how operations run."""
         if self.config.on_divergence == "rollback" and not self.checkpoints.can_go_back():
             self.checkpoints.save()
-        self._forward, batch_size = self.forward_pass.trace(self.source), self.source.info.batch_size
+        batch_size = self.source.info.batch_size
+        self._forward = self.forward_pass.trace(self.source.info.element_spec, batch_size)
         check_all(self.evaluations, self._plan, self._report())
         self._flops_per_example = overview.flops_per_example(self._forward, batch_size)
         step_flops = self._flops_per_example and self._flops_per_example * (batch_size or 0)

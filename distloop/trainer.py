@@ -20,8 +20,7 @@ from distloop.data.source import Data, Passes, Source
 from distloop.distributed import devices, strategies, workers
 from distloop.errors import with_short_tracebacks
 from distloop.evaluation.evaluation import EvalLoop, make_evaluations
-from distloop.evaluation.prediction import Predictor
-from distloop.evaluation.prediction_files import write_outputs
+from distloop.evaluation.prediction import Predictor, write_outputs
 from distloop.fit import Fit, check_arguments, make_train_loop, make_training_source
 from distloop.installed import import_part
 from distloop.keras_models.compiled_model import weights_returned
@@ -374,7 +373,7 @@ def _make_state(model_fn: Callable[[], ModelSpec], strategy: tf.distribute.Strat
         recomputation = import_part("recompute.recomputation", f"recompute={config.recompute!r}")
         model_fn = recomputation.with_recomputation(model_fn, config.recompute)
     with agreement.divisible(strategy, config), loss_scale.policy(config.precision):
-        state = TrainState.make(
+        state = TrainState(
             model_fn,
             strategy,
             config.average_decay,

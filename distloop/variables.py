@@ -107,11 +107,14 @@ def named_variables(model: Any) -> dict[str, Any]:
         if id(tensorflow_variable(variable)) in seen:
             continue
         seen.add(id(tensorflow_variable(variable)))
-        unique, count = path, 2
-        while unique in named:
-            unique, count = f"{path}#{count}", count + 1
-        named[unique] = variable
+        named[_unique(path, named)] = variable
     return named
+
+
+def _unique(path: str, taken: Container[str]) -> str:
+    """Returns a path, or if it is taken, the path with `#2` or a larger number behind it."""
+    numbered = (f"{path}#{count}" for count in itertools.count(2))
+    return path if path not in taken else next(unique for unique in numbered if unique not in taken)
 
 
 def _walk_variables(model: Any, prefix: str) -> Iterator[tuple[str, Any]]:
@@ -171,11 +174,7 @@ def layers_by_path(model: Any) -> dict[str, keras.Layer]:
     layers = {id(part): part for top in top_layers(model) for part in top._flatten_layers()}
     named: dict[str, keras.Layer] = {}
     for layer in layers.values():
-        path = layer.path or layer.name
-        unique, count = path, 2
-        while unique in named:
-            unique, count = f"{path}#{count}", count + 1
-        named[unique] = layer
+        named[_unique(layer.path or layer.name, named)] = layer
     return named
 
 
@@ -214,8 +213,7 @@ def count_parameters(model: Any) -> dict[str, int]:
     seen: set[int] = set()
     for name, part in [*parts, (getattr(model, "name", "others"), model)]:
         for variable in named_variables(part).values():
-            plain = tensorflow_variable(variable)
-            if id(plain) not in seen and _is_parameter(variable):
+            if id(plain := tensorflow_variable(variable)) not in seen and _is_parameter(variable):
                 counts[name] = counts.get(name, 0) + int(tf.TensorShape(plain.shape).num_elements() or 0)
             seen.add(id(plain))
     return counts
@@ -323,16 +321,11 @@ def count_unnamed(names: Iterable[str]) -> dict[str, str]:
     Returns:
         Name -> the name with another number, in the same order: 0, which is left out, is the variable made first.
     """
-    matches = {name: match for name in names if (match := _UNNAMED.fullmatch(name))}
-    numbers: dict[str, list[int]] = defaultdict(list)  # by scope
-    for scope, number in sorted((match[1], int(match[2] or 0)) for match in matches.values()):
-        numbers[scope].append(number)
-    counted = {}
-    for name in names:
-        counted[name] = name
-        if match := matches.get(name):
-            place = numbers[match[1]].index(int(match[2] or 0))
-            counted[name] = f"{match[1]}variable" + (f"_{place}" if place else "")
+    counted = {name: name for name in names}
+    unnamed = [(match[1], int(match[2] or 0), match[0]) for name in counted if (match := _UNNAMED.fullmatch(name))]
+    for scope, of_scope in itertools.groupby(sorted(unnamed), lambda item: item[0]):
+        for position, (_, _, name) in enumerate(of_scope):
+            counted[name] = f"{scope}variable" + (f"_{position}" if position else "")
     return counted
 
 

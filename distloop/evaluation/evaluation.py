@@ -52,10 +52,8 @@ class EvalStep:
         metrics: Mapping[str, keras.metrics.Metric] | None = None,
     ):
         """Prepares; nothing is traced yet. `loss_fn` and `metrics` are as for `EvalLoop`."""
-        self._state = state
-        self._strategy = state.strategy
-        self._loss_fn = loss_fn
-        self._needs_loss = loss_fn is None
+        self._state, self._strategy = state, state.strategy
+        self._loss_fn, self._needs_loss = loss_fn, loss_fn is None
         self.keras_metrics = state.keras_metrics if loss_fn is None else _copied(metrics or {}, state)
         self.names: list[str] = []
 
@@ -118,8 +116,8 @@ class EvalStep:
             broadcasts.refuse_pairs(outputs, loss_fn, rows, False)
             arguments = metric_rows.join(metric_rows.tensors)
             rows_by_update[update], joins[update] = self.keras_metrics.add(arguments, row_weights)
-            named.update({prefix + name: tally for name, tally in tallies.items()})
-            fed.update(outputs)
+            named |= {prefix + name: tally for name, tally in tallies.items()}
+            fed |= {*outputs}
         metrics.check_fed(self.keras_metrics, fed)
         self.names = list(named)
         return metrics.flatten(named.values()), rows_by_update
@@ -175,9 +173,6 @@ class EvalLoop:
     def build_metrics(self, source: Source) -> None:
         """Builds the Keras metrics that are not built yet, from a trace of each `loss_fn`, which runs nothing.
 
-        Args:
-            source: data to train or evaluate on.
-
         Raises:
             ValueError: if `loss_fn` or a metric breaks a rule.
         """
@@ -223,15 +218,12 @@ class EvalLoop:
                 raise ValueError(TEXT_AS_NUMBER)
 
     def evaluate(self, source: Source, limit: int = 0, stop_requests: StopRequests | None = None) -> dict[str, float]:
-        """Computes the metrics of one pass over a dataset, with the averaged weights if the state has any.
+        """Returns the metrics of one pass by name, over all examples, with the averaged weights if the state has any.
 
         Args:
             source: data that ends, unless there is a limit.
             limit: the largest number of batches; 0: all.
             stop_requests: asked about every second whether to leave the pass; None: it is not left.
-
-        Returns:
-            Name -> number, over all examples.
 
         Raises:
             ValueError: if the data is empty.
@@ -263,7 +255,10 @@ class EvalLoop:
         is_alone = workers.num_workers(strategy) == 1
         is_cut = is_alone or stop_requests is not None
         if not is_alone:
-            self._compare_workers(iterator, source.layout, limit)
+            self._run.get_concrete_function(iterator, source.layout, *_limits(0, np.inf))
+            facts = {"the limit of batches": limit, "the values of loss_fn": self._step.names}
+            facts["the Keras metrics"] = sorted(self._step.keras_metrics)
+            workers.require_same(strategy, "evaluate", facts)
         self._tallies.assign([0.0])
         batches = 0
         while True:
@@ -277,16 +272,8 @@ class EvalLoop:
                 return result | {"batches": batches}
             in_time = int(result["batches"] * _PART_SECS / max(time.monotonic() - start, 1e-6))
             most = max(1, min(in_time, 2 * self._most_batches))
-            self._most_batches = int(
-                workers.agree_to_go_on(strategy, stop_requests, int(self._state.step), most).item()
-            )
-
-    def _compare_workers(self, iterator: Any, layout: BatchLayout, limit: int) -> None:
-        """Traces a pass, and compares between the workers what it sums."""
-        self._run.get_concrete_function(iterator, layout, *_limits(0, np.inf))
-        facts = {"the limit of batches": limit, "the values of loss_fn": self._step.names}
-        facts["the Keras metrics"] = sorted(self._step.keras_metrics)
-        workers.require_same(self._state.strategy, "evaluate", facts)
+            agreed = workers.agree_to_go_on(strategy, stop_requests, int(self._state.step), most)
+            self._most_batches = int(agreed.item())
 
     def _part(self, iterator: Any, layout: BatchLayout, max_batches: tf.Tensor, secs: tf.Tensor) -> dict[str, Any]:
         """Adds the tallies of up to `max_batches` batches to those of the parts before; sums them over all workers.
@@ -305,9 +292,7 @@ class EvalLoop:
                 has_batch, get_batch = shards.next_batch_if_any(iterator, layout)
             with unsaved_draws_refused(self._state):
                 more = tf.cond(
-                    has_batch,
-                    lambda: tallies + self._step(get_batch(), layout),
-                    lambda: tf.identity(tallies),
+                    has_batch, lambda: tallies + self._step(get_batch(), layout), lambda: tf.identity(tallies)
                 )
             return has_batch, batches + tf.cast(has_batch, tf.int64), more, tallies
 

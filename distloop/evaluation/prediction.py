@@ -1,19 +1,27 @@
 """Prediction: calls a function of `ModelSpec.predict_fn` over a dataset, with the rows in order.
 
     predictor = Predictor(state)
-    logits = predictor.predict(source)                         # NumPy arrays, [N, ...]
+    logits = predictor.predict(source)                                      # NumPy arrays, [N, ...]
+    write_outputs("predictions", predictor.stream(source), is_chief=True)   # a batch at a time
+    logits = np.load("predictions/outputs.npy", mmap_mode="r")
 
-A `PredictStep` computes the outputs for a batch, a `PredictLoop` yields those of a pass. It changes no variable.
+A `PredictLoop` calls one function: it yields the outputs of a pass. It changes no variable.
 """
 
+import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+import os
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
+from distloop import urls
+from distloop.atomic_files import make_directory, replacing
 from distloop.data import shards
 from distloop.data.shards import Batch, BatchLayout
 from distloop.data.source import Source
@@ -31,73 +39,24 @@ from distloop.training.virtual_replicas import join_rows, run_forward
 DEFAULT_SIGNATURE = "serving_default"  # the signature that TensorFlow's tools call unless they are given a name
 _MAX_JOINED_BATCHES = 64  # batches whose outputs are on the host at the same time
 _MAX_JOINED_SECS = 1.0  # after which no other batch is joined to those before
-
-
-class PredictStep:
-    """One step of prediction: computes the outputs for a batch, its rows in order.
-
-    Attributes:
-        row_specs: dtype and shape of a row of each output; known once a step was traced.
-    """
-
-    def __init__(self, state: TrainState, predict_fn: Callable[[Any], Any], keep_dtypes: bool = False):
-        """Prepares; nothing is traced yet.
-
-        Args:
-            state: holds the weights.
-            predict_fn: `batch -> outputs`, `[B, ...]`.
-            keep_dtypes: as for `check_outputs`.
-        """
-        self._state = state
-        self._strategy = state.strategy
-        self._predict_fn = predict_fn
-        self._keep_dtypes = keep_dtypes
-        self.row_specs: Any = None
-
-    def __call__(self, batch: Batch, layout: BatchLayout) -> Any:
-        """Runs one step; in a `tf.function`, outside `strategy.run`.
-
-        Returns:
-            The outputs of `predict_fn`, `[B, ...]`.
-        """
-        per_replica = self._strategy.run(functools.partial(self._forward, layout), args=(batch,))
-
-        def joined(value: Any) -> tf.Tensor:
-            pieces = self._strategy.experimental_local_results(value)
-            if workers.num_workers(self._strategy) > 1:
-                return pieces[0]  # each replica holds the rows of all
-            whole = tf.concat(pieces, 0) if len(pieces) > 1 else pieces[0]
-            return whole if batch.size is None else whole[: batch.size]
-
-        return tf.nest.map_structure(joined, per_replica)
-
-    def _forward(self, layout: BatchLayout, batch: Batch) -> Any:
-        def predict(rows: Any, row_weights: tf.Tensor | None) -> Any:
-            outputs = check_outputs(self._predict_fn(rows), shards.batch_size(rows), self._keep_dtypes)
-            if workers.num_workers(self._strategy) == 1:
-                return outputs
-            count = None if row_weights is None else tf.cast(tf.reduce_sum(row_weights), tf.int32)
-            # Even if all rows count: TensorFlow gathers what an operation made on a device, not an entry of a batch.
-            return tf.nest.map_structure(lambda output: output[:count], outputs)
-
-        results = run_forward(self._state, layout, batch, predict)
-        outputs = tf.nest.map_structure(lambda *pieces: join_rows(pieces), *results)
-        if workers.num_workers(self._strategy) == 1:
-            return outputs
-        self.row_specs = tf.nest.map_structure(lambda t: f"{t.dtype.name} {list(t.shape[1:])}", outputs)
-        return tf.nest.map_structure(_join_outputs, outputs)
+_KINDS_IN_FILES = "biufcSUmM"  # of dtypes that an .npy file can hold without pickle
+_IS_EMPTY = "The dataset to predict for is empty; distloop needs one batch at least."
 
 
 class PredictLoop:
-    """Predicts for datasets; traced once for each kind of data."""
+    """Predicts for datasets with one function; traced once for each kind of data."""
 
-    def __init__(self, state: TrainState, step: PredictStep, *, eager: bool = False):
-        """Prepares; nothing is traced yet. `eager` is as for `TrainLoop`."""
-        self._state, self._eager = state, eager
-        self._row_specs = lambda: step.row_specs
-        self._step = compiled(step, eager, name="prediction")  # one trace for its several callers
-        run_many = compiled(self._batches, eager)
+    def __init__(
+        self, state: TrainState, predict_fn: Callable[[Any], Any], keep_dtypes: bool = False, *, eager: bool = False
+    ):
+        """Prepares; nothing is traced yet. `keep_dtypes` is as for `check_outputs`, and `eager` as for `TrainLoop`."""
+        self._state, self._strategy = state, state.strategy
+        self._is_alone = workers.num_workers(state.strategy) == 1
+        self._predict_fn, self._keep_dtypes, self._eager = predict_fn, keep_dtypes, eager
+        self._row_specs: Any = None  # of each output, on several workers, once a step was traced
+        self._step = compiled(self._predict_batch, eager, name="prediction")  # one trace for its several callers
         self._run = compiled(lambda iterator, layout: self._step(shards.next_batch(iterator, layout), layout), eager)
+        run_many = compiled(self._predict_batches, eager)
         self._run_many = lambda *data: run_many(*data, tf.constant(_MAX_JOINED_SECS, tf.float64))
 
     def trace(self, source: Source) -> None:
@@ -121,20 +80,20 @@ class PredictLoop:
             ValueError: if outputs that are to be joined have different shapes.
             Interrupted: on every worker, if one is asked to stop before the end.
         """
-        workers.report_phase(self._state.strategy, "predicting")
+        workers.report_phase(self._strategy, "predicting")
         iterator = source.new_iterator()
         streams = self._state.random_streams.read()
-        # Where workers meet in a step, each batch is a call, which all of them make.
-        is_alone = workers.num_workers(self._state.strategy) == 1
-        run: Any = self._run_many if is_joined and is_alone and not limit else self._run
-        if not is_alone:
+        run: Any = self._run
+        if not self._is_alone:  # workers meet in a step, so each batch is a call, which all of them make
             run.get_concrete_function(iterator, source.layout)
-            workers.require_same(self._state.strategy, "predict", {"the rows of outputs": self._row_specs()})
+            workers.require_same(self._strategy, "predict", {"the rows of outputs": self._row_specs})
             if source.info.num_batches is None:
                 run = self._run_if_all_have_a_batch
+        elif is_joined and not limit:
+            run = self._run_many
         for piece in range(limit) if limit else itertools.count():
             if piece and stop_requests is not None:
-                workers.agree_to_go_on(self._state.strategy, stop_requests, int(self._state.step))
+                workers.agree_to_go_on(self._strategy, stop_requests, int(self._state.step))
             # Between two batches, the weights and random streams of training are back: the caller may train meanwhile.
             with self._state.averaged(), self._state.random_streams.preserved():
                 self._state.random_streams.write(streams)
@@ -147,51 +106,75 @@ class PredictLoop:
                     raise explain_pass(error, self._state, "predicting", source.info.batch_size) from error
                 except tf.errors.OpError as error:
                     if "TensorListConcat" in (error.message or ""):
-                        raise cannot_join("their shapes differ") from error
+                        raise _cannot_join("their shapes differ") from error
                     raise_as_user_error(error)
             yield tf.nest.map_structure(lambda t: t.numpy(), outputs)
 
-    def _run_if_all_have_a_batch(self, iterator: Any, layout: BatchLayout) -> Any:
-        """Predicts for the next batch of data of unknown length, once all workers have one.
+    def _predict_batch(self, batch: Batch, layout: BatchLayout) -> Any:
+        """Returns the outputs for a batch, `[B, ...]`; outside `strategy.run`."""
+        per_replica = self._strategy.run(functools.partial(self._forward, layout), args=(batch,))
 
-        Raises:
-            ValueError: if some have none.
-            OutOfRangeError: if none has one.
-        """
+        def joined(value: Any) -> tf.Tensor:
+            pieces = self._strategy.experimental_local_results(value)
+            if not self._is_alone:
+                return pieces[0]  # each replica holds the rows of all
+            whole = join_rows(pieces)
+            return whole if batch.size is None else whole[: batch.size]
+
+        return tf.nest.map_structure(joined, per_replica)
+
+    def _forward(self, layout: BatchLayout, batch: Batch) -> Any:
+        """Returns the outputs for a replica's rows; on several workers, for those of all replicas."""
+
+        def predict(rows: Any, row_weights: tf.Tensor | None) -> Any:
+            outputs = check_outputs(self._predict_fn(rows), shards.batch_size(rows), self._keep_dtypes)
+            if self._is_alone:
+                return outputs
+            count = None if row_weights is None else tf.cast(tf.reduce_sum(row_weights), tf.int32)
+            # Even if all rows count: TensorFlow gathers what an operation made on a device, not an entry of a batch.
+            return tf.nest.map_structure(lambda output: output[:count], outputs)
+
+        results = run_forward(self._state, layout, batch, predict)
+        outputs = tf.nest.map_structure(lambda *pieces: join_rows(pieces), *results)
+        if self._is_alone:
+            return outputs
+        self._row_specs = tf.nest.map_structure(lambda t: f"{t.dtype.name} {list(t.shape[1:])}", outputs)
+        return tf.nest.map_structure(_join_outputs, outputs)
+
+    def _run_if_all_have_a_batch(self, iterator: Any, layout: BatchLayout) -> Any:
+        """Predicts for the next batch of data of unknown length, once all workers have one; as an iterator ends."""
         has_batch, get_batch = shards.next_batch_if_any(iterator, layout)
-        workers.require_same(self._state.strategy, "predict", {"whether a batch follows": bool(has_batch)})
+        workers.require_same(self._strategy, "predict", {"whether a batch follows": bool(has_batch)})
         if not has_batch:
             raise tf.errors.OutOfRangeError(None, None, "End of sequence")
         return self._step(get_batch(), layout)
 
-    def _batches(self, iterator: Any, layout: BatchLayout, secs: tf.Tensor) -> Any:
+    def _predict_batches(self, iterator: Any, layout: BatchLayout, secs: tf.Tensor) -> Any:
         """Predicts for up to `_MAX_JOINED_BATCHES` batches, and joins them; takes none after so many seconds."""
         time_limit = TimeLimit(secs)
         first = self._step(shards.next_batch(iterator, layout), layout)
         leaves = tf.nest.flatten(first)
         if any(isinstance(leaf, tf.RaggedTensor) for leaf in leaves):
             return first  # a TensorArray holds no ragged tensors
+
+        def new_array(leaf: tf.Tensor) -> tf.TensorArray:
+            array = tf.TensorArray(leaf.dtype, 1, dynamic_size=True, infer_shape=False, clear_after_read=False)
+            return array.write(0, leaf)
+
+        def body(count: tf.Tensor, _: tf.Tensor, arrays: list[tf.TensorArray]) -> Any:
+            has_batch, get_batch = shards.next_batch_if_any(iterator, layout)
+
+            def written() -> list[tf.TensorArray]:
+                outputs = tf.nest.flatten(self._step(get_batch(), layout))
+                return [array.write(count, output) for array, output in zip(arrays, outputs, strict=True)]
+
+            return count + 1, has_batch, tf.cond(has_batch, written, lambda: arrays)
+
         with tf.device(HOST):
-            arrays = [
-                tf.TensorArray(leaf.dtype, 1, dynamic_size=True, infer_shape=False, clear_after_read=False).write(
-                    0, leaf
-                )
-                for leaf in leaves
-            ]
-
-            def body(count: tf.Tensor, _: tf.Tensor, arrays: list[tf.TensorArray]) -> Any:
-                has_batch, get_batch = shards.next_batch_if_any(iterator, layout)
-
-                def written() -> list[tf.TensorArray]:
-                    outputs = tf.nest.flatten(self._step(get_batch(), layout))
-                    return [array.write(count, output) for array, output in zip(arrays, outputs, strict=True)]
-
-                return count + 1, has_batch, tf.cond(has_batch, written, lambda: arrays)
-
             _, _, arrays = tf.while_loop(
                 lambda count, has_more, _: has_more & (count < _MAX_JOINED_BATCHES) & time_limit.is_ahead(),
                 body,
-                (tf.constant(1), tf.constant(True), arrays),
+                (tf.constant(1), tf.constant(True), list(map(new_array, leaves))),
                 parallel_iterations=1,
             )
             return tf.nest.pack_sequence_as(first, [array.concat() for array in arrays])
@@ -201,16 +184,8 @@ class Predictor:
     """Predicts with any of the model's `predict_fn`s."""
 
     def __init__(self, state: TrainState, *, eager: bool = False, predict_fn: Callable[[Any], Any] | None = None):
-        """Prepares; nothing is traced yet.
-
-        Args:
-            state: holds the weights.
-            eager: as for `TrainLoop`.
-            predict_fn: used in place of ModelSpec's; None: those.
-        """
-        self._state = state
-        self._eager = eager
-        self._predict_fn = predict_fn
+        """Prepares; nothing is traced yet. `predict_fn` is used in place of ModelSpec's; None: those are used."""
+        self._state, self._eager, self._predict_fn = state, eager, predict_fn
         self._loops: dict[tuple[str, bool], PredictLoop] = {}  # by signature and keep_dtypes
 
     @property
@@ -230,11 +205,9 @@ class Predictor:
 
     def with_function(self, predict_fn: Callable[[Any], Any] | None) -> "Predictor":
         """Returns a predictor of the same model with another function; None: this one."""
-        return (
-            self
-            if predict_fn is None
-            else Predictor(self._state, eager=self._eager, predict_fn=explaining_mistakes(predict_fn))
-        )
+        if predict_fn is None:
+            return self
+        return Predictor(self._state, eager=self._eager, predict_fn=explaining_mistakes(predict_fn))
 
     def predict(
         self,
@@ -246,41 +219,30 @@ class Predictor:
         stop_requests: StopRequests | None = None,
     ) -> Any:
         """Returns the outputs for all rows, as for `Trainer.predict`; `stop_requests` as for `PredictLoop`."""
-        batches = list(self.stream(source, signature, keep_dtypes, limit, is_joined=True, stop_requests=stop_requests))
-        if not batches:
-            raise ValueError("The dataset to predict for is empty; distloop needs one batch at least.")
+        loop = self._loop(signature, keep_dtypes)
+        pieces = list(loop.predict(source, is_joined=True, limit=limit, stop_requests=stop_requests))
+        if not pieces:
+            raise ValueError(_IS_EMPTY)
         try:
-            return tf.nest.map_structure(lambda *parts: np.concatenate(parts), *batches)
+            return tf.nest.map_structure(lambda *parts: np.concatenate(parts), *pieces)
         except ValueError as error:
-            raise cannot_join(error) from None
+            raise _cannot_join(error) from None
 
     def stream(
-        self,
-        source: Source,
-        signature: str | None,
-        keep_dtypes: bool,
-        limit: int = 0,
-        *,
-        is_joined: bool = False,
-        stop_requests: StopRequests | None = None,
+        self, source: Source, signature: str | None = None, keep_dtypes: bool = False, limit: int = 0
     ) -> Iterator[Any]:
-        """Returns an iterator over outputs, as for `Trainer.stream_predictions`; the last two as for `PredictLoop`."""
-        loop = self._loop(self._find(signature), keep_dtypes)
-        return loop.predict(source, is_joined=is_joined, limit=limit, stop_requests=stop_requests)
+        """Returns an iterator over outputs, as for `Trainer.stream_predictions`."""
+        return self._loop(signature, keep_dtypes).predict(source, limit=limit)
 
     def trace(self, source: Source) -> None:
-        """Traces the outputs of the first function for a batch, which runs nothing.
+        """Traces the outputs of the first function for a batch, which runs nothing."""
+        self._loop().trace(source)
 
-        Raises:
-            ValueError: if there is no function, or it breaks a rule.
-        """
-        self._loop(self._find(None), keep_dtypes=False).trace(source)
-
-    def _loop(self, name: str, keep_dtypes: bool) -> PredictLoop:
-        if (name, keep_dtypes) not in self._loops:
-            step = PredictStep(self._state, self.predict_fns[name], keep_dtypes)
-            self._loops[name, keep_dtypes] = PredictLoop(self._state, step, eager=self._eager)
-        return self._loops[name, keep_dtypes]
+    def _loop(self, signature: str | None = None, keep_dtypes: bool = False) -> PredictLoop:
+        key = name, _ = self._find(signature), keep_dtypes
+        if key not in self._loops:
+            self._loops[key] = PredictLoop(self._state, self.predict_fns[name], keep_dtypes, eager=self._eager)
+        return self._loops[key]
 
     def _find(self, signature: str | None) -> str:
         """Returns the name of the function to call; None and the default signature stand for the first one."""
@@ -297,7 +259,7 @@ class Predictor:
         raise ValueError(f"signature={signature!r} was given; predict_fn has {names}: give one of them.")
 
 
-def cannot_join(reason: object) -> ValueError:
+def _cannot_join(reason: object) -> ValueError:
     """Returns the error for outputs of several batches whose shapes do not fit together."""
     return ValueError(
         f"Outputs of different batches cannot be joined ({reason}); take them a batch at a time from "
@@ -316,25 +278,24 @@ def check_outputs(outputs: Any, batch_size: tf.Tensor | int, keep_dtypes: bool =
     Raises:
         ValueError: if an output has no leading axis of that size.
     """
-    outputs = tf.nest.map_structure(lambda t: t if isinstance(t, tf.RaggedTensor) else tf.convert_to_tensor(t), outputs)
-    return tf.nest.map_structure(lambda output: _check_output(output, batch_size, keep_dtypes), outputs)
-
-
-def _check_output(output: Any, batch_size: tf.Tensor | int, keep_dtypes: bool) -> Any:
-    rows = output.shape[0] if output.shape.rank else None
     static_size = batch_size if isinstance(batch_size, int) else None
-    message = (
-        f"predict_fn returned a tensor of shape {list(output.shape)}; distloop needs one row of output per row of "
-        f"input, [{static_size or 'B'}, ...]: return the model's outputs without reducing them."
-    )
-    if output.shape.rank == 0 or (rows is not None and rows != static_size):
-        raise ValueError(message)
-    if output.dtype in (tf.float16, tf.bfloat16) and not keep_dtypes:
-        output = tf.cast(output, tf.float32)
-    if rows is not None:
+
+    def checked(output: Any) -> Any:
+        output = output if isinstance(output, tf.RaggedTensor) else tf.convert_to_tensor(output)
+        rows = output.shape[0] if output.shape.rank else None
+        message = (
+            f"predict_fn returned a tensor of shape {list(output.shape)}; distloop needs one row of output per row of "
+            f"input, [{static_size or 'B'}, ...]: return the model's outputs without reducing them."
+        )
+        if output.shape.rank == 0 or (rows is not None and rows != static_size):
+            raise ValueError(message)
+        if output.dtype in (tf.float16, tf.bfloat16) and not keep_dtypes:
+            output = tf.cast(output, tf.float32)
+        if rows is None:
+            require(tf.equal(shards.batch_size(output), batch_size), message)
         return output
-    require(tf.equal(shards.batch_size(output), batch_size), message)
-    return output
+
+    return tf.nest.map_structure(checked, outputs)
 
 
 def _join_outputs(output: Any) -> tf.Tensor:
@@ -345,3 +306,91 @@ def _join_outputs(output: Any) -> tf.Tensor:
             "which TensorFlow cannot collect from several workers: return dense numbers, or predict on one worker."
         )
     return gathering.all_gather(output)
+
+
+class _ArrayFile:
+    """An `.npy` file that grows; its header, of a fixed length, gets the number of rows at the end."""
+
+    def __init__(self, path: str, first: np.ndarray):
+        self._num_rows, self._row = 0, (first.dtype, first.shape[1:])
+        self._file = open(path, "wb")
+        self._header_bytes = self._write_header()
+
+    def append(self, rows: np.ndarray) -> None:
+        """Appends rows; raises a ValueError if they are others than the first."""
+        if (rows.dtype, rows.shape[1:]) != self._row:
+            raise ValueError(
+                f"Rows of {rows.dtype} {list(rows.shape[1:])} follow rows of {self._row[0]} {list(self._row[1])}, and "
+                "one file holds one kind: pad them to one length, or use trainer.stream_predictions(dataset)."
+            )
+        self._file.write(np.ascontiguousarray(rows).tobytes())
+        self._num_rows += len(rows)
+
+    def close(self) -> None:
+        """Writes the number of rows."""
+        self._file.seek(0)
+        length = self._write_header()
+        assert length == self._header_bytes  # NumPy leaves room for a longer first axis
+        self._file.close()
+
+    def _write_header(self) -> int:
+        dtype, row_shape = self._row
+        header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False}
+        np.lib.format.write_array_header_1_0(self._file, {**header, "shape": (self._num_rows, *row_shape)})
+        return self._file.tell()
+
+
+def write_outputs(path: str, batches: Iterable[Any], is_chief: bool) -> None:
+    """Writes the outputs of batches to a directory, which replaces an older one once it is complete.
+
+    Args:
+        path: of the directory. Each output becomes `<name>.npy`, `[N, ...]`: `outputs.npy` if it is the only one.
+        batches: outputs of one structure, NumPy arrays `[B, ...]`; all workers take them, and the chief writes.
+        is_chief: whether this worker writes.
+
+    Raises:
+        ValueError: if something else is at the path, there is no batch, or a file cannot hold an output.
+        OSError: if a file cannot be written.
+    """
+    urls.require_disk(path, "path={} is a URL, and predictions go to a disk: give a directory of this machine.")
+    path = os.path.abspath(urls.expand(path))
+    if is_chief:
+        _require_replaceable(path)
+        make_directory(os.path.dirname(path))
+    with replacing(path) if is_chief else contextlib.nullcontext("") as directory:
+        files: dict[str, _ArrayFile] = {}
+        is_empty = True
+        for outputs in batches:
+            is_empty = False
+            for keys, rows in keras.tree.flatten_with_path(outputs) if is_chief else ():
+                name = ".".join(re.sub(r"[^\w\-]", "_", str(key)) for key in keys) or "outputs"
+                if not isinstance(rows, np.ndarray) or rows.dtype.kind not in _KINDS_IN_FILES:
+                    raise ValueError(
+                        f"The output {name!r} is of {getattr(rows, 'dtype', type(rows).__name__)}, which an .npy file "
+                        "cannot hold: return dense numbers from predict_fn."
+                    )
+                if name not in files:
+                    os.makedirs(directory, exist_ok=True)
+                    files[name] = _ArrayFile(os.path.join(directory, f"{name}.npy"), rows)
+                files[name].append(rows)
+            if is_chief:
+                _require_replaceable(path, {f"{name}.npy" for name in files})
+        if is_empty:
+            raise ValueError(_IS_EMPTY)
+        for file in files.values():
+            file.close()
+
+
+def _require_replaceable(path: str, files: Collection[str] = ()) -> None:
+    """Raises a ValueError unless nothing is at the path, or a directory of `.npy` files, of these names if given."""
+    if not os.path.lexists(path):
+        return
+    if not os.path.isdir(path) or any(not name.endswith(".npy") for name in os.listdir(path)):
+        raise ValueError(
+            f"{path!r} is not a directory of .npy files alone, and predictions would replace it: give another path."
+        )
+    if files and (others := sorted(set(os.listdir(path)) - set(files))):
+        raise ValueError(
+            f"{path!r} holds {others[0]}, which is none of these predictions ({', '.join(sorted(files))}) and "
+            "would be lost: give another path."
+        )

@@ -96,29 +96,15 @@ def _pairs_behind(value: tf.Tensor) -> list[tf.Tensor]:
     """Returns the value if it may be pairs, else those that are reduced to vectors on the way to it."""
     if _may_be_pairs(value):
         return [value]
-    pairs: list[tf.Tensor] = []
-    seen: set[int] = set()
-    stack = [value]
-    while stack:
-        tensor = stack.pop()
-        if id(tensor) in seen:
-            continue
-        seen.add(id(tensor))
-        sources = list(tensor.op.inputs)
-        if tensor.op.type in _REDUCTIONS and _may_be_pairs(sources[0]):
-            pairs.append(sources[0])
-        stack += [source for source in sources if source.shape.rank is not None and source.shape.rank <= 1]
-    return [tensor for tensor in pairs if not _has_meant_axis(tensor)]
+    vectors = _walk([value], lambda source: source.shape.rank is not None and source.shape.rank <= 1)
+    reduced = [tensor.op.inputs[0] for tensor in vectors if tensor.op.type in _REDUCTIONS]
+    return [tensor for tensor in reduced if _may_be_pairs(tensor) and not _has_meant_axis(tensor)]
 
 
 def _broadcast_of(pairs: Iterable[tf.Tensor]) -> tf.Operation | None:
     """Returns the operation that broadcast [B] against [B, 1] to values; None if any of it comes from elsewhere."""
-    op = None
-    for tensor in _origins(pairs):
-        if not _is_broadcast(tensor):
-            return None
-        op = tensor.op
-    return op
+    origins = _origins(pairs)
+    return origins[-1].op if origins and all(map(_is_broadcast, origins)) else None
 
 
 def _has_meant_axis(pairs: tf.Tensor) -> bool:
@@ -127,19 +113,22 @@ def _has_meant_axis(pairs: tf.Tensor) -> bool:
     return any(source.shape.rank and source.op.type in _NEW_AXES for source in operands)
 
 
-def _origins(pairs: Iterable[tf.Tensor]) -> Iterator[tf.Tensor]:
-    """Yields the tensors on the way to pairs whose operations take no pairs, those of one number left out."""
+def _origins(pairs: Iterable[tf.Tensor]) -> list[tf.Tensor]:
+    """Returns the tensors on the way to pairs whose operations take no pairs, those of one number left out."""
+    ways = _walk(filter(_may_be_pairs, pairs), _may_be_pairs)
+    return [t for t in ways if t.op.type not in _FILLS and not any(map(_may_be_pairs, t.op.inputs))]
+
+
+def _walk(tensors: Iterable[tf.Tensor], goes_on: Callable[[tf.Tensor], bool]) -> Iterator[tf.Tensor]:
+    """Yields tensors, and those on the way to them, each once, as far as a function of a tensor says."""
     seen: set[int] = set()
-    stack = [tensor for tensor in pairs if _may_be_pairs(tensor)]
+    stack = list(tensors)
     while stack:
         tensor = stack.pop()
-        if id(tensor) in seen:
-            continue
-        seen.add(id(tensor))
-        sources = [source for source in tensor.op.inputs if _may_be_pairs(source)]
-        stack += sources
-        if not sources and tensor.op.type not in _FILLS:
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
             yield tensor
+            stack += filter(goes_on, tensor.op.inputs)
 
 
 def _may_be_pairs(tensor: tf.Tensor) -> bool:

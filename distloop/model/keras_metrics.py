@@ -11,6 +11,7 @@ not know `loss_fn` or when a window of training ends.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -61,7 +62,7 @@ class KerasMetrics(Mapping[str, keras.metrics.Metric]):
         self._metrics = dict(metrics)
         self._strategy = strategy
         self._restored: Mapping[str, tf.Tensor] | None = None  # until the metrics are built
-        self._reset_gathered = graph_function(lambda: strategy.run(self._reset_on_replica))
+        self._reset_gathered = graph_function(lambda: strategy.run(functools.partial(self._reset, self.gathered)))
         self._gather_sums = graph_function(lambda: strategy.run(self._gather_on_replica))
         self.gathered = [name for name, metric in self._metrics.items() if gathers_all or not _is_sum(metric)]
         self.row_specs: dict[str, list[tf.TensorSpec]] = {}
@@ -69,15 +70,12 @@ class KerasMetrics(Mapping[str, keras.metrics.Metric]):
         self._check_variables()
 
     def __getitem__(self, name: str) -> keras.metrics.Metric:
-        """Returns a metric."""
         return self._metrics[name]
 
     def __iter__(self) -> Iterator[str]:
-        """Iterates over the names."""
         return iter(self._metrics)
 
     def __len__(self) -> int:
-        """Returns the number of metrics."""
         return len(self._metrics)
 
     def build(self, fed: Mapping[str, Arguments], *, eager: bool = False) -> None:
@@ -152,9 +150,7 @@ class KerasMetrics(Mapping[str, keras.metrics.Metric]):
         """Resets every metric."""
         if not self.is_built:
             return
-        for name, metric in self._metrics.items():
-            if name not in self.gathered:
-                metric.reset_state()
+        self._reset([name for name in self if name not in self.gathered])
         if self.gathered:
             self._reset_gathered()
 
@@ -216,8 +212,7 @@ class KerasMetrics(Mapping[str, keras.metrics.Metric]):
 
     def _parts(self, variable: Any) -> tuple[Any, ...]:
         """Returns the TensorFlow variable of each replica of this worker."""
-        parts: tuple[Any, ...] = self._strategy.experimental_local_results(tensorflow_variable(variable))
-        return parts
+        return tuple(self._strategy.experimental_local_results(tensorflow_variable(variable)))
 
     def _build(self, name: str, rows: MetricRows, eager: bool) -> None:
         """Updates a metric in a scope where variables keep their values, but are created."""
@@ -251,8 +246,8 @@ class KerasMetrics(Mapping[str, keras.metrics.Metric]):
                     "share it: make it inside model_fn."
                 )
 
-    def _reset_on_replica(self) -> None:
-        for name in self.gathered:
+    def _reset(self, names: Collection[str]) -> None:
+        for name in names:
             self._metrics[name].reset_state()
 
     def _results_on_replica(self) -> dict[str, Any]:
@@ -273,20 +268,19 @@ def take_rows(arguments: Arguments) -> MetricRows:
     """Takes the arguments of metrics apart into tensors with rows and what puts them together again."""
     leaves = tf.nest.flatten(arguments)
     are_tensors = [tf.is_tensor(leaf) for leaf in leaves]
-    are_masked = [_mask_of(leaf) is not None for leaf in leaves]
-    tensors = [leaf for leaf, is_tensor in zip(leaves, are_tensors, strict=True) if is_tensor]
-    masks = [_mask_of(leaf) for leaf, is_masked in zip(leaves, are_masked, strict=True) if is_masked]
+    masks = [_mask_of(leaf) for leaf in leaves]
 
     def join(tensors: Sequence[tf.Tensor]) -> dict[str, Any]:
-        values, masks = iter(tensors[: sum(are_tensors)]), iter(tensors[sum(are_tensors) :])
-        joined = [next(values) if is_tensor else leaf for leaf, is_tensor in zip(leaves, are_tensors, strict=True)]
-        for leaf, is_masked in zip(joined, are_masked, strict=True):
-            if is_masked:
-                leaf._keras_mask = next(masks)
+        taken = iter(tensors)
+        joined = [next(taken) if is_tensor else leaf for leaf, is_tensor in zip(leaves, are_tensors, strict=True)]
+        for leaf, mask in zip(joined, masks, strict=True):
+            if mask is not None:
+                leaf._keras_mask = next(taken)
         packed: dict[str, Any] = tf.nest.pack_sequence_as(arguments, joined)
         return packed
 
-    return MetricRows([*tensors, *masks], join)
+    tensors = [leaf for leaf, is_tensor in zip(leaves, are_tensors, strict=True) if is_tensor]
+    return MetricRows([*tensors, *(mask for mask in masks if mask is not None)], join)
 
 
 def check_arguments(name: str, arguments: Any) -> tuple[Any, ...]:

@@ -105,7 +105,6 @@ class Frozen(contextlib.ContextDecorator):
     """A scope, and a decorator, in which layers are not trainable; threads of several replicas may be in it."""
 
     def __init__(self, layers: Sequence[keras.Layer]):
-        """Takes trainable layers."""
         self._layers, self._lock, self._depth = list(layers), threading.Lock(), 0
 
     def __enter__(self) -> None:
@@ -188,11 +187,6 @@ class RandomStreams:
 
 
 def stream_of(state: tf.Tensor, replica: tf.Tensor | int) -> tf.Tensor:
-    """Returns the state of a replica's random stream, `[2]`.
-
-    Args:
-        state: that of another replica.
-        replica: its number, counted from the other one's.
-    """
+    """Returns the state of the random stream, `[2]`, of so many replicas after the replica with a state."""
     offset = tf.cast(replica, state.dtype) * SEED_STRIDE
     return state + tf.stack([offset, tf.zeros([], state.dtype)])

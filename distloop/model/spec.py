@@ -12,7 +12,7 @@ import itertools
 import math
 import numbers
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,6 +21,9 @@ import tensorflow as tf
 
 from distloop.optimizers.loss_scale import LossScaleOptimizer
 from distloop.variables import is_seed, tensorflow_variable
+
+# Settings of `Update` that `ModelSpec` takes, too, for a single update.
+_OF_UPDATE = ("gradient_fn", "step_fn", "learning_rates", "no_decay")
 
 LossFn = Callable[[Any, bool], Mapping[str, Any]]
 GradientFn = Callable[[dict[str, tf.Tensor]], Mapping[str, tf.Tensor]]
@@ -73,17 +76,12 @@ class Update:
         if not callable(self.loss_fn):
             raise ValueError(f"loss_fn={self.loss_fn!r} was given; distloop needs a function of (batch, training).")
         _check_optimizer(plain_optimizer(self.optimizer))
-        if self.gradient_fn is not None and not callable(self.gradient_fn):
-            raise ValueError(
-                f"gradient_fn={self.gradient_fn!r} was given; it is a function from gradients by path to as many."
-            )
-        if self.step_fn is not None and not callable(self.step_fn):
-            raise ValueError(
-                f"step_fn={self.step_fn!r} was given; it is a function of a step that returns gradients by path, such "
-                "as `lambda step: step.gradients()`."
-            )
+        _check_function("gradient_fn", self.gradient_fn, "a function from gradients by path to as many")
+        described = "a function of a step that returns gradients by path, such as `lambda step: step.gradients()`"
+        _check_function("step_fn", self.step_fn, described)
         for pattern, factor in (self.learning_rates or {}).items():
-            if not _is_factor(factor):
+            is_number = isinstance(factor, numbers.Real)
+            if not is_number or not 0 < float(factor) < math.inf:
                 raise ValueError(
                     f"learning_rates={{{pattern!r}: {factor!r}}} was given; it multiplies the learning rate and is a "
                     "positive number: give trainable=... to leave variables as they are."
@@ -134,8 +132,7 @@ class Update:
             ValueError: if a regular expression matches no path.
         """
         factors = self.learning_rates or {}
-        for pattern in factors:
-            _require_match("learning_rates", pattern, paths)
+        _require_matches("learning_rates", factors, paths)
         return [next((float(f) for pattern, f in factors.items() if re.search(pattern, path)), 1.0) for path in paths]
 
     def are_decayed(self, paths: Sequence[str]) -> list[bool]:
@@ -144,10 +141,9 @@ class Update:
         Raises:
             ValueError: if the regular expression matches no path.
         """
-        if not self.no_decay:
-            return [True] * len(paths)
-        _require_match("no_decay", self.no_decay, paths)
-        return [not re.search(self.no_decay, path) for path in paths]
+        patterns = [self.no_decay] if self.no_decay else []
+        _require_matches("no_decay", patterns, paths)
+        return [not any(re.search(pattern, path) for pattern in patterns) for path in paths]
 
 
 @dataclass(frozen=True)
@@ -204,9 +200,9 @@ class ModelSpec:
             self._check_updates()
         else:
             object.__setattr__(self, "updates", (self._single_update(),))
-        if self.batch_fn is not None:
-            changed = [replace(u, loss_fn=_after_batch_fn(self.batch_fn, u.loss_fn)) for u in self.updates]
-            object.__setattr__(self, "updates", tuple(changed))
+        _check_function("batch_fn", self.batch_fn, "a function of (batch, training) that returns a batch")
+        changed = [replace(update, loss_fn=self.prepared(update.loss_fn)) for update in self.updates]
+        object.__setattr__(self, "updates", tuple(changed))
         for name, metric in (self.metrics or {}).items():
             if not isinstance(metric, keras.metrics.Metric):
                 raise ValueError(
@@ -248,26 +244,19 @@ class ModelSpec:
 
     def prepared(self, loss_fn: LossFn) -> LossFn:
         """Returns another `loss_fn` that gets its batches as this spec's do."""
-        return loss_fn if self.batch_fn is None else _after_batch_fn(self.batch_fn, loss_fn)
+        batch_fn = self.batch_fn
+        return loss_fn if batch_fn is None else lambda batch, training: loss_fn(batch_fn(batch, training), training)
 
     def _single_update(self) -> Update:
         if self.optimizer is None or self.loss_fn is None:
             raise ValueError(
                 "ModelSpec needs an optimizer and a loss_fn, or updates: give ModelSpec(model, optimizer, loss_fn)."
             )
-        return Update(
-            "",
-            self.loss_fn,
-            self.optimizer,
-            self.trainable,
-            gradient_fn=self.gradient_fn,
-            step_fn=self.step_fn,
-            learning_rates=self.learning_rates,
-            no_decay=self.no_decay,
-        )
+        settings = {name: getattr(self, name) for name in _OF_UPDATE}
+        return Update("", self.loss_fn, self.optimizer, self.trainable, **settings)
 
     def _check_updates(self) -> None:
-        names_of_one = ("optimizer", "loss_fn", "trainable", "gradient_fn", "step_fn", "learning_rates", "no_decay")
+        names_of_one = ("optimizer", "loss_fn", "trainable", *_OF_UPDATE)
         if given := [name for name in names_of_one if getattr(self, name) is not None]:
             raise ValueError(
                 f"ModelSpec was given updates and also {' and '.join(given)}; each Update holds its own: leave the "
@@ -294,10 +283,6 @@ def _optimizer_settings(update: Update) -> tuple[Any, ...]:
     return id(update.optimizer), variables, dict(update.learning_rates or {}), update.no_decay
 
 
-def _is_factor(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and 0 < float(value) < math.inf
-
-
 def plain_optimizer(optimizer: Any) -> Any:
     """Returns the Keras optimizer inside a `LossScaleOptimizer`; any other optimizer as it is."""
     return optimizer.inner_optimizer if isinstance(optimizer, LossScaleOptimizer) else optimizer
@@ -316,21 +301,18 @@ def refuse_tf_keras(model: Any) -> None:
         )
 
 
-def _after_batch_fn(batch_fn: Callable[[Any, bool], Any], loss_fn: LossFn) -> LossFn:
-    """Returns a `loss_fn` that calls `batch_fn` first."""
-    if not callable(batch_fn):
-        raise ValueError(
-            f"batch_fn={batch_fn!r} was given; it is a function of (batch, training) that returns a batch."
-        )
-    return lambda batch, training: loss_fn(batch_fn(batch, training), training)
+def _check_function(name: str, fn: Any, described: str) -> None:
+    if fn is not None and not callable(fn):
+        raise ValueError(f"{name}={fn!r} was given; it is {described}.")
 
 
-def _require_match(setting: str, pattern: str, paths: Sequence[str]) -> None:
-    if not any(re.search(pattern, path) for path in paths):
-        raise ValueError(
-            f"{setting} was given the regular expression {pattern!r}, which is found in no trained variable's path; "
-            f"there are {_first_few(paths)}: correct it."
-        )
+def _require_matches(setting: str, patterns: Iterable[str], paths: Sequence[str]) -> None:
+    for pattern in patterns:
+        if not any(re.search(pattern, path) for path in paths):
+            raise ValueError(
+                f"{setting} was given the regular expression {pattern!r}, which is found in no trained variable's "
+                f"path; there are {_first_few(paths)}: correct it."
+            )
 
 
 def _first_few(paths: Sequence[str]) -> str:

@@ -1,6 +1,6 @@
 """Training state: the model, the optimizers, the average and the counts; everything that training changes.
 
-    state = TrainState.make(model_fn, strategy, average_decay=0.0)
+    state = TrainState(model_fn, strategy, average_decay=0.0)
     state.build(rows)                                # if the model needs a batch to know its input shapes
 
 `saved_state.py` reads and restores it. This module does not know how a step goes.
@@ -21,11 +21,11 @@ from distloop.errors import raise_as_user_error
 from distloop.model import user_functions
 from distloop.model.keras_metrics import KerasMetrics
 from distloop.model.layers import Frozen, RandomStreams, frozen_layers, keep_losses_apart
-from distloop.model.loss_spikes import LossWatch
+from distloop.model.metrics import LossWatch
 from distloop.model.spec import ModelSpec, Update, plain_optimizer
 from distloop.optimizers import keras_hooks, loss_scale
 from distloop.optimizers.loss_scale import LossScaleOptimizer
-from distloop.optimizers.slot_placement import MovingAverage, SlotPlacement, make_slot_placement
+from distloop.optimizers.slot_placement import MovingAverage, make_slot_placement
 from distloop.variables import (
     ComposedVariable,
     is_seed,
@@ -73,49 +73,6 @@ class TrainState(tf.Module):
 
     def __init__(
         self,
-        spec: ModelSpec,
-        strategy: tf.distribute.Strategy,
-        average_decay: float,
-        is_loss_scaled: bool,
-        virtual_replicas: int,
-        created: dict[int, Any],
-        *,
-        slot_placement: SlotPlacement,
-    ):
-        """Use `make`."""
-        super().__init__(name="state")
-        self.spec = spec.with_functions(user_functions.explaining_mistakes)
-        self.strategy = strategy
-        self.virtual_replicas = virtual_replicas
-        self.turns = strategies.virtual_replicas_each(strategy, virtual_replicas) or 1
-        with tf.device(HOST):  # plain variables: replicas do not read them
-            self.step = tf.Variable(0, dtype=tf.int64, trainable=False, name="step")
-            self.skipped_steps = tf.Variable(0, dtype=tf.int64, trainable=False, name="skipped_steps")
-        self.loss_watch = LossWatch(len(spec.updates))
-        self.average: MovingAverage | None = None
-        self._average_decay = average_decay
-        self.created = created
-        self.slot_placement = slot_placement
-        self.initial_learning_rates: dict[str, float] = {}
-        self.is_built = False
-        self.placement = make_placement(spec.model)
-        self.keras_metrics = KerasMetrics(spec.metrics or {}, strategy, gathers_all=virtual_replicas > 0)
-        with strategy.scope(), user_functions.recorded(created):
-            optimizers = {id(update.optimizer): update.optimizer for update in spec.updates}
-            if is_loss_scaled:
-                optimizers = {
-                    key: optimizer if isinstance(optimizer, LossScaleOptimizer) else LossScaleOptimizer(optimizer)
-                    for key, optimizer in optimizers.items()
-                }
-            self.optimizers = {update.name: optimizers[id(update.optimizer)] for update in spec.updates}
-            self.loss_scalers = {n: o for n, o in self.optimizers.items() if isinstance(o, LossScaleOptimizer)}
-            self.plain_optimizers = {name: plain_optimizer(optimizer) for name, optimizer in self.optimizers.items()}
-            if all(layer.built for layer in _layers_with_variables(spec.model)):
-                self._finish()
-
-    @classmethod
-    def make(
-        cls,
         model_fn: Callable[[], ModelSpec],
         strategy: tf.distribute.Strategy,
         average_decay: float = 0.0,
@@ -123,7 +80,7 @@ class TrainState(tf.Module):
         *,
         is_loss_scaled: bool = False,
         shard_optimizer: bool = False,
-    ) -> "TrainState":
+    ):
         """Calls `model_fn` in the strategy's scope and builds the state, as far as the model is built.
 
         Args:
@@ -137,21 +94,35 @@ class TrainState(tf.Module):
         Raises:
             ValueError: if `model_fn` returns something else, or a model or optimizer that was created elsewhere.
         """
-        slot_placement = make_slot_placement(strategy, shard_optimizer=shard_optimizer)
+        super().__init__(name="state")
+        self.slot_placement = make_slot_placement(strategy, shard_optimizer=shard_optimizer)
         created: dict[int, Any] = {}
+        spec = _call(model_fn, strategy, created)
+        self.spec = spec.with_functions(user_functions.explaining_mistakes)
+        self.strategy = strategy
+        self.virtual_replicas = virtual_replicas
+        self.turns = strategies.virtual_replicas_each(strategy, virtual_replicas) or 1
+        with tf.device(HOST):  # plain variables: replicas do not read them
+            self.step = tf.Variable(0, dtype=tf.int64, trainable=False, name="step")
+            self.skipped_steps = tf.Variable(0, dtype=tf.int64, trainable=False, name="skipped_steps")
+        self.loss_watch = LossWatch(len(spec.updates))
+        self.average: MovingAverage | None = None
+        self._average_decay = average_decay
+        self.created = created
+        self.initial_learning_rates: dict[str, float] = {}
+        self.is_built = False
+        self.placement = make_placement(spec.model)
+        self.keras_metrics = KerasMetrics(spec.metrics or {}, strategy, gathers_all=virtual_replicas > 0)
         with strategy.scope(), user_functions.recorded(created):
-            try:
-                spec = model_fn()
-            except tf.errors.OpError as error:  # the chief's initial values go to the other workers
-                raise_as_user_error(error)
-        if not isinstance(spec, ModelSpec):
-            raise ValueError(
-                f"model_fn returned a {type(spec).__name__}; distloop needs a ModelSpec: "
-                "return distloop.ModelSpec(model, optimizer, loss_fn)."
-            )
-        return cls(
-            *(spec, strategy, average_decay, is_loss_scaled, virtual_replicas, created), slot_placement=slot_placement
-        )
+            optimizers = {id(update.optimizer): update.optimizer for update in spec.updates}
+            for key, optimizer in optimizers.items():
+                if is_loss_scaled and not isinstance(optimizer, LossScaleOptimizer):
+                    optimizers[key] = LossScaleOptimizer(optimizer)
+            self.optimizers = {update.name: optimizers[id(update.optimizer)] for update in spec.updates}
+            self.loss_scalers = {n: o for n, o in self.optimizers.items() if isinstance(o, LossScaleOptimizer)}
+            self.plain_optimizers = {name: plain_optimizer(optimizer) for name, optimizer in self.optimizers.items()}
+            if all(layer.built for layer in _layers_with_variables(spec.model)):
+                self._finish()
 
     @property
     def model(self) -> Any:
@@ -202,7 +173,8 @@ class TrainState(tf.Module):
             loss_scale.follow_policy(part for layer in layers for part in loss_scale.inheriting(layer))
         self.paths = {id(variable): path for path, variable in named.items()}
         self.variables_of_update = {update.name: update.select_variables(named) for update in self.spec.updates}
-        self.slot_placement.prepare((self.plain_optimizers[n], of) for n, of in self.variables_of_update.items())
+        of_updates = [(self.plain_optimizers[n], of) for n, of in self.variables_of_update.items()]
+        self.slot_placement.prepare(of_updates)
         for update in self.optimizer_updates:
             _build_optimizer(self, update)
         keep_losses_apart(layers)
@@ -214,7 +186,6 @@ class TrainState(tf.Module):
         self.trained_variables, self.untrained_variables = list(trained.values()), mark_frozen(named.values(), trained)
         self.seeds = [variable for variable in self.untrained_variables if is_seed(variable)]
         if self._average_decay:
-            of_updates = [(self.plain_optimizers[n], of) for n, of in self.variables_of_update.items()]
             pairs = [(optimizer, v) for optimizer, of in of_updates for v in of]
             self.average = self.slot_placement.make_average(self.trained_variables, self._average_decay, pairs)
         _refuse_synchronized(layers, self.virtual_replicas)
@@ -287,6 +258,21 @@ class TrainState(tf.Module):
         return sum(int(tf.TensorShape(v.shape).num_elements()) for v in self.trained_variables)
 
 
+def _call(model_fn: Callable[[], ModelSpec], strategy: tf.distribute.Strategy, created: dict[int, Any]) -> ModelSpec:
+    """Returns what `model_fn` makes in the strategy's scope; stores the variables in `created`."""
+    with strategy.scope(), user_functions.recorded(created):
+        try:
+            spec = model_fn()
+        except tf.errors.OpError as error:  # the chief's initial values go to the other workers
+            raise_as_user_error(error)
+    if not isinstance(spec, ModelSpec):
+        raise ValueError(
+            f"model_fn returned a {type(spec).__name__}; distloop needs a ModelSpec: "
+            "return distloop.ModelSpec(model, optimizer, loss_fn)."
+        )
+    return spec
+
+
 def _build_optimizer(state: TrainState, update: Update) -> None:
     """Builds an update's optimizer over its variables and overrides methods of Keras."""
     optimizer, plain = state.optimizers[update.name], state.plain_optimizers[update.name]
@@ -294,21 +280,20 @@ def _build_optimizer(state: TrainState, update: Update) -> None:
     variables = state.variables_of_update[update.name]
     paths = [state.paths[id(v)] for v in variables]
     factors, are_decayed = update.learning_rate_factors(paths), update.are_decayed(paths)
-    if not all(are_decayed):
-        decayed = {id(v) for v, is_decayed in zip(variables, are_decayed, strict=True) if is_decayed}
-        # Keras forgets what model_fn has excluded when it is told what to exclude.
-        excluded = {id(v) for v in variables if not plain._use_weight_decay(tensorflow_variable(v))}
-        not_decayed = [v for v in variables if id(v) not in decayed - excluded]
-        plain.exclude_from_weight_decay(not_decayed)
+    if not all(are_decayed):  # Keras forgets what model_fn has excluded when it is told what to exclude
+        pairs = zip(variables, are_decayed, strict=True)
+        decayed = {id(v) for v, is_decayed in pairs if is_decayed and plain._use_weight_decay(tensorflow_variable(v))}
+        plain.exclude_from_weight_decay([v for v in variables if id(v) not in decayed])
     state.slot_placement.build(optimizer, plain, variables)
     keras_hooks.skip_reduction(plain)
-    views = [state.slot_placement.views(v) for v in variables]
-    elements = [int(tf.TensorShape(v.shape).num_elements()) for v in variables]
-    sizes = [(view, size) for of, size in zip(views, elements, strict=True) for view in of]
-    keras_hooks.simplify_adam(plain, sizes)
+    views = [
+        (view, v, factor)
+        for v, factor in zip(variables, factors, strict=True)
+        for view in state.slot_placement.views(v)
+    ]
+    keras_hooks.simplify_adam(plain, [(view, int(tf.TensorShape(v.shape).num_elements())) for view, v, _ in views])
     if update.learning_rates:
-        pairs = [(view, factor) for of, factor in zip(views, factors, strict=True) for view in of]
-        keras_hooks.scale_learning_rates(plain, pairs)
+        keras_hooks.scale_learning_rates(plain, [(view, factor) for view, _, factor in views])
     state.placement.adapt_optimizer(plain)
     if isinstance(rate := plain._learning_rate, keras.Variable):
         state.initial_learning_rates[update.name] = float(rate.numpy())

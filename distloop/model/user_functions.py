@@ -166,18 +166,10 @@ def _describe(batch: Any) -> str:
     return f"one array, {batch.dtype.name} [{', '.join(axes)}]"
 
 
-Creator = Callable[..., Any]
-
-
 class VariableCreatedError(ValueError):
-    """A step created a variable.
-
-    Attributes:
-        variable: its name.
-    """
+    """A step created a variable, of the name `variable`."""
 
     def __init__(self, message: str, variable: str):
-        """Stores the variable's name beside the message."""
         super().__init__(message)
         self.variable = variable
 
@@ -185,7 +177,7 @@ class VariableCreatedError(ValueError):
 def recorded(created: dict[int, Any]) -> contextlib.AbstractContextManager[None]:
     """Returns a scope that stores each new variable by its identity; as it is held, no other object gets the same."""
 
-    def record(next_creator: Creator, **settings: Any) -> Any:
+    def record(next_creator: Callable[..., Any], **settings: Any) -> Any:
         variable = next_creator(**settings)
         created[id(variable)] = variable
         return variable
@@ -226,7 +218,7 @@ def explain_new_variable(variable: str) -> str:
 def _refused(refused: list[str]) -> Iterator[None]:
     """Enters a scope in which a new variable is an error; adds its name to `refused`."""
 
-    def refuse(next_creator: Creator, **settings: Any) -> Any:
+    def refuse(next_creator: Callable[..., Any], **settings: Any) -> Any:
         scope = re.sub("^(while/|replica_[0-9]+/)+", "", tf.get_current_name_scope() + "/").lstrip("/")
         refused.append(scope + (settings.get("name") or "variable"))
         raise ValueError("too late for a new variable")
@@ -290,7 +282,6 @@ class Reads:
     """
 
     def __init__(self) -> None:
-        """Starts without entries."""
         self.entries: dict[str, bool] = {}
 
     @contextlib.contextmanager
@@ -315,15 +306,12 @@ class Reads:
 
 
 def report_unread(reads: Sequence[Reads], policy: str, *, is_shown: bool) -> None:
-    """Reports the entries that nothing reads; does nothing if there are none.
+    """Reports the entries that no `loss_fn` of the step reads, if there are any.
 
     Args:
-        reads: of each `loss_fn` of the step.
-        policy: "name" prints which ones, "ignore" does nothing, "warn" logs a warning, "refuse" raises an error.
+        reads: of each `loss_fn`.
+        policy: "name" prints which ones, "ignore" does nothing, "warn" logs a warning, "refuse" raises a ValueError.
         is_shown: whether this process prints and warns.
-
-    Raises:
-        ValueError: if the policy is to refuse them.
     """
     unread = [path for path in (reads[0].entries if reads else ()) if not any(r.entries.get(path) for r in reads)]
     if not unread:
@@ -342,14 +330,9 @@ def report_unread(reads: Sequence[Reads], policy: str, *, is_shown: bool) -> Non
 
 
 def _count_consumers(rows: Any, outputs: Collection[int] = ()) -> dict[str, int]:
-    """Returns how many operations of the graph read each entry, by its path, such as `meta/id` or `0`.
-
-    Args:
-        rows: the batch.
-        outputs: the ids of tensors that count as read once more.
-    """
-    parts = {path: tf.nest.flatten(entry, expand_composites=True) for path, entry in keras.tree.flatten_with_path(rows)}
-    return {
-        "/".join(map(str, path)): sum(len(part.consumers()) + (id(part) in outputs) for part in parts[path])
-        for path in parts
-    }
+    """Returns how many operations read each entry, by its path, such as `meta/id`; `outputs` are read once more."""
+    counts = {}
+    for path, entry in keras.tree.flatten_with_path(rows):
+        parts = tf.nest.flatten(entry, expand_composites=True)
+        counts["/".join(map(str, path))] = sum(len(part.consumers()) + (id(part) in outputs) for part in parts)
+    return counts

@@ -71,10 +71,8 @@ def recorded_writes(candidates: Sequence[Any]) -> Iterator[list[Any]]:
 
 def _are_changed(variables: Sequence[Any], before: Sequence[tf.Tensor]) -> list[bool]:
     """Returns whether each variable has another value than before on any replica; eagerly, in replica context."""
-    changes = [
-        float(value.numpy().tobytes() != old.numpy().tobytes())
-        for value, old in zip(read(variables), before, strict=True)
-    ]
+    pairs = zip(read(variables), before, strict=True)
+    changes = [float(value.numpy().tobytes() != old.numpy().tobytes()) for value, old in pairs]
     context = tf.distribute.get_replica_context()
     if context.num_replicas_in_sync > 1:
         changes = context.all_reduce(tf.distribute.ReduceOp.SUM, tf.constant(changes)).numpy()
@@ -97,10 +95,8 @@ def restored_writes(state: TrainState) -> Iterator[None]:
     before = read(candidates)
     with recorded_writes(candidates) as written:
         yield
-    are_written = {id(v) for v in written}
-    for variable, value in zip(candidates, before, strict=True):
-        if id(variable) in are_written:
-            variable.assign(value)
+    values = {id(v): value for v, value in zip(candidates, before, strict=True)}
+    assign(written, [values[id(v)] for v in written])
 
 
 class WrittenValues:
@@ -178,13 +174,7 @@ class WrittenValues:
         return _join(pieces) if pieces else None
 
     def rewind(self, written: Sequence[Any], before: Mapping[int, tf.Tensor], microbatch: tf.Tensor | int) -> None:
-        """Restores what a microbatch wrote, for the next one.
-
-        Args:
-            written: the variables that it wrote.
-            before: the values at the beginning of the step, by the variables' `id`.
-            microbatch: its number; after the last one, nothing is restored.
-        """
+        """Restores the written variables' values before the step, by their `id`, for the next microbatch, if any."""
         if self._microbatches == 1:
             return
         is_last = tf.equal(microbatch, self._microbatches - 1)

@@ -45,8 +45,12 @@ def require_same_run(
         "evals": [(evaluation.name, evaluation.every) for evaluation in evaluations],
         "actions": [(getattr(action, "__name__", type(action).__name__), action.every) for action in actions],
         "the Keras metrics": sorted(state.keras_metrics),
-        **{f"the variable {path!r}": text for path, text in describe_variables(state).items()},
     }
+    trained_by = {name: set(map(id, variables)) for name, variables in state.variables_of_update.items()}
+    for variable in [*state.trained_variables, *state.untrained_variables]:
+        updates = [name for name, trained in trained_by.items() if id(variable) in trained]
+        text = "".join(f", trained by {name}" if name else ", trained" for name in updates)
+        facts[f"the variable {state.paths[id(variable)]!r}"] = f"{tuple(variable.shape)} {variable.dtype}{text}"
     workers.require_same(state.strategy, "train", facts)
 
 
@@ -70,18 +74,6 @@ def require_same_trainable(state: TrainState) -> None:
             f"`trainable` of {some} was changed since the Trainer was made, which fixes what a run trains: set it "
             "back, or let model_fn set it and begin a new run from these weights, with Config(init_from=...)."
         )
-
-
-def describe_variables(state: TrainState) -> dict[str, str]:
-    """Returns shape, dtype and updates of each variable of the model, by its path."""
-    updates = {path: "" for path in state.paths.values()}
-    for name, variables in state.variables_of_update.items():
-        for variable in variables:
-            updates[state.paths[id(variable)]] += f", trained by {name}" if name else ", trained"
-    return {
-        (path := state.paths[id(variable)]): f"{tuple(variable.shape)} {variable.dtype}{updates[path]}"
-        for variable in [*state.trained_variables, *state.untrained_variables]
-    }
 
 
 @contextlib.contextmanager
@@ -148,9 +140,7 @@ def _worker_counts(membership: Membership, strategy: tf.distribute.Strategy, con
 def note_traced(state: TrainState, config: Config) -> None:
     """Writes what a change of workers cost, and tells the launcher, once the first step is traced after it."""
     membership = notes.find_membership()
-    if membership is None or not notes.mark("traced"):
-        return
-    if not _changes:
+    if membership is None or not notes.mark("traced") or not _changes:
         return
     row, phases = _changes.pop(), notes.phases(membership)
     membership.tell(step=row["step"], traced=phases)

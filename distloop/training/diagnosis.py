@@ -27,7 +27,7 @@ from distloop.training.step import GRADIENT_NORM, TrainStep
 from distloop.variables import named_variables, tensorflow_variable
 
 
-@dataclass(frozen=True)
+@dataclass
 class UpdateReport:
     """What the host knows of one update in a step that failed.
 
@@ -50,21 +50,15 @@ class UpdateReport:
         """Whether so many steps overflowed at the smallest loss scale that the scale is not to blame."""
         return self.overflows >= MAX_OVERFLOWS_AT_FLOOR
 
-    @property
-    def is_loss_finite(self) -> bool:
-        """Whether the loss is finite."""
-        return bool(np.isfinite(self.values["loss"]))
-
     def full_name(self, name: str) -> str:
         """Returns the reported name of a value: `discriminator/loss`."""
         return f"{self.name}/{name}" if self.name else name
 
     def is_to_blame(self, *, skip_nonfinite: bool, is_loss_watched: bool) -> bool:
         """Returns whether numbers of this update that are not finite made the step an error."""
-        is_error = self.is_at_floor or (
-            not skip_nonfinite and (self.loss_scale is None or (is_loss_watched and not self.is_loss_finite))
-        )
-        return is_error and not np.isfinite(self.values["loss"] + self.values[GRADIENT_NORM])
+        loss, norm = self.values["loss"], self.values[GRADIENT_NORM]
+        is_unscaled = self.loss_scale is None or (is_loss_watched and not np.isfinite(loss))
+        return (self.is_at_floor or (not skip_nonfinite and is_unscaled)) and not np.isfinite(loss + norm)
 
 
 class Cause(NamedTuple):
@@ -114,22 +108,14 @@ def _read(train_step: TrainStep, diagnosis: np.ndarray) -> list[UpdateReport]:
         ]
         report = UpdateReport(update.name, metrics.means(names, tallies), nonfinite_paths)
         if (scaler := update.loss_scaler) is not None:
-            overflows = max(0, -int(scaler.streak.numpy()))
-            report = UpdateReport(
-                report.name, report.values, nonfinite_paths, float(scaler.loss_scale.numpy()), overflows
-            )
+            report.loss_scale = float(scaler.loss_scale.numpy())
+            report.overflows = max(0, -int(scaler.streak.numpy()))
         reports.append(report)
     return reports
 
 
 def explain_nonfinite(step: int, report: UpdateReport, cause: Cause) -> str:
-    """Returns one sentence about an update whose loss or gradients are not finite.
-
-    Args:
-        step: the number of the step.
-        report: about the update.
-        cause: the likely one.
-    """
+    """Returns one sentence about an update whose loss or gradients are not finite."""
     paths = report.nonfinite_paths
     problems = [
         f"{report.full_name(name)} is {value}"
@@ -153,14 +139,7 @@ def explain_nonfinite(step: int, report: UpdateReport, cause: Cause) -> str:
 
 
 def explain_jump(step: int, reports: Sequence[UpdateReport], statistics: np.ndarray, jump: float) -> str:
-    """Returns one sentence about losses that jumped.
-
-    Args:
-        step: the number of the step.
-        reports: about all updates.
-        statistics: `LossWatch.statistics`.
-        jump: as for `LossWatch.check`.
-    """
+    """Returns one sentence about losses that jumped; `statistics` and `jump` are those of `LossWatch`."""
     jumps = []
     for report, (_, mean, variance) in zip(reports, statistics, strict=True):
         loss = report.values["loss"]
@@ -175,14 +154,15 @@ def explain_jump(step: int, reports: Sequence[UpdateReport], statistics: np.ndar
 
 def guess_cause(step: int, report: UpdateReport) -> Cause:
     """Returns the likely cause of numbers that are not finite, without a second look at the batch."""
-    if report.is_loss_finite and report.nonfinite_paths:
+    is_loss_finite = np.isfinite(report.values["loss"])
+    if is_loss_finite and report.nonfinite_paths:
         return Cause(
             "the loss is finite, so a derivative is not, often of a square root, a norm, a power or a division at 0, "
             "or the data holds an infinite number",
             "keep what they get away from 0, as in sqrt(x + 1e-7), take infinite numbers out of the data, or skip such "
             "steps with on_nonfinite=skip",
         )
-    if report.is_loss_finite:
+    if is_loss_finite:
         return Cause("every gradient is finite, but not the norm of all, so the loss or its weights are huge")
     if step == 1:  # no learning rate has had a part in it
         return Cause(
@@ -209,30 +189,21 @@ def explain_compile_error(train_step: TrainStep, error: tf.errors.OpError) -> Va
 
 def _locate(train_step: TrainStep, batch: Batch, layout: BatchLayout) -> Cause:
     """Runs a failed step again, update by update, and returns where the first number came from that is not finite."""
-    strategy = train_step.state.strategy
-    variables = [
-        *train_step.state.untrained_variables,
-        *(v for u in train_step.updates for v in train_step.state.changed_by(u.update)),
-    ]
+    state = train_step.state
+    variables = [*state.untrained_variables, *(v for u in train_step.updates for v in state.changed_by(u.update))]
     changed = list({id(v): v for v in variables}.values())
 
-    def read() -> Any:
-        return train_step.application.read_all(changed)
-
-    def write(values: Any) -> None:
-        train_step.application.assign_all(changed, values)
-
-    read, write = (graph_function(fn) for fn in (read, write))
+    read = graph_function(lambda: train_step.application.read_all(changed))
+    write = graph_function(lambda values: train_step.application.assign_all(changed, values))
     first = read()
     try:
         for update in train_step.updates:
             before = read()
             for microbatch in range(layout.turns * train_step.microbatches):
                 origin = _find_origin(train_step, update, batch, layout, microbatch)
-                seen_by = np.flatnonzero(workers.gather(strategy, origin is not None))
+                seen_by = np.flatnonzero(workers.gather(state.strategy, origin is not None))
                 if len(seen_by):
-                    elsewhere = f"worker {seen_by[0]} tells where they came from"
-                    return origin or Cause(elsewhere, "do what it advises")
+                    return origin or Cause(f"worker {seen_by[0]} tells where they came from", "do what it advises")
             write(before)
             graph_function(lambda rows, update=update: train_step.advance(update, rows, layout))(batch)
     finally:
@@ -309,42 +280,30 @@ def _layers(train_step: TrainStep, update: ForwardBackward) -> list[Any]:
 
 def warn(train_step: TrainStep) -> None:
     """Logs what the user may not expect of a step, once it is traced."""
+    state = train_step.state
     for update in train_step.updates:
-        _warn_unreached(train_step, update)
-        _warn_unscaled(train_step, update)
-        if train_step.state.strategy.num_replicas_in_sync > 1 and not train_step.state.virtual_replicas:
-            _warn_apart(train_step, update)
-
-
-def _warn_unreached(train_step: TrainStep, update: ForwardBackward) -> None:
-    unreached = [v for v, is_reached in zip(update.variables, update.trace.reached, strict=True) if not is_reached]
-    if unreached:
-        log.warning(
-            "The loss does not depend on %s, which stays as it is: leave it out with ModelSpec(trainable=...).",
-            ", ".join(train_step.state.paths[id(v)] for v in unreached),
-        )
-
-
-def _warn_unscaled(train_step: TrainStep, update: ForwardBackward) -> None:
-    half = [layer.name for layer in _layers(train_step, update) if layer.compute_dtype == "float16"]
-    if half and update.loss_scaler is None:
-        log.warning(
-            "Layers such as %s compute in float16 and the loss is not scaled, so small gradients become 0: set "
-            "precision=mixed_float16, or give distloop.LossScaleOptimizer.",
-            half[0],
-        )
-
-
-def _warn_apart(train_step: TrainStep, update: ForwardBackward) -> None:
-    """Warns of written variables that each replica keeps a value of its own of."""
-    written = update.trace.written
-    kept_equal = {id(v) for v in update.written_values.with_mean(written)} | update.written_values.carried
-    for variable in (v for v in written if id(v) not in kept_equal):
-        if tensorflow_variable(variable).aggregation != tf.VariableAggregation.NONE:
+        unreached = [v for v, is_reached in zip(update.variables, update.trace.reached, strict=True) if not is_reached]
+        if unreached:
+            log.warning(
+                "The loss does not depend on %s, which stays as it is: leave it out with ModelSpec(trainable=...).",
+                ", ".join(state.paths[id(v)] for v in unreached),
+            )
+        half = [layer.name for layer in _layers(train_step, update) if layer.compute_dtype == "float16"]
+        if half and update.loss_scaler is None:
+            log.warning(
+                "Layers such as %s compute in float16 and the loss is not scaled, so small gradients become 0: set "
+                "precision=mixed_float16, or give distloop.LossScaleOptimizer.",
+                half[0],
+            )
+        if state.strategy.num_replicas_in_sync == 1 or state.virtual_replicas:
             continue
-        log.warning(
-            "The forward pass writes %s, of dtype %s, which has no mean: each replica keeps its own, "
-            "and a checkpoint the first's. Make it a float, or add_weight(..., aggregation='mean').",
-            train_step.state.paths[id(variable)],
-            tf.as_dtype(variable.dtype).name,
-        )
+        kept_equal = {id(v) for v in update.written_values.with_mean(update.trace.written)}
+        kept_equal |= update.written_values.carried
+        for variable in (v for v in update.trace.written if id(v) not in kept_equal):
+            if tensorflow_variable(variable).aggregation == tf.VariableAggregation.NONE:
+                log.warning(
+                    "The forward pass writes %s, of dtype %s, which has no mean: each replica keeps its own, "
+                    "and a checkpoint the first's. Make it a float, or add_weight(..., aggregation='mean').",
+                    state.paths[id(variable)],
+                    tf.as_dtype(variable.dtype).name,
+                )

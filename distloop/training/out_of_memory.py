@@ -87,12 +87,7 @@ class Halving:
     """Takes steps again with microbatches of half the size where memory ends; every result is the same."""
 
     def __init__(self, state: TrainState, step: TrainStep):
-        """Prepares.
-
-        Args:
-            state: what is trained.
-            step: whose `microbatches` it raises.
-        """
+        """Prepares to raise the `microbatches` of a step."""
         self._saved_state = SavedState(state)
         self._strategy = state.strategy
         self._step = step
@@ -121,9 +116,9 @@ class Halving:
             return False
         self._is_proven, first = True, self._step.microbatches
         position = source.save_position()
-        while not bool(workers.gather(self._strategy, self._fits(source)).all()) and self._can_halve(source):
-            self._saved_state.restore(before)
-            self._double(source)
+        while not bool(workers.gather(self._strategy, self._fits(source)).all()):
+            if not self._restore_and_double(before, source):
+                break
         self._saved_state.restore(before)
         if self._step.microbatches == first:
             return False
@@ -132,25 +127,25 @@ class Halving:
 
     def halve(self, source: Source) -> bool:
         """Restores what `keep` copied and halves the microbatches; returns whether that was possible."""
-        if self._before is None or not self._can_halve(source):
+        if self._before is None:
             return False
         values, position = self._before
+        if not self._restore_and_double(values, source):
+            return False
         self._is_proven = False
-        self._saved_state.restore(values)
-        self._double(source)
         source.restore_position(position)
         return True
 
-    def _can_halve(self, source: Source) -> bool:
-        rows = source.info.batch_size
-        most = _MOST_MICROBATCHES if rows is None else rows // self._strategy.num_replicas_in_sync
-        return 2 * self._step.microbatches <= most
-
-    def _double(self, source: Source) -> None:
-        microbatches = 2 * self._step.microbatches
+    def _restore_and_double(self, values: dict[str, tf.Tensor], source: Source) -> bool:
+        """Restores values and doubles the microbatches, if a batch has rows for so many; returns whether it did."""
+        microbatches, rows = 2 * self._step.microbatches, source.info.batch_size
+        if microbatches > (_MOST_MICROBATCHES if rows is None else rows // self._strategy.num_replicas_in_sync):
+            return False
+        self._saved_state.restore(values)
         self._step.set_microbatches(microbatches)
         source.set_microbatches(microbatches)
         log.warning("Out of memory: each replica computes its batch in %d microbatches.", microbatches)
+        return True
 
     def _fits(self, source: Source) -> bool:
         """Returns whether this worker has memory for the forward and backward pass of the first batch.

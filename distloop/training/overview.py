@@ -1,6 +1,6 @@
 """Overview: settings, model, environment and graph of a run, for TensorBoard and the console.
 
-    forward = trace_forward(state, config, element_spec)
+    forward = ForwardPass(state, config).trace(element_spec)
     introduce(writer, state, config, forward)           # of a SummaryWriter
 
 It does not know how a run goes.
@@ -55,7 +55,7 @@ def introduce(
         writer: the run's writer.
         state: the state, which is built.
         settings: the run's settings.
-        forward: the graph of the forward pass, from `trace_forward`; None: no graph.
+        forward: the graph of the forward pass, of `ForwardPass`; None: no graph.
         length: of the run, as `run_length.chosen` returns it.
 
     Raises:
@@ -64,7 +64,7 @@ def introduce(
     settings = dataclasses.replace(settings, **run_length.as_settings(length))
     texts: dict[str, Media] = {
         "run/config": Text(describe_config(settings)),
-        "run/flags": Text(describe_flags(settings)),
+        "run/flags": Text(_table(["flag", "value"], flags.facts(settings).items())),  # those that repeat the run
         "run/model": Text(describe_model(state)),
         "run/environment": Text(describe_environment(state, settings)),
     }
@@ -72,7 +72,7 @@ def introduce(
         texts["run/incidents"] = Text(incidents)
     graph = None
     if settings.graph == "always" or (settings.graph == "auto" and int(state.step) == 0):
-        graph = drawable(forward) if forward is not None else None
+        graph = None if forward is None else drawable(forward)
         texts |= layer_graphs(state.model)
     writer.begin(flags.hyperparameters(settings), texts, make_charts(settings), graph)
 
@@ -131,11 +131,6 @@ def describe_config(settings: Config) -> str:
     return f"Settings that differ from their defaults:\n\n{changed}\n\nAll others:\n\n{others}"
 
 
-def describe_flags(settings: Config) -> str:
-    """Returns a table of the flags that repeat the run, as in `flags.txt`."""
-    return _table(["flag", "value"], flags.facts(settings).items())
-
-
 def describe_model(state: TrainState) -> str:
     """Returns a table of the model's variables."""
     trained: dict[int, list[str]] = {}
@@ -145,17 +140,11 @@ def describe_model(state: TrainState) -> str:
     named = named_variables(state.model)
     devices = state.placement.variable_devices
     counts = {path: int(np.prod(variable.shape)) for path, variable in named.items()}
-    rows = [
-        (
-            path,
-            list(variable.shape),
-            tf.as_dtype(variable.dtype).name,
-            ", ".join(trained.get(id(variable), ["no"])),
-            f"{counts[path]:,}",
-            *([devices.get(id(variable), "")] if devices else []),
-        )
-        for path, variable in list(named.items())[:_MAX_ROWS]
-    ]
+    rows = []
+    for path, variable in list(named.items())[:_MAX_ROWS]:
+        updates, dtype = ", ".join(trained.get(id(variable), ["no"])), tf.as_dtype(variable.dtype).name
+        row = path, list(variable.shape), dtype, updates, f"{counts[path]:,}", devices.get(id(variable), "")
+        rows.append(row if devices else row[:-1])
     more = f"\n\nand {len(named) - _MAX_ROWS} more variables" if len(named) > _MAX_ROWS else ""
     total = f"{state.num_parameters():,} trained parameters of {sum(counts.values()):,} in {len(named)} variables"
     head = ["variable", "shape", "dtype", "trained", "count", *(["device"] if devices else [])]
@@ -164,14 +153,13 @@ def describe_model(state: TrainState) -> str:
 
 def describe_environment(state: TrainState, settings: Config) -> str:
     """Returns a table of versions and devices."""
-    devices = [device.name for device in tf.config.list_logical_devices()]
     rows = [
         ("start", f"step {int(state.step)}"),
         ("runs on", strategies.describe(state.strategy)),
         ("replicas", state.strategy.num_replicas_in_sync),
         *([("virtual replicas", state.virtual_replicas)] if state.virtual_replicas else []),
         ("workers", workers.num_workers(state.strategy)),
-        ("devices of the first worker", ", ".join(devices)),
+        ("devices of the first worker", ", ".join(device.name for device in tf.config.list_logical_devices())),
         ("CPU cores", os.cpu_count()),
         ("precision", _precision(state, settings)),
         ("TensorFlow", tf.__version__),
@@ -213,63 +201,55 @@ def flops_per_example(forward: tf.Graph | None, batch_size: int | None) -> float
     """Returns the floating-point operations of training per example; None if they are unknown.
 
     Args:
-        forward: the graph of the forward pass of a batch, from `trace_forward`.
+        forward: the graph of the forward pass of a batch, of `ForwardPass`.
         batch_size: of that batch; None if it is unknown.
     """
     forward_flops = count_flops(forward) if forward is not None and batch_size else None
     return forward_flops and TRAINING_PASSES * forward_flops / (batch_size or 1)
 
 
-def trace_forward(
-    state: TrainState, settings: Config, element_spec: Any, batch_size: int | None = None
-) -> tf.Graph | None:
-    """Returns the graph of the forward pass of every `loss_fn`, as one replica would evaluate it.
-
-    Args:
-        state: the state, which is built.
-        settings: the run's settings.
-        element_spec: the structure of a batch.
-        batch_size: of a whole batch; None if it is unknown.
-
-    Returns:
-        The graph; None if tracing costs more than its use, or is impossible, which a log line says.
-    """
-    if settings.eager:  # loss_fn must get tensors with values
-        return None
-    is_cheap = len(state.paths) <= _FEW_VARIABLES and workers.num_workers(state.strategy) == 1
-    if not is_cheap and settings.graph != "always" and not peak_flops(state, settings):
-        return None
-
-    def forward(batch: Any) -> None:
-        for update in state.spec.updates:
-            with tf.name_scope(update.name or "loss_fn"):
-                update.loss_fn(batch, False)
-
-    try:
-        traced = graph_function(forward).get_concrete_function(_named(element_spec, batch_size))
-        graph: tf.Graph = traced.graph
-        return graph
-    except Exception as error:  # a model that cannot be traced here may still train
-        log.info("There is no graph of this model for TensorBoard: %s", error)
-        return None
-
-
 class ForwardPass:
-    """The graph of the forward pass, traced once for each kind of data."""
+    """The forward pass of every `loss_fn`, as one replica would evaluate it; traced once for each kind of data."""
 
     def __init__(self, state: TrainState, settings: Config):
-        """Prepares; nothing is traced yet. The arguments are those of `trace_forward`."""
-        self._state = state
-        self._settings = settings
+        """Prepares; nothing is traced yet."""
+        self._state, self._settings = state, settings
         self._kind: Any = None
         self._graph: tf.Graph | None = None
 
-    def trace(self, source: Source) -> tf.Graph | None:
-        """Returns the graph for this data, as `trace_forward` does."""
-        kind = source.info.element_spec, source.info.batch_size
-        if self._kind != kind:
-            self._kind, self._graph = kind, trace_forward(self._state, self._settings, *kind)
+    def trace(self, element_spec: Any, batch_size: int | None = None) -> tf.Graph | None:
+        """Returns the graph for batches of a structure.
+
+        Args:
+            element_spec: the structure of a batch; the state is built.
+            batch_size: of a whole batch; None if it is unknown.
+
+        Returns:
+            The graph; None if tracing costs more than its use, or is impossible, which a log line says.
+        """
+        if self._kind != (kind := (element_spec, batch_size)):
+            self._kind, self._graph = kind, self._trace(*kind)
         return self._graph
+
+    def _trace(self, element_spec: Any, batch_size: int | None) -> tf.Graph | None:
+        state, settings = self._state, self._settings
+        if settings.eager:  # loss_fn must get tensors with values
+            return None
+        is_cheap = len(state.paths) <= _FEW_VARIABLES and workers.num_workers(state.strategy) == 1
+        if not is_cheap and settings.graph != "always" and not peak_flops(state, settings):
+            return None
+
+        def forward(batch: Any) -> None:
+            for update in state.spec.updates:
+                with tf.name_scope(update.name or "loss_fn"):
+                    update.loss_fn(batch, False)
+
+        try:
+            graph: tf.Graph = graph_function(forward).get_concrete_function(_named(element_spec, batch_size)).graph
+            return graph
+        except Exception as error:  # a model that cannot be traced here may still train
+            log.info("There is no graph of this model for TensorBoard: %s", error)
+            return None
 
 
 def drawable(traced: tf.Graph) -> bytes | None:
@@ -288,8 +268,7 @@ def drawable(traced: tf.Graph) -> bytes | None:
         for node in nodes:
             if node.op == "Const" and node.attr["value"].ByteSize() > _MAX_BYTES:
                 node.attr["value"].Clear()
-    content: bytes = graph.SerializeToString()
-    return content
+    return bytes(graph.SerializeToString())
 
 
 def _named(element_spec: Any, batch_size: int | None) -> Any:
@@ -379,13 +358,7 @@ def _tensorboard() -> str:
 
 
 def report_whole_tables(updates: Iterable[Any], state: TrainState, *, is_shown: bool) -> None:
-    """Prints the tables of many rows that a step updates as a whole, and why, if anything is shown.
-
-    Args:
-        updates: the `ForwardBackward` of each update, traced.
-        state: what is trained.
-        is_shown: whether this worker prints.
-    """
+    """Prints the tables of many rows that a step updates as a whole, and why, if this worker prints anything."""
     for update in updates if is_shown else ():
         reasons = update.packing.reasons
         for variable in (v for v in update.variables if id(v) in reasons and v.shape[0] >= _MANY_ROWS):

@@ -57,11 +57,7 @@ def chosen(config: Config, step: int, *, steps: int | None, epochs: int | None, 
 
 
 def make_units(source: Source, length: int | str) -> Units:
-    """Returns the units of a run's durations.
-
-    Args:
-        source: the data to train on.
-        length: of the run, as `chosen` returns it.
+    """Returns the units of the durations of a run, whose length is one that `chosen` returns.
 
     Raises:
         ValueError: if the length is in epochs that have no end, or in examples and the batch size is not known.
@@ -123,14 +119,7 @@ def log_every(config: Config, units: Units) -> int | str:
 
 
 def why_over(units: Units, step: int, secs: float, stop_reason: str | None) -> str:
-    """Returns a sentence, without its end, about a run in which nothing is left to train.
-
-    Args:
-        units: of its durations; `units.run` is its length.
-        step: number of steps done.
-        secs: for which it has trained.
-        stop_reason: why an action ended it; None: no action did.
-    """
+    """Returns a sentence, without its end, about a run that an action ended for a reason, or that has no step left."""
     run = units.run
     if stop_reason:
         place = f"Stopped at step {step} before ({stop_reason})"

@@ -24,7 +24,7 @@ def make_state(average_decay=0.0):
         )
         return distloop.ModelSpec(model, keras.optimizers.SGD(momentum=0.9), lambda batch, training: {"loss": batch})
 
-    return TrainState.make(model_fn, tf.distribute.get_strategy(), average_decay)
+    return TrainState(model_fn, tf.distribute.get_strategy(), average_decay)
 
 
 def test_weights_tables_slots_and_averages_are_told_apart():

@@ -392,7 +392,7 @@ OF_VIRTUAL_REPLICAS = {
 @pytest.mark.parametrize("case", [wide(c, is_wide=not expected) for c, (_, expected) in OF_VIRTUAL_REPLICAS.items()])
 def test_what_breaks_the_same_bits_of_virtual_replicas_is_found(case):
     model_fn, expected = OF_VIRTUAL_REPLICAS[case]
-    state = TrainState.make(model_fn, tf.distribute.get_strategy(), 0.0, 4)
+    state = TrainState(model_fn, tf.distribute.get_strategy(), 0.0, 4)
     state.build(next(iter(data())))
     settings = distloop.Config(batch_size=8)
     trainer = types.SimpleNamespace(state=state, strategy=state.strategy, config=settings, build=lambda data: None)

@@ -6,7 +6,9 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from tests.problems import assert_equal, on, weights
+from distloop.actions.evaluate import Evaluation
+from distloop.actions.evaluate import with_rows as _with_rows
+from tests.problems import assert_equal, classification, classifier, on, refused, weights
 
 
 def make_trainer(*, has_metric=False, **settings):
@@ -100,3 +102,103 @@ def test_a_metric_that_cannot_be_copied_is_refused():
     evaluation = distloop.Evaluation(dataset(), loss_fn=lambda batch, _: {}, metrics={"secret": Secret(2)})
     with pytest.raises(ValueError, match='under "secret" of an Evaluation cannot be copied .*: give it a get_config'):
         make_trainer().fit(dataset(), steps=1, evals={"test": evaluation})
+
+
+ROWS = {**classification(37), "row": np.arange(37)}
+
+
+@pytest.mark.slow
+def test_a_function_of_all_rows_gets_them_in_order_and_reports_numbers(tmp_path):
+    seen = []
+
+    def rank(outputs):
+        seen.append(outputs)
+        return {"rank": np.float32(np.mean(np.argsort(outputs["row"]))), "count": len(outputs["row"])}
+
+    trainer = distloop.Trainer(classifier(), on(2, workdir=str(tmp_path), log_every=0))
+    data = distloop.make_dataset(ROWS, 8)
+    predict_fn = lambda batch: {"row": batch["row"], "logits": trainer.model(batch["x"])}  # noqa: E731
+    evals = {
+        "all": Evaluation(data, every=2, rows_fn=rank, predict_fn=predict_fn),
+        "few": Evaluation(data, every=0, batches=2, rows_fn=lambda logits: {"rows": logits.shape[0]}),
+    }
+    numbers = trainer.fit(data, steps=4, evals=evals)
+    assert (numbers["all/rank"], numbers["all/count"], numbers["few/rows"]) == (18.0, 37, 16)
+    assert numbers["all/loss"] == trainer.evaluate(data)["loss"]
+    assert len(seen) == 2 and seen[1]["row"].tolist() == list(range(37)) and seen[1]["logits"].shape == (37, 4)
+    logits = trainer.predict(data)
+    np.testing.assert_array_equal(seen[1]["logits"], logits)
+    # Limits and files.
+    np.testing.assert_array_equal(trainer.predict(data.repeat(), batches=2), logits[:16])
+    assert len(list(trainer.stream_predictions(data, batches=3))) == 3
+    assert trainer.predict(data, path=f"{tmp_path}/predictions") is None
+    np.testing.assert_array_equal(np.load(tmp_path / "predictions" / "outputs.npy"), logits)
+
+
+def with_rows(means, rows_fn):
+    return _with_rows(lambda _: means, lambda stop_requests: np.zeros(2), rows_fn, None)
+
+
+@pytest.mark.parametrize("values", [None, 3.0, {"a": "b"}, {"a": np.zeros(2)}, {"a": [1.0]}])
+def test_what_is_no_dict_of_numbers_is_refused(values):
+    with pytest.raises(ValueError, match="rows_fn returned .*; it returns a dict of numbers by name, of all rows"):
+        with_rows({}, lambda rows: values)
+
+
+def test_a_name_that_is_reported_already_is_refused():
+    with pytest.raises(ValueError, match="rows_fn returned 'loss', which loss_fn or a metric reports, too"):
+        with_rows({"loss": 1.0}, lambda rows: {"loss": 2.0})
+    values = with_rows({"loss": 1.0}, lambda rows: {"a": keras.ops.sum(rows), "b": True})
+    assert values == {"loss": 1.0, "a": 0.0, "b": 1.0}
+
+
+def test_arguments_of_rows_are_checked():
+    with pytest.raises(ValueError, match="predict_fn without the rows_fn that takes its outputs: give both"):
+        Evaluation(ROWS, predict_fn=lambda batch: batch)
+    with pytest.raises(ValueError, match="rows_fn=3; give a function of all rows"):
+        Evaluation(ROWS, rows_fn=3)
+
+
+def batches():
+    yield from ({name: rows[i : i + 8] for name, rows in ROWS.items()} for i in range(0, 32, 8))
+
+
+MISTAKES = {
+    "no label": ({"x": ROWS["x"]}, "The key 'label' was looked up"),
+    "tuple": ((ROWS["x"], ROWS["label"]), "a tuple of 2 entries"),
+    "shape": ({**ROWS, "x": ROWS["x"][:, :5]}, "expected axis -1 of input shape to have value 8"),
+    "text": ({**ROWS, "x": ROWS["x"].astype(str)}, "A text reached a calculation"),
+    "loss_fn": (Evaluation(ROWS, loss_fn=lambda batch, training: {"q": batch["nope"]}), "The key 'nope'"),
+    "mean": (Evaluation(ROWS, loss_fn=lambda batch, training: {"q": tf.reduce_mean(batch["x"])}), "shape []"),
+    "value": (Evaluation(ROWS, loss_fn=lambda batch, training: {"q": float(batch["x"][0, 0])}), "asked for its value"),
+    "arguments of a metric": (
+        Evaluation(ROWS, loss_fn=lambda batch, training: {"auc": (batch["x"],)}, metrics={"auc": keras.metrics.AUC()}),
+        "y_pred",
+    ),
+    "predict_fn": (
+        Evaluation(ROWS, rows_fn=lambda rows: {}, predict_fn=lambda batch: batch["nope"]),
+        "The key 'nope'",
+    ),
+    "empty": (lambda: tf.data.Dataset.from_tensor_slices(ROWS).batch(8).filter(lambda batch: False), "empty"),
+    "read once": (lambda: Evaluation(batches(), every=1), "give the function that makes it"),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_a_mistake_in_an_evaluation_is_said_before_the_first_step(case):
+    data, part = MISTAKES[case]
+    data = data() if case in ("empty", "read once") else data
+    trainer = distloop.Trainer(classifier(), on(2, batch_size=8))
+    refused(lambda: trainer.fit(ROWS, steps=4, evals={"hard": data}), "The evaluation 'hard' cannot run", part)
+    assert trainer.step == 0
+
+
+def test_an_evaluation_is_traced_once_and_a_generator_serves_one():
+    traced = []
+    trainer = distloop.Trainer(classifier(on_trace=traced.append), on(1, batch_size=8))
+    numbers = trainer.fit(ROWS, steps=2, evals={"test": ROWS})
+    assert traced.count(False) <= 2  # one of them for the forward pass that is shown
+    count = len(traced)
+    assert trainer.evaluate(ROWS) == {name: numbers[f"test/{name}"] for name in ("loss", "accuracy")}
+    assert len(traced) == count
+    assert "once/loss" in trainer.fit(ROWS, steps=4, evals={"once": batches()})

@@ -210,7 +210,7 @@ def dropout_state(strategy):
         return ModelSpec(model, keras.optimizers.SGD(0.1), lambda batch, training: {"loss": model(batch)})
 
     keras.utils.set_random_seed(0)
-    return TrainState.make(model_fn, strategy)
+    return TrainState(model_fn, strategy)
 
 
 def test_every_replica_starts_its_random_streams_elsewhere():

@@ -61,7 +61,7 @@ class Lazy(keras.Model):
 @pytest.mark.slow
 @STRATEGIES
 def test_all_trainable_variables_are_trained(strategy):
-    made = TrainState.make(lambda: spec_of(two_layers()), strategy)
+    made = TrainState(lambda: spec_of(two_layers()), strategy)
     assert paths_of(made) == NAMES
     assert made.untrained_variables == []
     assert made.num_parameters() == 3 * 4 + 4 + 4 * 2 + 2
@@ -69,7 +69,7 @@ def test_all_trainable_variables_are_trained(strategy):
 
 @pytest.mark.slow
 def test_a_regular_expression_picks_what_is_trained():
-    made = TrainState.make(lambda: spec_of(two_layers(), trainable="head|bias$"), ONE)
+    made = TrainState(lambda: spec_of(two_layers(), trainable="head|bias$"), ONE)
     assert paths_of(made) == NAMES[1:]
     assert [v.path for v in made.untrained_variables] == NAMES[:1]
     assert made.num_parameters() == 4 + 4 * 2 + 2
@@ -81,7 +81,7 @@ def test_layers_that_are_frozen_stay_out():
         model.get_layer("encoder").trainable = False
         return spec_of(model)
 
-    assert paths_of(TrainState.make(model_fn, ONE)) == NAMES[2:]
+    assert paths_of(TrainState(model_fn, ONE)) == NAMES[2:]
 
 
 def test_statistics_and_random_streams_are_not_trained():
@@ -89,7 +89,7 @@ def test_statistics_and_random_streams_are_not_trained():
         layers = [keras.layers.BatchNormalization(), keras.layers.Dropout(0.5), keras.layers.Dense(2)]
         return spec_of(keras.Sequential([keras.Input((3,)), *layers]))
 
-    made = TrainState.make(model_fn, ONE)
+    made = TrainState(model_fn, ONE)
     assert [path.split("/")[-1] for path in paths_of(made)] == ["gamma", "beta", "kernel", "bias"]
     assert len(made.untrained_variables) == 3  # mean, variance, seed
     assert len(made.seeds) == 1
@@ -97,7 +97,7 @@ def test_statistics_and_random_streams_are_not_trained():
 
 def test_a_regular_expression_that_finds_nothing_is_refused():
     with pytest.raises(ValueError, match="'decoder' for the model is found in no .*encoder/kernel'.*: correct it"):
-        TrainState.make(lambda: spec_of(two_layers(), trainable="decoder"), ONE)
+        TrainState(lambda: spec_of(two_layers(), trainable="decoder"), ONE)
 
 
 def test_a_model_without_trainable_variables_is_refused():
@@ -107,7 +107,7 @@ def test_a_model_without_trainable_variables_is_refused():
         return spec_of(model)
 
     with pytest.raises(ValueError, match="no trainable variable for the model: give a model that has some"):
-        TrainState.make(model_fn, ONE)
+        TrainState(model_fn, ONE)
 
 
 def two_updates(first_variables, second_variables=None):
@@ -125,7 +125,7 @@ def two_updates(first_variables, second_variables=None):
 
 
 def test_an_update_trains_the_variables_of_its_regular_expression():
-    made = TrainState.make(two_updates("^g/", "^d/.*kernel"), ONE)
+    made = TrainState(two_updates("^g/", "^d/.*kernel"), ONE)
     assert paths_of(made, "g") == [f"g/{name}" for name in NAMES]
     assert paths_of(made, "d") == ["d/net/encoder/kernel", "d/net/head/kernel"]
     assert [v.path for v in made.untrained_variables] == NAMES[1::2]
@@ -133,7 +133,7 @@ def test_an_update_trains_the_variables_of_its_regular_expression():
 
 @STRATEGIES
 def test_an_update_trains_the_variables_of_its_list(strategy):
-    made = TrainState.make(
+    made = TrainState(
         two_updates(
             lambda models: models["g"].trainable_variables[:1],
             lambda models: [v.value for v in models["d"].trainable_variables],  # TensorFlow's own variables
@@ -145,7 +145,7 @@ def test_an_update_trains_the_variables_of_its_list(strategy):
 
 
 def test_an_update_without_variables_trains_all():
-    assert len(paths_of(TrainState.make(two_updates(None, "^d/"), ONE), "g")) == 8
+    assert len(paths_of(TrainState(two_updates(None, "^d/"), ONE), "g")) == 8
 
 
 @pytest.mark.slow
@@ -154,39 +154,39 @@ def test_a_variable_that_is_not_in_the_model_is_refused():
         return [keras.Variable(0.0, name="stranger")]
 
     with pytest.raises(ValueError, match="""of update "g", 'stranger', is not in ModelSpec's model: put every model"""):
-        TrainState.make(two_updates(stranger, "^d/"), ONE)
+        TrainState(two_updates(stranger, "^d/"), ONE)
 
 
 def test_an_empty_list_of_variables_is_refused():
     with pytest.raises(ValueError, match='no trainable variable for update "g"'):
-        TrainState.make(two_updates([], "^d/"), ONE)
+        TrainState(two_updates([], "^d/"), ONE)
 
 
 def test_several_optimizers_stand_in_a_dict_by_name():
-    made = TrainState.make(two_updates("^g/", "^d/"), ONE)
+    made = TrainState(two_updates("^g/", "^d/"), ONE)
     assert {name: type(optimizer) for name, optimizer in made.optimizer.items()} == {
         "g": keras.optimizers.Adam,
         "d": keras.optimizers.SGD,
     }
-    assert isinstance(TrainState.make(lambda: spec_of(two_layers()), ONE).optimizer, keras.optimizers.SGD)
+    assert isinstance(TrainState(lambda: spec_of(two_layers()), ONE).optimizer, keras.optimizers.SGD)
 
 
 @STRATEGIES
 def test_optimizers_are_built_over_what_they_train(strategy):
-    made = TrainState.make(two_updates("^g/", "^d/.*kernel"), strategy)
+    made = TrainState(two_updates("^g/", "^d/.*kernel"), strategy)
     assert made.optimizer["g"].built and made.optimizer["d"].built
     assert len(made.optimizer["g"]._trainable_variables) == 4
     assert len(made.optimizer["d"]._trainable_variables) == 2
 
 
 def test_the_average_covers_what_is_trained():
-    made = TrainState.make(lambda: spec_of(two_layers(), trainable="head"), ONE, average_decay=0.9)
+    made = TrainState(lambda: spec_of(two_layers(), trainable="head"), ONE, average_decay=0.9)
     assert [tuple(v.shape) for v in made.average.variables] == [(4, 2), (2,)]
-    assert TrainState.make(lambda: spec_of(two_layers()), ONE).average is None
+    assert TrainState(lambda: spec_of(two_layers()), ONE).average is None
 
 
 def test_training_starts_at_step_0():
-    made = TrainState.make(lambda: spec_of(two_layers()), replicas(2))
+    made = TrainState(lambda: spec_of(two_layers()), replicas(2))
     assert int(made.step) == int(made.skipped_steps) == 0
     assert made.step.dtype == made.skipped_steps.dtype == tf.int64
 
@@ -198,20 +198,20 @@ def test_training_starts_at_step_0():
 def test_a_model_made_outside_is_refused(strategy):
     model = two_layers()
     with pytest.raises(ValueError, match="model's variable 'net/encoder/kernel' was made outside .*from_keras"):
-        TrainState.make(lambda: spec_of(model), strategy)
+        TrainState(lambda: spec_of(model), strategy)
 
 
 @STRATEGIES
 def test_an_optimizer_made_outside_is_refused(strategy):
     optimizer = keras.optimizers.Adam()
     with pytest.raises(ValueError, match="optimizer's variable '.*' was made outside model_fn, .*: make the optimizer"):
-        TrainState.make(lambda: spec_of(two_layers(), optimizer), strategy)
+        TrainState(lambda: spec_of(two_layers(), optimizer), strategy)
 
 
 def test_a_model_of_another_state_is_refused():
-    first = TrainState.make(lambda: spec_of(two_layers()), replicas(2))
+    first = TrainState(lambda: spec_of(two_layers()), replicas(2))
     with pytest.raises(ValueError, match="was made outside model_fn"):
-        TrainState.make(lambda: spec_of(first.model), replicas(2))
+        TrainState(lambda: spec_of(first.model), replicas(2))
 
 
 @STRATEGIES
@@ -219,12 +219,12 @@ def test_a_lazy_models_layers_may_not_be_built_outside(strategy):
     model = Lazy()
     model(tf.zeros([1, 3]))
     with pytest.raises(ValueError, match="was made outside model_fn"):
-        TrainState.make(lambda: spec_of(model), strategy)
+        TrainState(lambda: spec_of(model), strategy)
 
 
 def test_model_fn_that_returns_no_spec_is_refused():
     with pytest.raises(ValueError, match="model_fn returned a Sequential; .* a ModelSpec: return distloop.ModelSpec"):
-        TrainState.make(two_layers, ONE)
+        TrainState(two_layers, ONE)
 
 
 # Models that are built from data.
@@ -232,7 +232,7 @@ def test_model_fn_that_returns_no_spec_is_refused():
 
 @STRATEGIES
 def test_a_model_that_knows_no_input_shape_is_built_from_rows(strategy):
-    made = TrainState.make(lambda: spec_of(Lazy(), keras.optimizers.Adam()), strategy)
+    made = TrainState(lambda: spec_of(Lazy(), keras.optimizers.Adam()), strategy)
     assert not made.is_built
     made.build({"x": tf.zeros([2, 3])})
     assert made.is_built and made.optimizer.built
@@ -249,7 +249,7 @@ def test_lazy_models_inside_a_module_or_dict_are_built_from_rows():
         module.net = Lazy()
         return ModelSpec({"m": module}, keras.optimizers.SGD(), loss_of(module.net))
 
-    made = TrainState.make(model_fn, ONE)
+    made = TrainState(model_fn, ONE)
     assert not made.is_built
     made.build({"x": tf.zeros([2, 3])})
     assert len(paths_of(made)) == 4
@@ -267,7 +267,7 @@ def test_a_model_that_counts_as_built_with_parts_that_are_not_is_built_from_rows
         model.build((None, 3))
         return spec_of(model)
 
-    made = TrainState.make(model_fn, strategy)
+    made = TrainState(model_fn, strategy)
     assert made.model.built and not made.is_built
     made.build({"x": tf.zeros([2, 3])})
     assert [path.partition("/")[2] for path in paths_of(made)] == [
@@ -286,11 +286,11 @@ def test_a_layer_that_loss_fn_builds_outside_the_model_is_refused():
     with pytest.raises(
         ValueError, match="The variable '.*kernel.*' was created by a step, .* belong to ModelSpec's model"
     ):
-        TrainState.make(model_fn, ONE).build({"x": tf.zeros([2, 3])})
+        TrainState(model_fn, ONE).build({"x": tf.zeros([2, 3])})
 
 
 def test_a_built_model_waits_for_nothing():
-    assert TrainState.make(lambda: spec_of(two_layers()), ONE).is_built
+    assert TrainState(lambda: spec_of(two_layers()), ONE).is_built
 
 
 def test_layers_that_loss_fn_never_calls_are_refused():
@@ -298,7 +298,7 @@ def test_layers_that_loss_fn_never_calls_are_refused():
         models = {"used": two_layers(), "unused": Lazy()}
         return ModelSpec(models, keras.optimizers.SGD(), loss_of(models["used"]))
 
-    made = TrainState.make(model_fn, ONE)
+    made = TrainState(model_fn, ONE)
     with pytest.raises(ValueError, match="are not built and nothing calls them, .*: call them, or build"):
         made.build({"x": tf.zeros([2, 3])})
 
@@ -312,7 +312,7 @@ def test_building_from_rows_updates_no_statistics():
         def call(self, x, training=False):
             return self.norm(super().call(x), training=training)
 
-    made = TrainState.make(lambda: spec_of(Normed()), ONE)
+    made = TrainState(lambda: spec_of(Normed()), ONE)
     made.build({"x": tf.ones([2, 3])})
     np.testing.assert_array_equal(made.model.norm.moving_mean.numpy(), 0.0)
     np.testing.assert_array_equal(made.model.norm.moving_variance.numpy(), 1.0)

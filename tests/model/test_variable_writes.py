@@ -88,7 +88,7 @@ Y = np.random.default_rng(1).normal(size=(ROWS, 1)).astype(np.float32)
 
 def run_step(model_fn, x, **settings):
     """Runs one step over rows on one replica; returns its state."""
-    state = TrainState.make(model_fn, tf.distribute.get_strategy())
+    state = TrainState(model_fn, tf.distribute.get_strategy())
     step = TrainStep(state, **settings)
     rows = {"x": tf.constant(x, tf.float32)}
     layout = BatchLayout(is_split=False, is_padded=False)

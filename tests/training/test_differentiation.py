@@ -30,7 +30,7 @@ def test_a_part_of_another_model_counts_its_losses_once(is_part_first):
             lambda batch, training: {"loss": model(batch["x"], training=training)},
         )
 
-    state = TrainState.make(model_fn, tf.distribute.get_strategy())
+    state = TrainState(model_fn, tf.distribute.get_strategy())
     rows = {"x": tf.ones([2, 3])}
     _, tallies = ForwardBackward(state, state.spec.updates[0]).differentiate.by_path(rows, None, training=True)
     total, weight, *_ = tallies["regularization"]

@@ -25,7 +25,7 @@ def make_pass(**settings):
 
         return distloop.ModelSpec([w, offset, mean], keras.optimizers.SGD(0.1), loss_fn)
 
-    state = TrainState.make(model_fn, tf.distribute.get_strategy())
+    state = TrainState(model_fn, tf.distribute.get_strategy())
     return ForwardBackward(state, state.spec.updates[0], **settings)
 
 

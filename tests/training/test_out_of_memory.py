@@ -41,7 +41,7 @@ def fail(monkeypatch, fits=lambda microbatches: False, *, after=0, runs=True):
 def test_the_sentence_says_what_was_in_memory_and_what_to_try(monkeypatch):
     used = {"current": 70_120_000_000, "peak": 78_900_000_000}
     monkeypatch.setattr(tf.config.experimental, "get_memory_info", lambda device: {"GPU:1": used}[device])
-    state = TrainState.make(classifier(), tf.distribute.get_strategy())
+    state = TrainState(classifier(), tf.distribute.get_strategy())
     text = str(out_of_memory.explain_step(exhausted(), state, 12, microbatches=2))
     assert text.startswith(
         "GPU:1 ran out of memory in step 12 or soon after (70.1 GB in use, 78.9 at most), for a tensor of shape "
@@ -129,7 +129,7 @@ def test_once_batches_of_one_shape_have_fit_nothing_is_copied(monkeypatch):
 @pytest.mark.slow
 def test_several_workers_agree_on_what_fits_on_all(monkeypatch):
     strategy = tf.distribute.get_strategy()
-    state = TrainState.make(classifier(batch_norm="local"), strategy)
+    state = TrainState(classifier(batch_norm="local"), strategy)
     step, source = (
         TrainStep(state),
         distloop.data.source.Source(distloop.make_dataset(classification(16), 8), strategy, may_go_back=True),

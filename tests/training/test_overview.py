@@ -71,7 +71,7 @@ def test_incidents_are_told(tmp_path):
 
 def test_the_graph_has_the_layers_by_name_and_no_large_constants():
     trainer = trainer_of()
-    forward = overview.trace_forward(trainer.state, trainer.config, SPEC)
+    forward = overview.ForwardPass(trainer.state, trainer.config).trace(SPEC)
     graph = tf.compat.v1.GraphDef.FromString(overview.drawable(forward))
     names = [node.name for node in graph.node]
     assert any(re.search(r"net\w*/hidden\w*/MatMul", name) for name in names) and {"x", "label"} <= set(names)
@@ -94,13 +94,13 @@ def test_a_model_that_cannot_be_traced_alone_trains_without_a_graph(tmp_path):
     data = tf.data.Dataset.from_tensor_slices(problems.classification()).batch(16)
     assert trainer.fit(data, steps=2)
     with trainer.strategy.scope():
-        assert overview.trace_forward(trainer.state, trainer.config, SPEC) is None
+        assert overview.ForwardPass(trainer.state, trainer.config).trace(SPEC) is None
 
 
 def test_a_graph_that_is_too_large_is_left_out(monkeypatch):
     monkeypatch.setattr(overview, "_MAX_NODES", 10)
     trainer = trainer_of()
-    assert overview.drawable(overview.trace_forward(trainer.state, trainer.config, SPEC)) is None
+    assert overview.drawable(overview.ForwardPass(trainer.state, trainer.config).trace(SPEC)) is None
 
 
 @pytest.mark.slow
