@@ -1,7 +1,7 @@
 """URLs: recognizes URLs of fsspec, opens file systems, and names local staging directories.
 
     is_url("s3://bucket/run")                   # True
-    staging_directory("s3://bucket/run")        # "/home/me/.cache/distloop/bucket-run-0f3a..."
+    local_directory("s3://bucket/run")          # "/home/me/.cache/distloop/bucket-run-0f3a..."
     keep_password("sftp://me:secret@host/run")  # "sftp://me@host/run"; `file_system` puts the password back
 
 A password is taken out of a URL where the URL comes in, so no file, message or other process has it. fsspec is imported
@@ -56,11 +56,6 @@ def require_disk(path: str | os.PathLike[str], message: str) -> None:
 def whole(path: str) -> str:
     """Returns a path as it is shown: absolute, and a URL as it is."""
     return path if is_url(path) else os.path.abspath(path)
-
-
-def local_directory(workdir: str) -> str:
-    """Returns where the files of a run are on this machine: its workdir, or the staging directory of a URL."""
-    return staging_directory(workdir) if is_url(workdir) else workdir
 
 
 def read(path: str) -> bytes | None:
@@ -149,12 +144,14 @@ def file_system(url: str, extra: str = "records", **options: Any) -> Any:
         raise ValueError(f"The URL {url!r} cannot be opened: {without_credentials(str(error))}") from error
 
 
-def staging_directory(url: str) -> str:
-    """Returns the directory in the user's cache that the files of a run are in, whose workdir is a URL.
+def local_directory(workdir: str) -> str:
+    """Returns where the files of a run are on this machine: its workdir; of a URL, a directory in the user's cache.
 
     `XDG_CACHE_HOME` moves the cache, which is `~/.cache` without it.
     """
+    if not is_url(workdir):
+        return workdir
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    url = without_credentials(url.rstrip("/"))
+    url = without_credentials(workdir.rstrip("/"))
     name = re.sub(r"[^\w.-]+", "-", url.partition("://")[2])[-40:].strip("-.")
     return os.path.join(cache, "distloop", f"{name}-{hashlib.sha256(url.encode()).hexdigest()[:16]}")

@@ -11,9 +11,9 @@ from distloop import Config, urls
 
 def test_a_url_has_a_staging_directory_of_its_own_and_a_directory_has_none(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
-    staged = urls.staging_directory("s3://bucket/runs/a")
-    assert staged == urls.staging_directory("s3://bucket/runs/a/") == Config(workdir="s3://bucket/runs/a").local_workdir
-    assert os.path.dirname(staged) == "/cache/distloop" and staged != urls.staging_directory("gs://bucket/runs/a")
+    staged = urls.local_directory("s3://bucket/runs/a")
+    assert staged == urls.local_directory("s3://bucket/runs/a/") == Config(workdir="s3://bucket/runs/a").local_workdir
+    assert os.path.dirname(staged) == "/cache/distloop" and staged != urls.local_directory("gs://bucket/runs/a")
     assert Config(workdir="/runs/a").local_workdir == "/runs/a"
 
 

@@ -11,8 +11,6 @@ under another name and moved. Retries, credentials and limits of the package of 
 
 import contextlib
 import errno
-import functools
-import math
 import os
 import random
 import re
@@ -35,6 +33,7 @@ _LEFTOVER = re.compile(r".+\.[0-9a-f]{8}\.tmp")
 _MOST_LETTERS = 1024  # of a key; S3 and Google Cloud Storage have none that is longer
 _RAISE = object()
 _T = TypeVar("_T")
+_Progress = Any  # a callback of fsspec's
 
 
 class RemoteError(OSError):
@@ -54,8 +53,6 @@ class RemoteDirectory:
 
     Attributes:
         url: of the directory.
-        answered_at: when a request last succeeded or showed progress, by `time.monotonic`.
-        patience_secs: without an answer, after which a request that fails is not tried again.
     """
 
     def __init__(self, url: str):
@@ -69,13 +66,10 @@ class RemoteDirectory:
         """
         self.url = url.rstrip("/")
         self._system = file_system(url, "remote", use_listings_cache=False)
-        from fsspec import AbstractFileSystem
-
         self._root = self._system._strip_protocol(self.url).rstrip("/")
         protocols = self._system.protocol
-        self._is_store = bool(_OBJECT_STORES & {protocols, *([] if isinstance(protocols, str) else protocols)})
-        self._takes_patterns = type(self._system).mv is AbstractFileSystem.mv  # in place of paths
-        self.answered_at, self.patience_secs = time.monotonic(), math.inf
+        self._protocols = {protocols} if isinstance(protocols, str) else {*protocols}
+        self._is_store = bool(_OBJECT_STORES & self._protocols)
         self._refused: set[str] = set()  # keys that were named in the log
 
     def list(self, below: str = "") -> dict[str, int]:
@@ -88,7 +82,7 @@ class RemoteDirectory:
             below: the directory, by its path in this one; empty: this one.
         """
 
-        def find(_: Any) -> dict[str, Any]:
+        def find(_: _Progress) -> dict[str, Any]:
             self._system.invalidate_cache()
             return dict(self._system.find(self._path(below), detail=True))
 
@@ -107,11 +101,13 @@ class RemoteDirectory:
 
     def read(self, name: str) -> bytes | None:
         """Returns the bytes of a file; None: there is none."""
-        for _ in range(len(_PAUSES_SECS) + 1):
-            data = self._try(lambda _: bytes(self._system.cat_file(self._path(name))), f"read {name}", None)
-            if data is None or len(data) == self._size(name):
-                return data
-        raise RemoteError(f"read {name}: a part of it came")
+
+        def read(_: _Progress) -> bytes:
+            data = bytes(self._system.cat_file(self._path(name)))
+            self._require_size(self._path(name), len(data))
+            return data
+
+        return self._try(read, f"read {name}", None)
 
     def write(self, name: str, data: bytes) -> None:
         """Writes a file."""
@@ -121,56 +117,53 @@ class RemoteDirectory:
         """Writes a file where there is none; returns whether these bytes are there now.
 
         Of several processes at once one succeeds where the file system can refuse to overwrite: S3, Google Cloud
-        Storage, local disks, memory. Elsewhere it looks first, then writes.
+        Storage, local disks, memory. Elsewhere the file is read first, then written.
         """
-        there = self.read(name)
-        if there is not None:
-            return there == data
-        self._make_parent(name)
+        path = self._path(name)
 
-        def create(_: Any) -> bool:
+        def create(_: _Progress) -> None:
+            self._make_parent(path)
             try:
-                self._system.pipe_file(self._path(name), data, mode="create")
+                if "file" in self._protocols:  # whose `pipe_file` overwrites a file that another process has just made
+                    with self._system.open(path, "xb") as file:
+                        file.write(data)
+                else:
+                    self._system.pipe_file(path, data, mode="create")
             except FileExistsError:  # another process's, or this one's before an answer that did not come
-                return False
+                pass
             except (TypeError, NotImplementedError):
-                self._system.pipe_file(self._path(name), data)
-            return True
+                self._system.pipe_file(path, data)
 
-        if self._try(create, name) and self._size(name) != len(data):  # a part was written
-            self.write(name, data)
-        return self.read(name) == data
+        there = self.read(name)
+        if there is None:
+            self._try(create, name)
+            there = self.read(name)
+        return there == data
 
     def upload(self, path: str, name: str) -> None:
         """Writes a local file, which does not change meanwhile."""
-        self._replace(
-            name,
-            os.path.getsize(path),
-            lambda target, progress: self._system.put_file(path, target, callback=progress),
-        )
+        size = os.path.getsize(path)
+        self._replace(name, size, lambda target, progress: self._system.put_file(path, target, callback=progress))
 
-    def download(self, name: str, size: int, path: str) -> None:
+    def download(self, name: str, path: str, size: int = 0) -> None:
         """Writes a file to a local path, where it has its name when it is whole.
 
         Args:
             name: of the file.
-            size: that it had when it was listed; it may have been replaced since.
             path: of a file in a directory that is there.
+            size: that it had when it was listed, by which a silence may last longer; it may have been replaced since.
         """
         parts: list[str] = []  # of each try: one that was given up may go on writing
 
-        def get(progress: Any) -> None:
-            parts.append(os.path.join(os.path.dirname(path), f".{secrets.token_hex(4)}.part"))
-            self._system.get_file(self._path(name), parts[-1], callback=progress)
+        def get(progress: _Progress) -> None:
+            parts.append(part := os.path.join(os.path.dirname(path), f".{secrets.token_hex(4)}.part"))
+            self._system.get_file(self._path(name), part, callback=progress)
+            self._require_size(self._path(name), os.path.getsize(part))
+            progress.call()
+            os.replace(part, path)
 
         try:
-            for _ in range(len(_PAUSES_SECS) + 1):
-                self._try(get, f"read {name}", size=size)
-                actual = os.path.getsize(parts[-1])
-                if actual == size or actual == (size := self._size(name)):
-                    os.replace(parts[-1], path)
-                    return
-            raise RemoteError(f"read {name}: {actual} of {size} bytes came")
+            self._try(get, f"read {name}", size=size)
         finally:
             for part in parts:
                 with contextlib.suppress(FileNotFoundError):
@@ -178,13 +171,12 @@ class RemoteDirectory:
 
     def copy(self, name: str, new: str) -> None:
         """Copies a file within the directory, without its bytes coming here."""
-        self._make_parent(new)
 
-        def copy() -> int:
-            self._try(lambda _: self._system.cp_file(self._path(name), self._path(new)), f"copy {name}")
-            return self._size(new)
+        def copy(_: _Progress) -> None:
+            self._make_parent(self._path(new))
+            self._system.cp_file(self._path(name), self._path(new))
 
-        _until_whole(f"copy {name}", copy, self._size(name))
+        self._try(copy, f"copy {name}")
 
     def delete(self, name: str) -> None:
         """Deletes a file if it is there."""
@@ -208,108 +200,93 @@ class RemoteDirectory:
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root
 
-    def _size(self, name: str) -> int:
-        """Returns the size of a file; -1: it is not there."""
-        return self._try(lambda _: int(self._system.info(self._path(name))["size"]), f"look at {name}", -1)
+    def _require_size(self, path: str, size: int) -> None:
+        """Raises an OSError, after which a request is tried again, unless a file has a size."""
+        if (actual := int(self._system.info(path)["size"])) != size:
+            raise OSError(f"there are {actual} bytes, not {size}")
 
-    def _make_parent(self, name: str) -> None:
+    def _make_parent(self, path: str) -> None:
         if not self._is_store:
-            parent = self._path(name).rpartition("/")[0]
-            self._try(lambda _: self._system.makedirs(parent, exist_ok=True), f"make a directory for {name}")
+            self._system.makedirs(path.rpartition("/")[0], exist_ok=True)
 
-    def _replace(self, name: str, size: int, write: Callable[[str, Any], Any]) -> None:
+    def _replace(self, name: str, size: int, write: Callable[[str, _Progress], Any]) -> None:
         """Writes a file so that it has its name when it is whole."""
-        temporary = name if self._is_store else f"{name}.{secrets.token_hex(4)}.tmp"
-        self._make_parent(name)
+        path = self._path(name)
+        if self._is_store:
+            self._try(lambda progress: write(path, progress), name, size=size)
+            return
+        temporary = f"{name}.{secrets.token_hex(4)}.tmp"
 
-        def write_again() -> int:
-            self._try(functools.partial(write, self._path(temporary)), name, size=size)
-            return self._size(temporary)
-
-        def mv(_: Any) -> bool:
-            if self._takes_patterns:
-                self._system.cp_file(self._path(temporary), self._path(name))
-                self._system.rm_file(self._path(temporary))
-            else:
-                self._system.mv(self._path(temporary), self._path(name))
-            return True
+        def write_and_move(progress: _Progress) -> None:
+            self._make_parent(path)
+            write(self._path(temporary), progress)
+            self._require_size(self._path(temporary), size)
+            progress.call()  # raises if the request was given up: what it writes late is moved nowhere
+            self._move(self._path(temporary), path)
 
         try:
-            _until_whole(name, write_again, size)
-            if temporary != name:
-                is_moved = self._try(mv, name, False)  # absent: it was moved, and the answer did not come
-                if not is_moved and self._size(name) != size:
-                    raise RemoteError(f"{name}: it was not moved")
+            self._try(write_and_move, name, size=size)
         except RemoteError:
-            if temporary != name:
-                with contextlib.suppress(RemoteError):
-                    self.delete(temporary)
+            with contextlib.suppress(RemoteError):
+                self.delete(temporary)
             raise
 
-    def _try(self, request: Callable[[Any], _T], what: str, absent: Any = _RAISE, *, size: int = 0) -> _T:
-        """Returns what a request does; tries again after an error or a silence.
+    def _move(self, path: str, new: str) -> None:
+        from fsspec import AbstractFileSystem
 
-        Args:
-            request: is called with a callback of fsspec's, which shows progress.
-            what: is done, for the message.
-            absent: is returned if there is no such file; left out: that is an error.
-            size: of the bytes that are sent.
+        if type(self._system).mv is not AbstractFileSystem.mv:
+            self._system.mv(path, new)
+        else:  # which takes paths for patterns
+            self._system.cp_file(path, new)
+            self._system.rm_file(path)
+
+    def _try(self, request: Callable[[_Progress], _T], what: str, absent: Any = _RAISE, *, size: int = 0) -> _T:
+        """Returns what a request does, or `absent` if there is no such file; tries again after an error or a silence.
 
         Raises:
-            RemoteError: if it fails each time.
+            RemoteError: if it fails each time; its message begins with `what`.
         """
         silent_secs = _SILENT_SECS + min(size, _PART_BYTES) / _LEAST_BYTES_PER_SEC
-        for pause in (*_PAUSES_SECS, None):
+        pauses_secs, began_at = iter(_PAUSES_SECS), time.monotonic()
+        while True:
             try:
-                result = _call_in_thread(request, silent_secs, self._hear)
-                self._hear()
-                return result
+                return _call_in_thread(request, silent_secs)
             except Exception as error:  # the packages raise errors of many kinds
                 if absent is not _RAISE and isinstance(error, FileNotFoundError):
-                    self._hear()
                     return absent
-                is_final = _is_final(error)
-                if is_final or pause is None or time.monotonic() > self.answered_at + self.patience_secs:
+                is_final, pause_secs = _is_final(error), next(pauses_secs, None)
+                is_too_late = time.monotonic() > began_at + 2 * silent_secs
+                if is_final or is_too_late or pause_secs is None:
                     raise RemoteError(f"{what}: {_first_line(error)}", is_final) from error
-            time.sleep(pause * random.uniform(0.5, 1.0))
-        raise AssertionError
-
-    def _hear(self) -> None:
-        self.answered_at = time.monotonic()
+            time.sleep(pause_secs * random.uniform(0.5, 1.0))
 
 
-def _call_in_thread(request: Callable[[Any], _T], silent_secs: float, hear: Callable[[], None]) -> _T:
+def _call_in_thread(request: Callable[[_Progress], _T], silent_secs: float) -> _T:
     """Calls a request in a thread of its own, which is left behind if nothing is heard from it.
 
-    Args:
-        request: as for `RemoteDirectory._try`.
-        silent_secs: without progress, after which it is given up.
-        hear: is called when it shows progress.
-
     Raises:
-        TimeoutError: if it is given up.
+        TimeoutError: if there was no progress for `silent_secs`.
     """
     from fsspec.callbacks import Callback
 
-    progress_at, is_given_up = time.monotonic(), False
+    heard_at, is_given_up = time.monotonic(), False
     outcome: futures.Future[_T] = futures.Future()
 
-    def note(*_: Any, **__: Any) -> None:
-        nonlocal progress_at
+    def hear(*_: Any, **__: Any) -> None:
+        nonlocal heard_at
         if is_given_up:
             raise TimeoutError("the request was given up")
-        progress_at = time.monotonic()
-        hear()
+        heard_at = time.monotonic()
 
     def call() -> None:
         try:
-            outcome.set_result(request(Callback(hooks={"progress": note})))
+            outcome.set_result(request(Callback(hooks={"progress": hear})))
         except BaseException as error:  # raised again by whoever waits
             outcome.set_exception(error)
 
     threading.Thread(target=call, name="distloop-request", daemon=True).start()
     while not outcome.done():
-        if (left := progress_at + silent_secs - time.monotonic()) <= 0:
+        if (left := heard_at + silent_secs - time.monotonic()) <= 0:
             is_given_up = True
             raise TimeoutError(f"no answer for {silent_secs:.0f} seconds")
         futures.wait([outcome], left)
@@ -342,18 +319,6 @@ def local_path(root: str, key: str) -> str:
     if os.path.commonpath([os.path.realpath(os.path.dirname(path)), real]) != real:
         raise RemoteError(f"a link leads from {os.path.dirname(path)!r} out of {root!r}: remove it", is_final=True)
     return path
-
-
-def _until_whole(what: str, act: Callable[[], int], size: int) -> None:
-    """Does something again until as many bytes came as there are.
-
-    Raises:
-        RemoteError: if they never do.
-    """
-    for _ in range(len(_PAUSES_SECS) + 1):
-        if (actual := act()) == size:
-            return
-    raise RemoteError(f"{what}: {actual} of {size} bytes came")
 
 
 def _is_final(error: Exception) -> bool:

@@ -13,7 +13,7 @@ each who does so reads it again after a while, and the last one has it. One that
 `aws s3 cp --recursive` does, has another directory's digest: whatever process it names, only the number counts.
 """
 
-import functools
+import contextlib
 import hashlib
 import json
 import threading
@@ -21,7 +21,6 @@ import time
 
 from distloop.bucket.directory import RemoteDirectory, RemoteError
 from distloop.monitoring.console import say
-from distloop.monitoring.records import as_object, parse_json
 from distloop.monitoring.run_lock import Holder, LockLost, LockView, held, is_alive, parse, this_process
 
 FILE = "run.lock"
@@ -32,16 +31,16 @@ _SETTLE_SECS = 2.0  # in which processes that write over a lease at once have al
 
 
 class Lease:
-    """The lease of a directory behind a URL; the process that holds it writes there."""
+    """The lease of a directory behind a URL, taken once; the process that holds it writes there."""
 
     def __init__(self, directory: RemoteDirectory):
         """Sends no request."""
         self._directory = directory
-        self._name = hashlib.sha256(directory.url.encode()).hexdigest()  # which may hold a password
-        self._holder: Holder | None = None
+        name = hashlib.sha256(directory.url.encode()).hexdigest()
+        self._holder = this_process()._replace(place=name)
         self._beats = 0
         self._lost = ""  # why the lease is another process's; empty: it is not
-        self._beating = threading.Thread()
+        self._beating = threading.Thread(target=self._beat, name="distloop-lease", daemon=True)
         self._released = threading.Event()
 
     def take(self) -> None:
@@ -51,19 +50,15 @@ class Lease:
             ValueError: if another process has it.
             RemoteError: if the directory cannot be written.
         """
-        own = self._holder = this_process()
-        self._beats, self._lost, self._released = 0, "", threading.Event()
-        held.add(own.token)
+        held.add(self._holder.token)
         try:
-            self._acquire(own)
+            self._acquire()
         except BaseException:
-            held.discard(own.token)
+            held.discard(self._holder.token)
             raise
-        beat = functools.partial(self._beat, self._released)
-        self._beating = threading.Thread(target=beat, name="distloop-lease", daemon=True)
         self._beating.start()
 
-    def _acquire(self, own: Holder) -> None:
+    def _acquire(self) -> None:
         first: LockView | None = None
         content = None
         while not self._directory.create(FILE, self._content()):
@@ -71,19 +66,20 @@ class Lease:
                 continue  # it was released at this moment
             if there != content:
                 content, since = there, time.monotonic()
-            look = LockView(self._holder_in(there), since, time.monotonic())
-            first = first or look
-            lives = is_alive(own, first, look, LEASE_SECS)
+            view = LockView(self._holder_in(there), since, time.monotonic())
+            holder = view.holder or "another process"
+            is_first, first = first is None, first or view
+            lives = is_alive(self._holder, first, view, LEASE_SECS)
             if lives:
                 raise ValueError(
-                    f"workdir={self._directory.url!r} is being written to by {look.holder or 'another process'}: wait "
-                    "until that run has ended, end it, or give another workdir."
+                    f"workdir={self._directory.url!r} is being written to by {holder}: wait until that run has ended, "
+                    "end it, or give another workdir."
                 )
             if lives is None:
-                if look is first:
+                if is_first:
                     say(
-                        f"workdir={self._directory.url!r} is locked by {look.holder or 'another process'}; if there "
-                        f"is no sign of life for {LEASE_SECS:g} seconds, this run goes on."
+                        f"workdir={self._directory.url!r} is locked by {holder}; if there is no sign of life for "
+                        f"{LEASE_SECS:g} seconds, this run goes on."
                     )
                 time.sleep(_POLL_SECS)
             else:
@@ -93,7 +89,7 @@ class Lease:
                     return
 
     def verify(self) -> None:
-        """Checks, without a request, that the lease was still this process's when it was last looked at.
+        """Checks, without a request, that the lease was still this process's when it was read last.
 
         Raises:
             LockLost: if it was not.
@@ -101,7 +97,7 @@ class Lease:
         if self._lost:
             raise LockLost(self._lost)
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Checks that the lease is this process's, and writes it again if somebody has removed it.
 
         Raises:
@@ -118,7 +114,7 @@ class Lease:
                 f"gave no sign of life for {LEASE_SECS:g} seconds or more, or is of an older membership; it writes no "
                 "more there: end one of the two."
             )
-            self.verify()
+        self.verify()
 
     def release(self) -> None:
         """Gives the lease back, unless it is another process's.
@@ -128,35 +124,29 @@ class Lease:
         """
         self._released.set()
         self._beating.join()
-        assert self._holder is not None
         held.discard(self._holder.token)
         if self._is_own(self._directory.read(FILE)):
             self._directory.delete(FILE)
 
     def _content(self) -> bytes:
-        assert self._holder is not None
-        return json.dumps({**self._holder._asdict(), "beats": self._beats, "directory": self._name}).encode()
+        return json.dumps({**self._holder._asdict(), "beats": self._beats}).encode()
 
     def _holder_in(self, content: bytes) -> Holder | None:
         """Returns who holds a lease; None: it was copied with its directory, and may be nobody's."""
-        try:
-            is_copied = parse_json(content, as_object).get("directory", self._name) != self._name
-        except ValueError:
-            return None
-        return None if is_copied else parse(content)
+        holder = parse(content)
+        return holder if holder and holder.place in ("", self._holder.place) else None
 
     def _is_own(self, content: bytes | None) -> bool:
-        return content is not None and self._holder_in(content) == self._holder
+        return content is not None and parse(content) == self._holder
 
-    def _beat(self, released: threading.Event) -> None:
+    def _beat(self) -> None:
         """Shows that this process lives until the lease is released or lost."""
-        while not released.wait(BEAT_SECS):
-            try:
-                self.look()
+        while not self._released.wait(BEAT_SECS):
+            with contextlib.suppress(RemoteError):  # the upload says that the directory does not answer
+                try:
+                    self.check()
+                except LockLost:
+                    return
                 self._beats += 1
-                if not released.is_set():
+                if not self._released.is_set():
                     self._directory.write(FILE, self._content())
-            except LockLost:
-                return
-            except RemoteError:  # the upload says that the directory does not answer
-                continue

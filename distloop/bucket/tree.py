@@ -1,12 +1,12 @@
 """Workdir tree: which files go to a bucket and come back, and when a directory counts as whole.
 
-    files, units = scan("staging")          # {"metrics.jsonl": (1204, ...)}, [Unit("checkpoints/500", ...)]
-    fetch_workdir(directory, "staging")     # all that a run goes on from
+    checkpoints, others = scan("staging")       # [Unit("checkpoints/500", ...)], [Unit("metrics.jsonl", ...)]
+    fetch_workdir(directory, "staging")         # all that a run goes on from
 
-A unit is a directory with a seal: a checkpoint with `manifest.json`, an export with `saved_model.pb`. Its seal is
-written last and deleted first, so that who sees the seal sees the whole. While a checkpoint is written again, the one
-before is `<unit>.old`. `.uploaded.json` has the stamps of what is uploaded from this machine, and digests of the
-manifests of its checkpoints. What reads the files that were brought needs to know no URLs.
+A unit is a file, or a directory with a seal: a checkpoint with `manifest.json`, an export with `saved_model.pb`. Its
+seal is written last and deleted first, so that who sees the seal sees the whole. While a checkpoint is written again,
+the one before is `<unit>.old`. `.uploaded.json` has the stamps of the files that are uploaded from this machine, and
+digests of the manifests of its checkpoints.
 """
 
 import contextlib
@@ -14,8 +14,9 @@ import hashlib
 import json
 import os
 import re
+import stat
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 from distloop.atomic_files import replacing
@@ -29,76 +30,100 @@ BEST, ROWS, MANIFEST, OLD = f"{CHECKPOINTS}/best.json", "metrics.jsonl", "manife
 SEALS = (MANIFEST, "saved_model.pb")
 STATE = ".uploaded.json"
 _MOST_MANIFESTS = 1000  # that are known again; a bucket may be put back to what it was
-_STEP = re.compile(r"0|[1-9][0-9]{0,17}")
+_CHECKPOINT = re.compile(r"(0|[1-9][0-9]{0,17})(\.abandoned(-\d+)?)?")  # a run has gone back before an abandoned one
 # Locks, temporary names, and the token of older versions.
 _SKIPPED = re.compile(
     r"\..*|run\.lock.*|staging\.json|.*\.part|.*\.[0-9a-f]{8}\.tmp|.*\.\d{1,9}(-[0-9a-f]{8})?\.(tmp|old)(\.\w+)?"
 )
-_REPORTED = ("config.json", ROWS, "incidents.jsonl", ledger.STARTS, ledger.PROGRESS, memory_file.FILE)
-_MANIFEST_OF_RUN = re.compile(rf"(?P<run>.*/|){CHECKPOINTS}/(?P<step>[0-9]{{1,18}})/manifest\.json")
+_REPORTED = re.compile(
+    r"(.*/)?(config\.json|incidents\.jsonl|checkpoints/\d{1,18}/manifest\.json|"
+    + "|".join(map(re.escape, (ROWS, ledger.STARTS, ledger.PROGRESS, memory_file.FILE)))
+    + ")",
+    re.DOTALL,
+)
 
 Stamp: TypeAlias = tuple[int, int]  # size, and when it was written (nanoseconds)
 
 
 class Unit(NamedTuple):
-    """A directory that counts when its seal is there.
+    """What is uploaded whole: a file, or a directory that counts when its seal is there.
 
     Attributes:
         path: in the workdir.
-        seal: the name of the file that is written last.
-        files: by their paths in it.
+        files: stamps by path in the workdir, the seal last.
     """
 
     path: str
-    seal: str
     files: dict[str, Stamp]
 
     @property
-    def step(self) -> int:
-        """The step of a checkpoint; -1: it is none."""
-        return step_of(self.path)
+    def is_file(self) -> bool:
+        """Whether it is no directory."""
+        return self.path in self.files
 
     @property
-    def names(self) -> list[str]:
-        """The files in the order in which they are written."""
-        return sorted(self.files, key=lambda name: (name == self.seal, name))
+    def seal(self) -> str:
+        """The path of the file that is written last."""
+        return next(reversed(self.files))
+
+    @property
+    def step(self) -> int:
+        """The step of a checkpoint; -1: it is none, or abandoned."""
+        return step_of(self.path)
 
 
-def scan(root: str) -> tuple[dict[str, Stamp], list[Unit]]:
-    """Returns the files of a workdir that are uploaded: those on their own by path, and the units.
+def scan(root: str) -> tuple[list[Unit], list[Unit]]:
+    """Returns what of a workdir is uploaded: the checkpoints, the newest first, and the others, the files first.
 
     Args:
         root: the workdir; it may change meanwhile.
     """
-    files: dict[str, Stamp] = {}
-    units = checkpoints(root)
+    files, exports = [], []
     for folder, folders, names in os.walk(root):
         below = os.path.relpath(folder, root)
-        folders[:] = [name for name in folders if not _is_skipped(name)]
-        if below == CHECKPOINTS:
+        folders[:] = [name for name in folders if not _SKIPPED.fullmatch(name) and below != CHECKPOINTS]
+        if unit := sealed_unit(root, "" if below == "." else below):
             folders.clear()
-        if seal := next((seal for seal in SEALS if seal in names), None):
-            folders.clear()
-            units.append(Unit("" if below == "." else below, seal, _stamps(folder)))
-        else:
-            paths = (os.path.normpath(os.path.join(below, name)) for name in names if not _is_skipped(name))
-            files.update((path, s) for path in paths if (s := stamp(os.path.join(root, path))))
-    return files, units
+            exports.append(unit)
+            continue
+        for path in (os.path.normpath(os.path.join(below, name)) for name in names if not _SKIPPED.fullmatch(name)):
+            if unit := file_unit(root, path):
+                files.append(unit)
+    return checkpoints(root), files + exports
 
 
 def checkpoints(root: str) -> list[Unit]:
-    """Returns the checkpoints of a workdir that have their manifest, the newest first; it may change meanwhile."""
+    """Returns the checkpoints of a workdir that have their manifest: the newest first, those of older branches last."""
     folder = os.path.join(root, CHECKPOINTS)
-    names = os.listdir(folder) if os.path.isdir(folder) else []
-    steps = sorted((int(name) for name in names if _STEP.fullmatch(name)), reverse=True)
-    found = (Unit(f"{CHECKPOINTS}/{s}", MANIFEST, _stamps(os.path.join(folder, str(s)))) for s in steps)
-    return [unit for unit in found if MANIFEST in unit.files]
+    names = filter(_CHECKPOINT.fullmatch, os.listdir(folder) if os.path.isdir(folder) else [])
+    units = (sealed_unit(root, f"{CHECKPOINTS}/{name}") for name in names)
+    return sorted((unit for unit in units if unit), key=lambda unit: (-unit.step, unit.path))
+
+
+def file_unit(root: str, path: str) -> Unit | None:
+    """Returns the unit that a file is; None: it is not there any more, or no file."""
+    stamp = _stamp(os.path.join(root, path))
+    return Unit(path, {path: stamp}) if stamp else None
+
+
+def sealed_unit(root: str, path: str) -> Unit | None:
+    """Returns the unit that a directory is; None: it has no seal."""
+    files: dict[str, Stamp] = {}
+    for folder, _, names in os.walk(os.path.join(root, path)):
+        if not files and not set(SEALS) & set(names):
+            return None
+        for name in names:
+            if stamp := _stamp(file := os.path.join(folder, name)):
+                files[os.path.relpath(file, root)] = stamp
+    seals = [file for seal in SEALS if (file := os.path.join(path, seal)) in files]
+    return Unit(path, dict(sorted(files.items(), key=lambda item: (item[0] == seals[0], item[0])))) if seals else None
 
 
 def step_of(path: str) -> int:
-    """Returns the step of a checkpoint by its path in the workdir; -1: it is none."""
-    folder, _, name = path.rpartition("/")
-    return int(name) if folder == CHECKPOINTS and _STEP.fullmatch(name) else -1
+    """Returns the step of a checkpoint by its path in the workdir, `.old` or not; -1: it is none."""
+    folder, _, name = path.removesuffix(OLD).rpartition("/")
+    match = _CHECKPOINT.fullmatch(name)
+    return int(name) if folder == CHECKPOINTS and match and not match[2] else -1
 
 
 def by_checkpoint(files: Mapping[str, int]) -> dict[str, dict[str, int]]:
@@ -119,17 +144,10 @@ def whole_checkpoints(directory: RemoteDirectory, files: Mapping[str, int]) -> I
         files: in it, as it lists them.
     """
     folders, last = by_checkpoint(files), -1
-    steps = {path: step_of(path.removesuffix(OLD)) for path in folders}
-    for path in sorted(folders, key=lambda path: (-steps[path], path.endswith(OLD))):
-        if steps[path] not in (-1, last) and (manifest := _manifest_of_whole(directory, path, folders[path])):
-            last = steps[path]
+    for path in sorted(folders, key=lambda path: (-step_of(path), path.endswith(OLD))):
+        if step_of(path) not in (-1, last) and (manifest := _manifest_of_whole(directory, path, folders[path])):
+            last = step_of(path)
             yield last, path, manifest
-
-
-def sealed_steps(files: Mapping[str, int]) -> list[int]:
-    """Returns the steps of the checkpoints in a bucket that have their seal, in ascending order."""
-    sealed = (step_of(path) for path, names in by_checkpoint(files).items() if MANIFEST in names)
-    return sorted(step for step in sealed if step >= 0)
 
 
 def best_steps(best: bytes | None) -> set[int]:
@@ -140,24 +158,15 @@ def best_steps(best: bytes | None) -> set[int]:
         return set()
 
 
-def stamp(path: str) -> Stamp | None:
-    """Returns the stamp of a file; None: it is not there any more, or no file."""
-    try:
-        status = os.stat(path)
-    except OSError:
-        return None
-    return (status.st_size, status.st_mtime_ns) if os.path.isfile(path) else None
-
-
 class State(NamedTuple):
     """What is uploaded from a directory of this machine.
 
     Attributes:
-        uploaded: the stamps of each file and unit, by path.
+        uploaded: the stamps of the files, by path.
         manifests: the digests of the manifests of checkpoints that came, were uploaded or begun, the latest last.
     """
 
-    uploaded: dict[str, list[Any]]
+    uploaded: dict[str, Stamp]
     manifests: list[str]
 
 
@@ -175,29 +184,9 @@ def write_state(root: str, state: State) -> None:
             json.dump({"uploaded": state.uploaded, "manifests": state.manifests[-_MOST_MANIFESTS:]}, file)
 
 
-def note_fetched(root: str, paths: Collection[str] | None = None) -> None:
-    """Notes that files of a directory, which have just come from the bucket, are there; None: all of them."""
-    files, units = scan(root)
-    stamps = {path: list(stamp) for path, stamp in files.items()}
-    if paths is not None:
-        stamps = {path: stamp for path, stamp in stamps.items() if path in paths}
-        units = [unit for unit in units if all(f"{unit.path}/{name}" in paths for name in unit.files)]
-    write_state(root, State(stamps | {unit.path: as_stamps(unit) for unit in units}, digests(root)))
-
-
-def as_stamps(unit: Unit) -> list[Any]:
-    """Returns the stamps of a unit's files, as JSON holds them."""
-    return [[name, *unit.files[name]] for name in sorted(unit.files)]
-
-
 def digest(manifest: bytes) -> str:
     """Returns what a manifest is known by."""
     return hashlib.sha256(manifest).hexdigest()
-
-
-def digests(root: str) -> list[str]:
-    """Returns the digests of the manifests of the checkpoints in a directory, the newest first."""
-    return [digest(read(root, unit.path, unit.seal)) for unit in checkpoints(root)]
 
 
 def read(*path: str) -> bytes:
@@ -210,11 +199,11 @@ def read(*path: str) -> bytes:
 
 
 def _as_state(value: Any) -> State:
-    stamps = {path: [*stamp] for path, stamp in value["uploaded"].items() if stamp and (not path or is_path(path))}
-    return State(stamps, [str(manifest) for manifest in value["manifests"]])
+    stamps = {path: stamp for path, stamp in value["uploaded"].items() if is_path(path) and isinstance(stamp[0], int)}
+    return State({path: (size, at) for path, (size, at) in stamps.items()}, [*map(str, value["manifests"])])
 
 
-def fetch_workdir(directory: RemoteDirectory, root: str) -> list[str]:
+def fetch_workdir(directory: RemoteDirectory, root: str) -> State:
     """Brings the files of a run: its whole checkpoints, rows, settings, TensorBoard's files, exports.
 
     Args:
@@ -222,52 +211,69 @@ def fetch_workdir(directory: RemoteDirectory, root: str) -> list[str]:
         root: a local directory, empty or missing.
 
     Returns:
-        The paths of the files.
+        The files that are there as they came.
 
     Raises:
         RemoteError: if one cannot be read.
     """
     files = directory.list()
-    fetched, folders = [], by_checkpoint(files)
-    whole = {step: path for step, path, _ in whole_checkpoints(directory, files)}
-    for step in sorted({*sealed_steps(files)} - whole.keys()):
-        log.error("The checkpoint %s/%s/%d is damaged. Trying the one before it.", directory.url, CHECKPOINTS, step)
+    folders, whole = by_checkpoint(files), {path: step for step, path, _ in whole_checkpoints(directory, files)}
+    for path in sorted(folders.keys() - whole.keys()):
+        if MANIFEST in folders[path] and step_of(path) not in {-1, *whole.values()}:
+            log.error("The checkpoint %s/%s is damaged. Trying the one before it.", directory.url, path)
     in_checkpoints = {f"{folder}/{name}" for folder, names in folders.items() for name in names}
-    for path, size in files.items():
-        if path not in in_checkpoints and not any(map(_is_skipped, path.split("/"))):
-            _download(directory, path, size, root)
-            fetched.append(path)
-    for step, unit in whole.items():
+    others = [p for p in files if p not in in_checkpoints and not any(map(_SKIPPED.fullmatch, p.split("/")))]
+    fetch_files(directory, {path: files[path] for path in others}, root)
+    state = State({path: stamp for path in others if (stamp := _stamp(os.path.join(root, path)))}, [])
+    for path in whole:
         try:
-            names = _fetch_checkpoint(directory, unit, files, root, f"{CHECKPOINTS}/{step}")
+            unit = fetch_checkpoint(directory, path, folders[path], root)
         except RemoteError:
-            if not directory.list(unit):  # the chief, which writes there, has deleted an old one
+            if not directory.list(path):  # another process, which writes there, has deleted an old one
                 continue
             raise
-        if unit == f"{CHECKPOINTS}/{step}":
-            fetched += names
-    return fetched
+        state.manifests.append(digest(read(root, unit.seal)))
+        state.uploaded.update(unit.files if path == unit.path else {})
+    return state
 
 
-def fetch_checkpoints(directory: RemoteDirectory, root: str, steps: Collection[int] | None) -> None:
-    """Brings checkpoints that are not in a local workdir yet.
+def fetch_checkpoint(directory: RemoteDirectory, path: str, files: Mapping[str, int], root: str) -> Unit:
+    """Brings a checkpoint, whole or not at all, to the path of its step; returns it.
 
     Args:
         directory: of the run.
+        path: of the checkpoint in the bucket.
+        files: the sizes of its files, by path in it.
         root: the local workdir.
-        steps: of the checkpoints; None: the best ones, with their list.
 
     Raises:
-        RemoteError: if one cannot be read.
+        RemoteError: if it cannot be read.
     """
-    files = directory.list()
-    if steps is None:
-        _fetch_named(directory, [BEST], root)
-        steps = best_steps(directory.read(BEST))
-    for step, unit, _ in whole_checkpoints(directory, files):
-        path = f"{CHECKPOINTS}/{step}"
-        if step in steps and not os.path.isdir(os.path.join(root, path)):
-            _fetch_checkpoint(directory, unit, files, root, path)
+    target = local_path(root, new := path.removesuffix(OLD))
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    with replacing(target) as temporary:
+        fetch_files(directory, files, temporary, f"{path}/")
+    unit = sealed_unit(root, new)
+    assert unit is not None
+    return unit
+
+
+def fetch_files(directory: RemoteDirectory, files: Mapping[str, int], root: str, below: str = "") -> None:
+    """Brings files to the same paths below a local directory.
+
+    Args:
+        directory: of the files.
+        files: their sizes, by path.
+        root: the local directory.
+        below: what the paths begin with in the bucket.
+
+    Raises:
+        RemoteError: if one cannot be read, or would be written elsewhere.
+    """
+    for name, size in files.items():
+        path = local_path(root, name)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        directory.download(below + name, path, size)
 
 
 @contextlib.contextmanager
@@ -284,21 +290,25 @@ def fetched(path: str, *, best: bool = False) -> Iterator[str]:
             raise RemoteError("it names no directory", is_final=True)
         copied = local_path(root, name)
         if path.endswith((".npz", ".keras", ".weights.h5")):
-            _fetch_named(RemoteDirectory(folder), [name], root)
+            fetch_files(RemoteDirectory(folder), {name: 0}, root)
             yield copied
             return
         directory = RemoteDirectory(path)
         files = directory.list()
+        whole = list(whole_checkpoints(directory, files))
         if MANIFEST in files:
-            for file, size in files.items():
-                _download(directory, file, size, copied)
+            fetch_files(directory, files, copied)
             yield copied
-        elif newest := next(whole_checkpoints(directory, files), None):
-            fetch_checkpoints(directory, root, None if best else {newest[0]})
+        elif whole:
+            wanted = best_steps(directory.read(BEST)) if best else {whole[0][0]}
+            fetch_files(directory, {BEST: files[BEST]} if best and BEST in files else {}, root)
+            for step, unit, _ in whole:
+                if step in wanted:
+                    fetch_checkpoint(directory, unit, by_checkpoint(files)[unit], root)
             yield root
         else:
             parent = RemoteDirectory(folder)
-            _fetch_named(parent, [file for file in parent.list() if file.startswith(f"{name}.")], root)
+            fetch_files(parent, {n: size for n, size in parent.list().items() if n.startswith(f"{name}.")}, root)
             yield copied
 
 
@@ -319,54 +329,15 @@ def fetch_reports(url: str, root: str) -> str:
     try:
         target = local_path(root, "/".join(filter(is_path, directory.url.split("/"))))
         files = directory.list()
-        newest: dict[str, tuple[int, str]] = {}  # of each run, the manifest of its last checkpoint
-        for path in files:
-            if match := _MANIFEST_OF_RUN.fullmatch(path):
-                newest[match["run"]] = max(newest.get(match["run"], (-1, "")), (int(match["step"]), path))
-        wanted = {path for _, path in newest.values()} | {p for p in files if p.rpartition("/")[2] in _REPORTED}
+        wanted = {path: size for path, size in files.items() if _REPORTED.fullmatch(path)}
         if not any(path.rpartition("/")[2] in (ROWS, memory_file.FILE) for path in wanted):
             raise ValueError(
                 f"{directory.url!r} holds no {ROWS}: give URLs of runs that have begun, or of a directory of them."
             )
-        for path in wanted:
-            _download(directory, path, files[path], target)
+        fetch_files(directory, wanted, target)
         return target
     except RemoteError as error:
         raise ValueError(f"{url!r} cannot be read ({error}): give the URL of what you may read.") from error
-
-
-def _fetch_checkpoint(
-    directory: RemoteDirectory, unit: str, files: Mapping[str, int], root: str, path: str
-) -> list[str]:
-    """Brings a checkpoint, whole or not at all, from `unit` to `root/path`; returns the paths of its files there."""
-    names = [name for name in files if name.startswith(f"{unit}/")]
-    target = local_path(root, path)
-    os.makedirs(os.path.dirname(target), exist_ok=True)
-    with replacing(target) as temporary:
-        for name in names:
-            _download(directory, name.removeprefix(f"{unit}/"), files[name], temporary, name)
-    return names
-
-
-def _fetch_named(directory: RemoteDirectory, names: Iterable[str], root: str) -> None:
-    for name in names:
-        if (data := directory.read(name)) is not None:
-            path = local_path(root, name)
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            with replacing(path) as temporary, open(temporary, "wb") as file:  # in place of a link
-                file.write(data)
-
-
-def _download(directory: RemoteDirectory, path: str, size: int, root: str, name: str = "") -> None:
-    """Brings a file to `root/path`; `name` is its path in the bucket, if that is another."""
-    target = local_path(root, path)
-    os.makedirs(os.path.dirname(target), exist_ok=True)
-    directory.download(name or path, size, target)
-
-
-def _is_skipped(name: str) -> bool:
-    """Returns whether a file or directory of this name stays where it is."""
-    return bool(_SKIPPED.fullmatch(name))
 
 
 def _manifest_of_whole(directory: RemoteDirectory, path: str, sizes: Mapping[str, int]) -> bytes:
@@ -379,6 +350,10 @@ def _manifest_of_whole(directory: RemoteDirectory, path: str, sizes: Mapping[str
     return content or b"" if all(sizes.get(name) == size for name, size in named) else b""
 
 
-def _stamps(folder: str) -> dict[str, Stamp]:
-    paths = (os.path.join(inner, name) for inner, _, names in os.walk(folder) for name in names)
-    return {os.path.relpath(path, folder): found for path in paths if (found := stamp(path))}
+def _stamp(path: str) -> Stamp | None:
+    """Returns the stamp of a file; None: it is not there any more, or no file."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return (status.st_size, status.st_mtime_ns) if stat.S_ISREG(status.st_mode) else None

@@ -15,8 +15,8 @@ import distloop
 from distloop import report
 from distloop.bucket.directory import RemoteDirectory
 from distloop.bucket.lease import Lease
-from distloop.bucket.tree import sealed_steps
 from tests.bucket.test_workdir import cache, checkpoints_of, data, rows_of, train  # noqa: F401 - a fixture
+from tests.bucket.unreliable import sealed_steps
 from tests.problems import assert_equal, everything
 
 pytestmark = pytest.mark.slow

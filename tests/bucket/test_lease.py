@@ -40,7 +40,7 @@ def test_the_lease_of_a_dead_process_of_this_host_is_taken_at_once(directory, ca
     write(directory, **here, start="1")
     held = Lease(directory)
     held.take()
-    held.look()
+    held.check()
     held.release()
     assert directory.list() == {} and capsys.readouterr().out == ""
 
@@ -80,7 +80,7 @@ def test_a_lease_that_somebody_has_removed_is_written_again(directory):
     held = Lease(directory)
     held.take()
     directory.delete(lease.FILE)
-    held.look()
+    held.check()
     assert lease.FILE in directory.list()
     held.release()
 
@@ -90,7 +90,7 @@ def test_the_lease_of_a_run_that_was_copied_is_free_when_it_shows_no_sign_of_lif
     original.take()
     shutil.copytree(tmp_path / "run", tmp_path / "copied")
     copied.take()
-    original.look()
+    original.check()
     copied.release()
     original.release()
 

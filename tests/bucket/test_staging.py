@@ -9,10 +9,10 @@ import tensorflow as tf
 
 from distloop.bucket import lease
 from distloop.bucket.directory import RemoteDirectory
-from distloop.bucket.tree import sealed_steps
 from distloop.bucket.workdir import Workdir
 from distloop.checkpoints.store import Checkpoints
 from distloop.settings.config import Config
+from tests.bucket.unreliable import sealed_steps
 from tests.crash_matrix.buckets import Alone
 
 

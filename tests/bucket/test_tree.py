@@ -12,7 +12,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from distloop import report
 from distloop.bucket import tree
 from distloop.bucket.directory import RemoteDirectory, RemoteError, is_path
-from distloop.bucket.tree import fetch_checkpoints, fetch_reports, fetch_workdir
+from distloop.bucket.tree import fetch_reports, fetch_workdir
 from distloop.checkpoints.checkpoint import load
 from distloop.checkpoints.store import Checkpoints
 from distloop.monitoring.directory import local_copy
@@ -34,7 +34,7 @@ def run(url, tmp_path):
     return tmp_path / "run"
 
 
-def test_locks_temporary_names_and_abandoned_checkpoints_stay_where_they_are(run):
+def test_locks_temporary_names_and_damaged_checkpoints_stay_where_they_are(run):
     for path in ("metrics.jsonl", "run.lock", "run.lock.ab", ".progress.json", "a.12-0123abcd.tmp", "train/events.1"):
         os.makedirs(run / os.path.dirname(path), exist_ok=True)
         (run / path).write_text("x")
@@ -44,13 +44,18 @@ def test_locks_temporary_names_and_abandoned_checkpoints_stay_where_they_are(run
     for name in ("saved_model.pb", "variables/variables.index"):
         (run / "export" / name).write_text("x")
     os.rename(run / "checkpoints" / "20", run / "checkpoints" / "20.abandoned")
-    files, units = tree.scan(str(run))
-    assert set(files) == {"metrics.jsonl", "train/events.1", "checkpoints/best.json"}
-    assert {unit.path: unit.names[-1] for unit in units} == {
-        "checkpoints/10": "manifest.json",
-        "export": "saved_model.pb",
+    checkpoints, others = tree.scan(str(run))
+    assert {unit.path: unit.seal for unit in checkpoints + others if not unit.is_file} == {
+        "checkpoints/10": "checkpoints/10/manifest.json",
+        "checkpoints/20.abandoned": "checkpoints/20.abandoned/manifest.json",
+        "export": "export/saved_model.pb",
     }
-    assert sorted(unit.step for unit in units) == [-1, 10]
+    assert [unit.step for unit in checkpoints] == [10, -1]
+    assert {unit.path for unit in others if unit.is_file} == {
+        "metrics.jsonl",
+        "train/events.1",
+        "checkpoints/best.json",
+    }
 
 
 def whole(remote):
@@ -130,9 +135,9 @@ def test_a_report_reads_rows_that_were_replaced_since_they_were_listed(url, tmp_
 def test_an_old_checkpoint_that_is_deleted_meanwhile_is_passed_over(url, tmp_path, monkeypatch):
     read = RemoteDirectory.download
 
-    def download(directory, name, size, path):
+    def download(directory, name, path, size):
         shutil.rmtree(tmp_path / "run" / "checkpoints" / "10", ignore_errors=True)
-        read(directory, name, size, path)
+        read(directory, name, path, size)
 
     monkeypatch.setattr(RemoteDirectory, "download", download)
     fetch_workdir(RemoteDirectory(url), str(tmp_path / "copy"))
@@ -220,7 +225,7 @@ def test_a_report_of_two_buckets_with_one_name_keeps_them_apart(tmp_path, url):
 def test_a_key_too_deep_for_a_disk_is_left_alone_and_the_others_come(tmp_path):
     for key in ("d/" * 1500 + "file", "/".join(["d" * 200] * 6), "notes.txt"):
         fsspec.filesystem("memory").pipe_file(f"/deep/{key}", b"text")
-    assert fetch_workdir(RemoteDirectory("memory://deep"), str(tmp_path)) == ["notes.txt"]
+    assert [*fetch_workdir(RemoteDirectory("memory://deep"), str(tmp_path)).uploaded] == ["notes.txt"]
 
 
 def test_nothing_is_written_through_a_link_that_leads_out_of_the_directory(tmp_path, url):
@@ -229,12 +234,12 @@ def test_nothing_is_written_through_a_link_that_leads_out_of_the_directory(tmp_p
         directory.mkdir(parents=True)
     (outside / "best.json").write_text("mine")
     (root / "checkpoints/best.json").symlink_to(outside / "best.json")
-    fetch_checkpoints(RemoteDirectory(url), str(root), None)
+    fetch_workdir(RemoteDirectory(url), str(root))
     assert (outside / "best.json").read_text() == "mine" and (root / "checkpoints/10").is_dir()
     shutil.rmtree(root / "checkpoints")
     (root / "checkpoints").symlink_to(outside)
     with pytest.raises(RemoteError, match="a link leads from .* out of"):
-        fetch_checkpoints(RemoteDirectory(url), str(root), {10})
+        fetch_workdir(RemoteDirectory(url), str(root))
     assert [path.name for path in outside.iterdir()] == ["best.json"]
 
 

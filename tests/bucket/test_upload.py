@@ -10,11 +10,11 @@ import tensorflow as tf
 from distloop.bucket import directory as requests
 from distloop.bucket import upload as uploading
 from distloop.bucket.directory import RemoteDirectory
-from distloop.bucket.tree import STATE, sealed_steps
+from distloop.bucket.tree import STATE
 from distloop.bucket.upload import Upload, send
 from distloop.checkpoints.store import Checkpoints
 from distloop.monitoring.run_lock import LockLost
-from tests.bucket.unreliable import URL, Unreliable, bucket, empty
+from tests.bucket.unreliable import URL, Unreliable, bucket, empty, sealed_steps
 
 
 @pytest.fixture
@@ -32,14 +32,14 @@ def save(root, *steps, keep=3, best=None):
         store.wait()
 
 
-def started(root, keep=3, verify=lambda: None):
-    upload = Upload(str(root), RemoteDirectory(URL), verify=verify, keep=keep)
+def started(root, verify=lambda: None):
+    upload = Upload(str(root), RemoteDirectory(URL), verify=verify)
     upload.start()
     return upload
 
 
-def upload(root, keep=3, verify=lambda: None):
-    return started(root, keep, verify).finish()
+def upload(root, verify=lambda: None):
+    return started(root, verify).finish()
 
 
 def test_rows_come_first_then_the_newest_checkpoint_its_manifest_last(root):
@@ -58,19 +58,19 @@ def test_nothing_that_is_there_is_uploaded_again_by_the_next_process(root):
         upload(root)
     with bucket(share=0.0) as faults:
         upload(root)
-    assert {kind for kind, _ in faults.requests} == {"find", "cat"}  # `cat`: best.json, before old ones are deleted
+    assert {kind for kind, _ in faults.requests} == {"find"}
 
 
 def test_old_checkpoints_and_files_go_after_their_successors_and_others_stay(root):
     save(root, 10, 20, keep=1, best={"score": [10]})
     (root / "old.txt").write_text("x")
     with bucket(share=0.0):
-        upload(root, keep=1)
+        upload(root)
         remote = RemoteDirectory(URL)
         remote.write("checkpoints/notes/mine.txt", b"x")
         save(root, 30, keep=1)
         os.remove(root / "old.txt")
-        upload(root, keep=1)
+        upload(root)
         files = remote.list()
     assert sealed_steps(files) == [10, 30] and "checkpoints/notes/mine.txt" in files and "old.txt" not in files
 
@@ -80,7 +80,7 @@ def test_of_a_staging_directory_that_was_deleted_nothing_is_deleted_in_the_bucke
     with bucket(share=0.0):
         upload(root)
         before = RemoteDirectory(URL).list()
-        upload_again = Upload(str(root), RemoteDirectory(URL), verify=lambda: None, keep=3)
+        upload_again = Upload(str(root), RemoteDirectory(URL), verify=lambda: None)
         for path in (STATE, "metrics.jsonl"):
             os.remove(root / path)
         upload_again.start()
@@ -110,12 +110,12 @@ def test_a_checkpoint_that_the_run_deletes_meanwhile_is_uploaded_whole(root, mon
 
     with bucket(share=0.0):
         monkeypatch.setattr(Unreliable, "put_file", put_file)
-        upload = started(root, keep=1)
+        upload = started(root)
         assert is_waiting.wait(10)
         save(root, 20, keep=1)
         assert os.listdir(root / "checkpoints") == ["20"]
         may_go_on.set()
-        upload.wait_for({10})
+        upload.wait_for(10)
         assert upload.finish() == [] and sealed_steps(RemoteDirectory(URL).list()) == [20]
 
 
@@ -123,7 +123,7 @@ def test_a_bucket_that_is_away_is_named_once_and_the_upload_goes_on_when_it_is_b
     save(root, 10)
     with bucket(share=1.1) as faults:
         monkeypatch.setattr(requests, "_PAUSES_SECS", ())
-        upload = Upload(str(root), RemoteDirectory(URL), verify=lambda: None, keep=1)
+        upload = Upload(str(root), RemoteDirectory(URL), verify=lambda: None)
         faults._random.choice = lambda kinds: "fails"
         upload.start()
         while len(faults.requests) < 5:
@@ -181,7 +181,7 @@ def test_a_file_that_the_bucket_refuses_is_named_once_and_keeps_nothing_else_bac
         upload = started(root)
         for step in (10, 20):
             save(root, step)
-            upload.wait_for({step})
+            upload.wait_for(step)
         (root / "notes.txt").write_text("x")
         num_refused = len(refused)
         assert upload.finish() == [name] and str(error) in upload.failure
@@ -195,10 +195,10 @@ def test_a_checkpoint_that_the_bucket_refuses_keeps_no_other_one_back(root, capl
     save(root, 10, 20)
     with bucket(share=0.0):
         refuse(monkeypatch, "checkpoints/20/", INVALID)
-        upload = started(root, keep=1)
+        upload = started(root)
         with pytest.raises(OSError, match="checkpoints/20 could not be uploaded .*400 InvalidArgument"):
-            upload.wait_for({20})
-        save(root, 30)
+            upload.wait_for(20)
+        save(root, 30, keep=1)
         assert upload.finish() == []
         assert sealed_steps(RemoteDirectory(URL).list()) == [30]
 
@@ -251,16 +251,8 @@ def test_the_upload_goes_on_when_the_clock_is_set_back(root, monkeypatch):
         upload = started(root)
         for step in (10, 20):
             save(root, step)
-            upload.wait_for({step})
+            upload.wait_for(step)
         assert upload.finish() == [] and sealed_steps(RemoteDirectory(URL).list()) == [10, 20]
-
-
-def test_checkpoints_that_the_run_does_not_keep_are_neither_uploaded_nor_missed(root):
-    save(root, 10, 20, 30, keep=3, best={"score": [10]})
-    with bucket(share=0.0):
-        assert upload(root, keep=1) == []
-        assert sealed_steps(RemoteDirectory(URL).list()) == [10, 30]
-        assert upload(root, keep=1) == []
 
 
 def test_an_export_replaces_another_and_is_sealed_last(tmp_path):

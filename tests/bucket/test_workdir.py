@@ -11,11 +11,11 @@ from fsspec.implementations.memory import MemoryFileSystem
 import distloop
 from distloop.bucket import upload as uploading
 from distloop.bucket.directory import RemoteDirectory
-from distloop.bucket.tree import fetch_workdir, sealed_steps, whole_checkpoints
+from distloop.bucket.tree import fetch_workdir, whole_checkpoints
 from distloop.checkpoints.checkpoint import load
 from distloop.distributed.workers import Workers
 from tests import forked
-from tests.bucket.unreliable import URL, Killed, Unreliable, bucket, empty
+from tests.bucket.unreliable import URL, Killed, Unreliable, bucket, empty, sealed_steps
 from tests.problems import assert_equal, classification, classifier, everything, mostly_wide, on
 
 

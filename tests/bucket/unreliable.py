@@ -9,6 +9,7 @@ faults.requests                                      # what was asked for, in or
 
 import contextlib
 import random
+import re
 import threading
 import time
 from unittest import mock
@@ -107,9 +108,11 @@ class Unreliable(MemoryFileSystem):
 
     def pipe_file(self, path, value, mode="overwrite", **options):
         write = super().pipe_file
-        self._request(
-            "pipe", path, lambda: write(path, value, mode), lambda: write(path, value[: len(value) // 2], mode)
-        )
+        half = value[: len(value) // 2]
+        if mode == "create":  # a store writes what it creates whole or not at all
+            self._request("create", path, lambda: write(path, value, mode))
+        else:
+            self._request("pipe", path, lambda: write(path, value), lambda: write(path, half))
 
     def put_file(self, local, path, **options):
         with open(local, "rb") as file:
@@ -149,10 +152,16 @@ def bucket(seed=0, share=0.3, kill_at=-1):
     faults = Faults(seed, share, kill_at)
     with (
         mock.patch.object(Unreliable, "faults", faults),
-        mock.patch.object(directory, "_PAUSES_SECS", (0.0,) * 12),
+        mock.patch.object(directory, "_PAUSES_SECS", (0.0,) * 24),
         mock.patch.object(upload, "PASS_SECS", 0.001),
     ):
         yield faults
+
+
+def sealed_steps(files):
+    """Returns the steps of the checkpoints in a bucket that have their manifest, in ascending order."""
+    found = (re.fullmatch(r"checkpoints/(\d+)/manifest\.json", path) for path in files)
+    return sorted(int(match[1]) for match in found if match)
 
 
 def empty():

@@ -18,10 +18,9 @@ import distloop
 from distloop.actions.write import JsonWriter
 from distloop.bucket import lease, workdir
 from distloop.bucket.directory import RemoteDirectory
-from distloop.bucket.tree import sealed_steps
 from distloop.checkpoints.store import Checkpoints
 from distloop.log import log
-from tests.bucket.unreliable import URL, Killed, Unreliable, bucket
+from tests.bucket.unreliable import URL, Killed, Unreliable, bucket, sealed_steps
 from tests.crash_matrix.scenarios import BEFORE, HAND, LOST, NEW, WRONG, values
 
 FOLDER = pathlib.Path(__file__).resolve().parent

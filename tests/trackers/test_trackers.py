@@ -184,7 +184,7 @@ def test_wandb_keeps_the_files_of_a_run_in_a_bucket_in_its_staging_directory(tmp
     monkeypatch.setattr(writer._wandb, "init", lambda **settings: seen.update(settings) or sys.exit())
     with pytest.raises(SystemExit):
         writer.open({"workdir": "memory://bucket/run"}, "abc")
-    assert seen["dir"] == urls.staging_directory("memory://bucket/run") and seen["dir"].startswith(str(tmp_path))
+    assert seen["dir"] == urls.local_directory("memory://bucket/run") and seen["dir"].startswith(str(tmp_path))
     assert seen["config"]["workdir"] == "memory://bucket/run"
 
 
