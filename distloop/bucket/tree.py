@@ -1,6 +1,7 @@
 """Workdir tree: which files go to a bucket and come back, and when a directory counts as whole.
 
-    checkpoints, others = scan("staging")       # [Unit("checkpoints/500", ...)], [Unit("metrics.jsonl", ...)]
+    checkpoints("staging")                      # [Unit("checkpoints/500", ...), ...]
+    others("staging")                           # [Unit("metrics.jsonl", ...), ...]
     fetch_workdir(directory, "staging")         # all that a run goes on from
 
 A unit is a file, or a directory with a seal: a checkpoint with `manifest.json`, an export with `saved_model.pb`. Its
@@ -72,12 +73,8 @@ class Unit(NamedTuple):
         return step_of(self.path)
 
 
-def scan(root: str) -> tuple[list[Unit], list[Unit]]:
-    """Returns what of a workdir is uploaded: the checkpoints, the newest first, and the others, the files first.
-
-    Args:
-        root: the workdir; it may change meanwhile.
-    """
+def others(root: str) -> list[Unit]:
+    """Returns all that is uploaded of a workdir but its checkpoints: files, then exports; it may change meanwhile."""
     files, exports = [], []
     for folder, folders, names in os.walk(root):
         below = os.path.relpath(folder, root)
@@ -89,7 +86,7 @@ def scan(root: str) -> tuple[list[Unit], list[Unit]]:
         for path in (os.path.normpath(os.path.join(below, name)) for name in names if not _SKIPPED.fullmatch(name)):
             if unit := file_unit(root, path):
                 files.append(unit)
-    return checkpoints(root), files + exports
+    return files + exports
 
 
 def checkpoints(root: str) -> list[Unit]:

@@ -84,8 +84,8 @@ class Upload:
 
     def missing(self) -> list[str]:
         """Returns what is not uploaded as it is now: the paths of files and directories, checkpoints first."""
-        checkpoints, others = tree.scan(self._root)
-        return [unit.path for unit in checkpoints + others if not self._is_there(unit)]
+        units = tree.checkpoints(self._root) + tree.others(self._root)
+        return [unit.path for unit in units if not self._is_there(unit)]
 
     def wait_for(self, step: int) -> None:
         """Waits until the checkpoint of a step is uploaded, if the run has it.
@@ -139,8 +139,7 @@ class Upload:
     def _upload_others(self) -> float:
         """Uploads all else that has changed; returns the seconds that went to other files than checkpoints."""
         secs = 0.0
-        _, others = tree.scan(self._root)
-        for unit in sorted(others, key=lambda unit: unit.path in self.refused):
+        for unit in sorted(tree.others(self._root), key=lambda unit: unit.path in self.refused):
             if unit.path != BEST and self._is_due(unit):
                 began_at = time.monotonic()
                 self._upload(unit)
@@ -210,7 +209,20 @@ class Upload:
             self._state.manifests.append(tree.digest(tree.read(files[unit.seal])))
             self._write_state()  # a machine that is lost after the seal knows its checkpoint again
             self._must_prune = True
-        _send(self._directory, unit, files, self._verify)
+        if not self._copy_former(unit):
+            _send(self._directory, unit, files, self._verify)
+
+    def _copy_former(self, unit: Unit) -> bool:
+        """Copies a checkpoint of an older branch from where it was before the run went back; False: it is not there."""
+        path, end = unit.path.partition(".abandoned")[0], len(unit.path)
+        if any(self._state.uploaded.get(path + name[end:]) != stamp for name, stamp in unit.files.items()):
+            return False
+        self._verify()
+        with contextlib.suppress(RemoteError):
+            for name in unit.files:
+                self._directory.copy(path + name[end:], name)
+            return True
+        return False
 
     def _write_state(self) -> None:
         if os.path.exists(os.path.join(self._root, STATE)):  # else somebody has deleted the directory
