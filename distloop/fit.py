@@ -124,7 +124,7 @@ class Fit:
         is_at_end = self.units.run.is_over(self._step, self._loop.secs) and self._loop.open_boundary is None
         return bool(self._stop_reason) or is_at_end
 
-    def delivering(self) -> Deliveries:
+    def delivering(self) -> contextlib.AbstractContextManager[Deliveries]:
         """Returns a context in which the user's writers are open."""
         are_used = self._is_chief and not self.config.fast_dev_run
         writers, workdir = self.writers if are_used else (), self.config.local_workdir

@@ -58,7 +58,7 @@ from rich.cells import cell_len
 
 from distloop.installed import import_part
 from distloop.log import printable
-from distloop.monitoring import ledger, memory_file, run_files, text_tables
+from distloop.monitoring import ledger, run_files, text_tables
 from distloop.monitoring.curves import draw_lines, draw_picture
 from distloop.monitoring.directory import fetch_reports
 from distloop.monitoring.records import show_bytes, show_number
@@ -309,19 +309,19 @@ def _memory(runs: Sequence[Run]) -> Table:
     """Returns the table of bytes by device: of variables, of what `--memory` estimated, and what a run took."""
     memories = [(run.name, run.memory) for run in runs if run.memory is not None]
     found = {part for _, memory in memories for held in memory.devices.values() for part in held}
-    parts = [*(part for part in memory_file.PARTS if part in found), *sorted(found.difference(memory_file.PARTS))]
+    parts = [*(part for part in ledger.PARTS if part in found), *sorted(found.difference(ledger.PARTS))]
     rows = []
     for name, memory in memories:
         taken, together = dict(memory.taken), sum(sum(held.values()) for held in memory.devices.values())
-        if len(memory.devices) == 1 and memory_file.HOST in taken:
+        if len(memory.devices) == 1 and ledger.HOST in taken:
             (device,) = memory.devices
-            taken = {device: taken[memory_file.HOST]}
+            taken = {device: taken[ledger.HOST]}
         for device, held in memory.devices.items():
             known = [show_bytes(held[part]) if part in held else "-" for part in parts]
             rows.append([name, device, *known, show_bytes(sum(held.values())), _show_taken(taken.get(device))])
-        if memory_file.HOST in taken:  # virtual CPUs share its memory
+        if ledger.HOST in taken:  # virtual CPUs share its memory
             known = ["-" for _ in parts]
-            rows.append([name, "host", *known, show_bytes(together), _show_taken(taken[memory_file.HOST])])
+            rows.append([name, "host", *known, show_bytes(together), _show_taken(taken[ledger.HOST])])
     return Table("Memory", ["run", "device", *parts, "together", "taken"], rows)
 
 

@@ -15,7 +15,7 @@ import sys
 import pytest
 
 from distloop import report
-from distloop.monitoring import memory_file, run_files
+from distloop.monitoring import ledger, run_files
 from distloop.monitoring.records import append_row, read_metrics
 from tests.problems import write_run
 
@@ -397,11 +397,11 @@ def test_a_csv_that_cannot_be_written_is_one_line(sweep, capsys):
 
 def test_the_memory_that_was_expected_on_each_device_stands_beside_what_a_run_took(sweep, capsys):
     held = {"weights": 4 * 10**6, "activations": 138 * 10**6}
-    on_cpus = memory_file.Memory({"CPU:0": held, "CPU:1": {"weights": 2 * 10**6}}, {"host": 150 * 10**6})
-    memory_file.write(str(sweep / "a"), on_cpus)
-    memory_file.write(str(sweep / "b"), memory_file.Memory({"CPU:0": held}, {"host": 200 * 10**6}))
+    on_cpus = ledger.Memory({"CPU:0": held, "CPU:1": {"weights": 2 * 10**6}}, {"host": 150 * 10**6})
+    ledger.write_memory(str(sweep / "a"), on_cpus)
+    ledger.write_memory(str(sweep / "b"), ledger.Memory({"CPU:0": held}, {"host": 200 * 10**6}))
     write_run(sweep / "c", [], {})
-    memory_file.write(str(sweep / "c"), memory_file.Memory({"GPU:0": held}, {"GPU:0": 300 * 10**6}))
+    ledger.write_memory(str(sweep / "c"), ledger.Memory({"GPU:0": held}, {"GPU:0": 300 * 10**6}))
     assert report.main([str(sweep)]) == 0
     lines = capsys.readouterr().out.splitlines()
     start = next(i for i, line in enumerate(lines) if "together" in line)
@@ -427,7 +427,7 @@ def foreign(tmp_path):
         path, end = tmp_path / f"{evil}{i}", {"step": 1, "until": 9, "stop_reason": evil}
         incident = {"step": 1, "reason": evil, "action": evil, "batch": evil, "checkpoint": evil, "left_out": [evil]}
         write_run(path, [{"step": 1, evil: 0.5}], {evil: i, "x": f"{evil}{i}"}, saved=end, incidents=[incident])
-        memory_file.write(str(path), memory_file.Memory({evil: {evil: 5}}, {evil: 7}))
+        ledger.write_memory(str(path), ledger.Memory({evil: {evil: 5}}, {evil: 7}))
     return tmp_path
 
 
@@ -477,7 +477,7 @@ def rich_run(tmp_path):
     write_run(
         path := tmp_path / "run", [row, row], {"steps": 9}, saved=saved, incidents=[incident], starts=[start, again]
     )
-    memory_file.write(str(path), memory_file.Memory({"CPU:0": {"weights": 5}}, {"host": 7}))
+    ledger.write_memory(str(path), ledger.Memory({"CPU:0": {"weights": 5}}, {"host": 7}))
     (path / "progress.json").write_text(json.dumps(end))
     return path
 

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from distloop.actions.action import Action, Report
 from distloop.distributed import devices
-from distloop.monitoring import memory_file
+from distloop.monitoring import ledger
 from distloop.variables import layers_by_path, tensorflow_variable
 
 _MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024  # the unit of ru_maxrss
@@ -40,7 +40,7 @@ def held_by_device(state: Any) -> dict[str, dict[str, int]]:
 
     count("weights", [v for v in state.model_variables() if id(v) not in tables])
     count("weights", state.slot_placement.copies())
-    count(memory_file.TABLES, [v for v in state.model_variables() if id(v) in tables])
+    count(ledger.TABLES, [v for v in state.model_variables() if id(v) in tables])
     count("optimizer slots", state.slots)
     count("averages of weights", state.average.stored if state.average is not None else [])
     return dict(sorted(held.items()))
@@ -159,14 +159,14 @@ class MemoryUse(Action):
 
     def _write(self, report: Report, has_ended: bool) -> None:
         held = held_by_device(report.state)
-        earlier = memory_file.read(self._workdir) or memory_file.Memory({}, {})
+        earlier = ledger.read_memory(self._workdir) or ledger.Memory({}, {})
         for device, parts in held.items():
             known = earlier.devices.get(device, {})
-            parts |= {part: known[part] for part in memory_file.ESTIMATED if part in known}
-        taken = memory_file.taken_on(earlier, held)
+            parts |= {part: known[part] for part in ledger.ESTIMATED if part in known}
+        taken = ledger.taken_on(earlier, held)
         if has_ended:
-            for device in memory_file.measured(held):
-                is_host = device == memory_file.HOST
+            for device in ledger.measured_devices(held):
+                is_host = device == ledger.HOST
                 used_gb = peaks()["host_memory_gb"] - self._gb_before if is_host else device_peak_gb(device)
                 taken[device] = max(int(1e9 * used_gb), taken.get(device, 0))
-        memory_file.write(self._workdir, memory_file.Memory(held, taken))
+        ledger.write_memory(self._workdir, ledger.Memory(held, taken))

@@ -24,7 +24,7 @@ from distloop.graph_functions import BACKWARD_SCOPE, RECOMPUTED_SCOPE, called_gr
 from distloop.keras_models.fit_arguments import FitData, read_arguments
 from distloop.model.spec import Update
 from distloop.model.state import TrainState
-from distloop.monitoring import memory_file
+from distloop.monitoring import ledger
 from distloop.monitoring.console import say
 from distloop.monitoring.records import show_bytes
 from distloop.optimizers.rows import Rows, values_of
@@ -101,7 +101,7 @@ class MemoryEstimate(NamedTuple):
         lines = [f"Estimated memory of each device, where a step of {self.rows} rows{parts} needs most:"]
         lines += self._of_devices() or [f"  {_show(size)}  {name}" for name, size in self.parts.items()]
         shown = list(self.tables.items())[:_MAX_NAMES]
-        lines += [f"  {_show(size)}  in {path}, of the {memory_file.TABLES}" for path, size in shown]
+        lines += [f"  {_show(size)}  in {path}, of the {ledger.TABLES}" for path, size in shown]
         of = "" if self.available is None else f", of {show_bytes(self.available)} that are available"
         lines.append(f"  {_show(self.total)}  together{of}")
         if self.num_unknown:
@@ -154,8 +154,8 @@ def print_and_exit(trainer: Trainer, data: FitData) -> None:
         for line in str(estimate).splitlines():
             say(line)
         if (workdir := trainer.config.workdir) and workdir == trainer.config.local_workdir:
-            taken = memory_file.taken_on(memory_file.read(workdir), estimate.devices)  # by a run that has begun
-            memory_file.write(workdir, memory_file.Memory(estimate.devices, taken))
+            taken = ledger.taken_on(ledger.read_memory(workdir), estimate.devices)  # by a run that has begun
+            ledger.write_memory(workdir, ledger.Memory(estimate.devices, taken))
     raise SystemExit(0 if estimate.fits else 1)
 
 
@@ -173,7 +173,7 @@ def _estimate(trainer: Trainer, data: FitData) -> MemoryEstimate:
     while True:
         peaks = [_peak_of_update(state, update, rows, microbatches) for update in state.spec.updates]
         peak = max(peaks, key=lambda peak: peak.total)
-        needed = dict(zip(memory_file.ESTIMATED, (batch, peak.activations, peak.gradients), strict=True))
+        needed = dict(zip(ledger.ESTIMATED, (batch, peak.activations, peak.gradients), strict=True))
         devices = {device: parts | needed for device, parts in held.items()}
         most = max(devices.values(), key=lambda parts: sum(parts.values()))
         estimate = MemoryEstimate(most, available, count, microbatches, None, peak.num_unknown, devices, tables)

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeAlias
 from distloop.atomic_files import replacing
 from distloop.bucket.directory import RemoteDirectory, RemoteError, is_path, local_path
 from distloop.log import log
-from distloop.monitoring import ledger, memory_file
+from distloop.monitoring import ledger
 from distloop.monitoring.records import as_best_steps, parse_json
 
 CHECKPOINTS = "checkpoints"
@@ -38,7 +38,7 @@ _SKIPPED = re.compile(
 )
 _REPORTED = re.compile(
     r"(.*/)?(config\.json|incidents\.jsonl|checkpoints/\d{1,18}/manifest\.json|"
-    + "|".join(map(re.escape, (ROWS, ledger.STARTS, ledger.PROGRESS, memory_file.FILE)))
+    + "|".join(map(re.escape, (ROWS, ledger.STARTS, ledger.PROGRESS, ledger.MEMORY)))
     + ")",
     re.DOTALL,
 )
@@ -327,7 +327,7 @@ def fetch_reports(url: str, root: str) -> str:
         target = local_path(root, "/".join(filter(is_path, directory.url.split("/"))))
         files = directory.list()
         wanted = {path: size for path, size in files.items() if _REPORTED.fullmatch(path)}
-        if not any(path.rpartition("/")[2] in (ROWS, memory_file.FILE) for path in wanted):
+        if not any(path.rpartition("/")[2] in (ROWS, ledger.MEMORY) for path in wanted):
             raise ValueError(
                 f"{directory.url!r} holds no {ROWS}: give URLs of runs that have begun, or of a directory of them."
             )

@@ -13,7 +13,7 @@ import tensorflow as tf
 from distloop.actions.write import JsonWriter
 from distloop.checkpoints.resume import RunCheckpoints
 from distloop.distributed import workers
-from distloop.monitoring.records import read_steps
+from distloop.monitoring.records import read_rows
 from distloop.monitoring.run_lock import RunLock
 from distloop.monitoring.tensorboard import SummaryWriter
 from distloop.monitoring.timing import unix_time
@@ -79,7 +79,8 @@ def evaluate_checkpoints(
                 f"name={name!r} was given to evaluate_checkpoints, and another process writes its rows ({error}): give "
                 "another name, or end that process."
             ) from error
-        for step in checkpoints.follow(read_steps(path), poll_secs, timeout_secs):
+        done = {row["step"] for row in read_rows(path)} if os.path.exists(path) else set()
+        for step in checkpoints.follow(done, poll_secs, timeout_secs):
             measured[step] = dict(evaluate())
             if len(measured) == 1:  # no file is made before there is a row for it
                 summaries = stack.enter_context(contextlib.closing(SummaryWriter(workdir, [name])))

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
-import rich.box
 import rich.console
 import rich.live
 import rich.progress_bar
@@ -27,6 +26,7 @@ from distloop.log import printable
 from distloop.monitoring import timing
 from distloop.monitoring.records import ABOUT_THE_RUN, show_number
 from distloop.monitoring.run_files import Series
+from distloop.monitoring.text_tables import Table, is_terminal, show
 
 _SILENT_SECS = 30.0  # after which a line shows the progress where there is no display
 _DRAW_SECS = 0.1  # the least time between two drawings, which take 1.7 ms each
@@ -92,8 +92,7 @@ class Console:
         self._series: dict[str, Series] = {}  # of evaluations
         self._console = rich.console.Console(file=stream, highlight=False)
         self._live: rich.live.Live | None = None
-        # With FORCE_COLOR rich takes any file for a terminal.
-        self._is_terminal = self._console.is_interactive and self._console.file.isatty()
+        self._is_terminal = is_terminal(self._console)
         if may_draw and self._is_terminal:
             # Drawn by write() and show_progress(): needs no thread.
             self._live = rich.live.Live(
@@ -189,7 +188,12 @@ class Console:
             resumed = f" from step {self._began}" if self._began else ""
             end = f"Finished {self._step - self._began} steps{resumed} in {duration}"
         if self._is_terminal:
-            _print_tables(self._console, end, rows[:_MAX_METRICS], left_out, seconds)
+            print(f"distloop: {end}", file=self._console.file)
+            metrics = [*rows[:_MAX_METRICS], *([[left_out, "", "", ""]] if left_out else [])]
+            shares = timing.largest_shares(seconds).items()
+            times = [[name, f"{seconds[name]:.1f}", timing.show_share(share)] for name, share in shares]
+            show(Table("", ["metric", "last", "best", "at step"], metrics), self._console)
+            show(Table("", ["time", "secs", "share"], times), self._console)
         else:
             lines = [end]
             lines += [f"{name} {last}{f', best {best} at step {at}' if best else ''}" for name, last, best, at in rows]
@@ -201,7 +205,7 @@ class Console:
             self._console.print(f"distloop: {advice}", markup=False, soft_wrap=not self._is_terminal)
         self._console.file.flush()
 
-    def _closing_rows(self) -> list[tuple[str, str, str, str]]:
+    def _closing_rows(self) -> list[list[str]]:
         """Returns for each metric its name, last value, best value and the best value's step, as text.
 
         The last two are empty if the metric has no best. Evaluations come first: the end of a long list is cut off.
@@ -209,10 +213,10 @@ class Console:
         rows = []
         for name, series in self._series.items():
             best, at = (show_number(series.best[0]), str(series.best[1])) if series.best else ("", "")
-            rows.append((name, show_number(series.last), best, at))
+            rows.append([name, show_number(series.last), best, at])
         training = {name: value for name, value in self._last.items() if not self._is_eval(name)}
-        rows += [(name, show_number(v), "", "") for name, v in training.items() if self._is_shown(name, v)]
-        return [(printable(name, ""), last, best, at) for name, last, best, at in rows]
+        rows += [[name, show_number(v), "", ""] for name, v in training.items() if self._is_shown(name, v)]
+        return [[printable(name, ""), *rest] for name, *rest in rows]
 
     def _progress(self, step: int) -> list[str]:
         """Returns the words about how far the run is; the share of its steps is for the display alone."""
@@ -286,34 +290,6 @@ class Console:
         secs = whole - done if math.isinf(self._steps) else (whole - done) / by_clock
         left = [f"eta {timing.show_secs(secs)}"] if secs > 0 else []
         return [f"{show_number(reported or by_clock)} steps/s", *_rate(self._last)], left
-
-
-def _print_tables(
-    console: rich.console.Console,
-    end: str,
-    rows: Sequence[tuple[str, ...]],
-    left_out: str,
-    seconds: Mapping[str, float],
-) -> None:
-    """Prints the closing metrics and times side by side, or one above the other on a narrow terminal."""
-    metrics = rich.table.Table("metric", "last", "best", "at step", box=rich.box.SIMPLE, caption=left_out or None)
-    for column in metrics.columns[1:]:
-        column.justify = "right"
-    for row in rows:
-        metrics.add_row(*map(rich.text.Text, row))
-    times = rich.table.Table("time", "secs", "share", box=rich.box.SIMPLE)
-    for column in times.columns[1:]:
-        column.justify = "right"
-    for name, share in timing.largest_shares(seconds).items():
-        times.add_row(name, f"{seconds[name]:.1f}", timing.show_share(share))
-    width = sum(console.measure(table).maximum for table in (metrics, times))
-    print(f"distloop: {end}", file=console.file)
-    if width < console.width:
-        side_by_side = rich.table.Table.grid(padding=(0, 2))
-        side_by_side.add_row(metrics, times)
-        console.print(side_by_side)
-    else:
-        console.print(metrics, times, sep="")
 
 
 def _rate(metrics: Mapping[str, float]) -> list[str]:

@@ -19,9 +19,8 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distloop.log import log
@@ -175,8 +174,9 @@ class Deliveries:
         self._media: Mapping[str, Media] = {}  # of the next row
         self._tasks: queue.SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = queue.SimpleQueue()
 
-    def open(self, step: int, settings: Mapping[str, Any], *, is_over: bool = False) -> "Deliveries":
-        """Opens the writers, and hands over the rows that they lack.
+    @contextlib.contextmanager
+    def open(self, step: int, settings: Mapping[str, Any], *, is_over: bool = False) -> Iterator["Deliveries"]:
+        """Enters a scope in which the writers are open; first they get the rows that they lack.
 
         Args:
             step: where the run goes on.
@@ -198,11 +198,15 @@ class Deliveries:
             delivery.settings = settings
         if self._deliveries:
             threading.Thread(target=self._work, daemon=True, name="distloop writers").start()
-        with contextlib.ExitStack() as stack:
-            stack.push(self)  # closes those that are open if another one fails
+        ended_by: BaseException | None = None
+        try:
             self._open(step)
-            stack.pop_all()
-        return self
+            yield self
+        except BaseException as error:
+            ended_by = error
+            raise
+        finally:
+            self._close(ended_by)
 
     def _open(self, step: int) -> None:
         """Opens the writers; one that takes long, or has rows and cannot be opened, holds up no run."""
@@ -253,12 +257,7 @@ class Deliveries:
     def close(self) -> None:
         """Does nothing: the writers stay open if the run goes back to a checkpoint."""
 
-    def __enter__(self) -> "Deliveries":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def _close(self, error: BaseException | None) -> None:
         """Waits until the writers have their rows and files, closes them, and logs what they lack."""
         self.flush()
         lacking = {d: list(filter(d.lacks, self._read_files() if error is None else ())) for d in self._deliveries}

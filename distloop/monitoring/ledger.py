@@ -1,4 +1,4 @@
-"""Ledger: where the time of all starts of a run went, its goodput and its device-hours; without TensorFlow.
+"""Ledger: what a run has cost: where the time of all its starts went, its device-hours, and the memory on devices.
 
     note_start("run", step=500, devices=8, kind="GPU")          # before the rows after the checkpoint are cut off
     note_progress("run", time=now, step=520, secs={"step": 61.0, "saving": 0.8})     # the next start keeps it
@@ -6,7 +6,7 @@
     goodput(seconds)                                                        # 0.81: the share of steps that count
 
 A killed process cannot note its end: what it did after its last log is known by the time at which its launcher saw it
-fall, or not at all. The next start notes the time of the last row that was there.
+fall, or not at all. The next start notes the time of the last row that was there. TensorFlow is not imported.
 """
 
 import json
@@ -14,16 +14,23 @@ import math
 import os
 import time as clock
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from distloop.atomic_files import start_time
+from distloop.atomic_files import replacing, start_time
 from distloop.distributed import notes
 from distloop.log import log
 from distloop.monitoring import records
 from distloop.monitoring.records import last_row
 
 STARTS, PROGRESS = "starts.jsonl", "progress.json"
+MEMORY = "memory.json"
+TABLES = "embedding tables"
+# What devices hold, in the order in which it is shown: from step to step; what a step needs besides, as estimated.
+HELD = ("weights", TABLES, "optimizer slots", "averages of weights")
+ESTIMATED = ("batch", "activations", "gradients")
+PARTS = (*HELD, *ESTIMATED)
+HOST = "host"  # stands for all virtual CPUs, which share the memory of a process
 
 STEPS, STEPS_TWICE = "steps", "steps done twice"
 
@@ -195,3 +202,56 @@ def _number(row: Mapping[str, Any], name: str, unknown: float = math.nan) -> flo
     """Returns a number of a row; `unknown` if it has none, or none that is finite."""
     number = records.as_number(row.get(name))
     return number if math.isfinite(number) else unknown
+
+
+class Memory(NamedTuple):
+    """Bytes of the first worker's devices.
+
+    Attributes:
+        devices: device -> what they hold -> bytes: of variables as they are placed, and what `--memory` estimated.
+        taken: device -> the peak of a GPU; "host" -> how much the process grew since `fit` began, on CPUs; the most of
+            all calls of `fit`.
+    """
+
+    devices: dict[str, dict[str, int]]
+    taken: dict[str, int]
+
+
+def write_memory(workdir: str, memory: Memory) -> None:
+    """Writes `memory.json`; an error is logged, and the report will lack it."""
+    try:
+        os.makedirs(workdir, exist_ok=True)
+        with replacing(os.path.join(workdir, MEMORY)) as temporary:
+            with open(temporary, "w", encoding="utf-8") as file:
+                json.dump(memory._asdict(), file, indent=2)
+    except OSError as error:
+        log.warning("The report will lack the memory of this run: %s.", error.strerror or error)
+
+
+def read_memory(workdir: str, warn: Callable[[str], None] = log.warning) -> Memory | None:
+    """Returns the content of `memory.json`; None if the file is missing or damaged."""
+    path = os.path.join(workdir, MEMORY)
+    return records.read_json(path, _as_memory, instead="the memory of the run is unknown", warn=warn)
+
+
+def _as_memory(content: Any) -> Memory:
+    devices = {device: _counts(parts) for device, parts in content["devices"].items()}
+    return Memory(devices, _counts(content["taken"]))
+
+
+def _counts(values: dict[str, Any]) -> dict[str, int]:
+    counts = {name: int(value) for name, value in values.items()}
+    if not all(map(records.is_count, counts.values())):
+        raise ValueError(f"no numbers of bytes: {values}")
+    return counts
+
+
+def measured_devices(devices: Iterable[str]) -> list[str]:
+    """Returns of which devices, such as `CPU:0`, the memory that was taken is known: the GPUs, or "host"."""
+    return [device for device in devices if not device.startswith("CPU")] or [HOST]
+
+
+def taken_on(memory: Memory | None, devices: Iterable[str]) -> dict[str, int]:
+    """Returns what an earlier run took on such devices; an empty dict if that is unknown."""
+    names = measured_devices(devices)
+    return {name: count for name, count in memory.taken.items() if name in names} if memory is not None else {}

@@ -220,14 +220,6 @@ def _parse_rows(content: bytes) -> list[dict[str, Any]]:
     return [row for row in rows if row is not None]
 
 
-def read_steps(path: str) -> set[int]:
-    """Returns the steps of a file's rows; an empty set if there is no file."""
-    try:
-        return {row["step"] for row in read_rows(path)}
-    except FileNotFoundError:
-        return set()
-
-
 def rows_between(path: str, after: int, until: int) -> list[dict[str, Any]]:
     """Returns the rows of a file whose step is larger than `after`, and `until` at most; reads no more than its end."""
     rows = []

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distloop.log import log
-from distloop.monitoring import ledger, memory_file, records
-from distloop.monitoring.memory_file import Memory
+from distloop.monitoring import ledger, records
+from distloop.monitoring.ledger import Memory
 from distloop.monitoring.records import last_row
 
 # A run counts as running if its last row is at most this old,
@@ -276,7 +276,7 @@ def _workdirs(path: str) -> list[str]:
     if not os.path.isdir(path):
         raise ValueError(f"There is no directory {path!r}: give workdirs of runs, or a directory of them.")
     for candidates in ([path], [os.path.join(path, name) for name in sorted(os.listdir(path), key=_by_number)]):
-        files = ("metrics.jsonl", memory_file.FILE)
+        files = ("metrics.jsonl", ledger.MEMORY)
         if workdirs := [c for c in candidates if any(os.path.isfile(os.path.join(c, file)) for file in files)]:
             return workdirs
     raise ValueError(
@@ -314,7 +314,7 @@ def _load(path: str, name: str, warn: Callable[[str], None]) -> Run:
     rows = records.read_metrics(path) if has_begun else []  # else its memory was estimated
     file = os.path.join(path, "incidents.jsonl")
     incidents = records.read_rows_if_any(file, instead="whether the run diverged is unknown", warn=warn)
-    starts, memory = ledger.read_starts(path, warn), memory_file.read(path, warn)
+    starts, memory = ledger.read_starts(path, warn), ledger.read_memory(path, warn)
     time_spent = ledger.account(starts, ledger.read_progress(path, warn))
     run = _from_rows(path, name, rows, incidents, warn)
     return dataclasses.replace(run, starts=starts, memory=memory, time_spent=time_spent)
@@ -338,7 +338,7 @@ def _from_rows(
         until, reason = saved["until"], saved["stop_reason"]
     elif (until is None or until <= step) and (saved.get("until") or 0) > step:  # given by `epochs`, or to `fit`
         until = saved["until"]
-    files = (os.path.join(path, file) for file in ("metrics.jsonl", memory_file.FILE))
+    files = (os.path.join(path, file) for file in ("metrics.jsonl", ledger.MEMORY))
     since = rows[-1].get("time", 0.0) if rows else os.path.getmtime(next(filter(os.path.isfile, files)))
     silent_secs = max(0.0, time.time() - since)
     return Run(name, path, rows, incidents, settings, until, reason, silent_secs, [], saved_step=saved.get("step"))

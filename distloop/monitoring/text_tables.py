@@ -27,7 +27,7 @@ _MIN_NAME, _MIN_WORDS = 12, 24  # the least widths that names and other text are
 class Table(NamedTuple):
     """A table of text; a grouped one shows its first column as headlines on a terminal."""
 
-    title: str
+    title: str  # empty: none is printed
     header: list[str]
     rows: list[list[str]]
     is_grouped: bool = False
@@ -72,7 +72,8 @@ def _show(table: Table, console: rich.console.Console) -> None:
             parts.append([num_names - 1])
         parts[-1].append(i)
     for part in parts:
-        console.print(Text(table.title, style="bold underline"))
+        if table.title:
+            console.print(Text(table.title, style="bold underline"))
         spare = console.width - sum(narrowest[i] + GAP for i in part) + GAP
         widths = {}
         for i in part:  # spare width goes to names first

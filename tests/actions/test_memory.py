@@ -12,7 +12,7 @@ from distloop.actions import memory
 from distloop.actions.action import Report
 from distloop.actions.memory import MemoryUse, held_by_device
 from distloop.model.state import TrainState
-from distloop.monitoring import memory_file
+from distloop.monitoring import ledger
 from tests import forked
 
 
@@ -29,7 +29,7 @@ def make_state(average_decay=0.0):
 
 def test_weights_tables_slots_and_averages_are_told_apart():
     (held,) = held_by_device(make_state(0.9)).values()
-    assert set(held) == set(memory_file.HELD)
+    assert set(held) == set(ledger.HELD)
     dense, table = 4 * (4 * 3 + 3), 4 * 1000 * 4
     assert 0 <= held.pop("optimizer slots") - (dense + table) <= 12  # the rate and the count of steps
     assert held == {"weights": dense, "embedding tables": table, "averages of weights": dense + table}
@@ -77,17 +77,17 @@ def test_what_is_held_is_noted_before_the_first_step_and_what_was_taken_at_the_e
     workdir, held = str(tmp_path), {"GPU:0": {"weights": 5}}
     of_device = {"weights": 4, "averages of weights": 4, "activations": 3}
     estimated = {"GPU:0": of_device, "GPU:1": of_device}  # with other settings
-    memory_file.write(workdir, memory_file.Memory(estimated, {"GPU:0": 6}))
+    ledger.write_memory(workdir, ledger.Memory(estimated, {"GPU:0": 6}))
     monkeypatch.setattr(memory, "device_peak_gb", lambda device: 3.0)
     monkeypatch.setattr(memory, "held_by_device", lambda state: {device: dict(of) for device, of in held.items()})
     note, report = MemoryUse(workdir), Report(10, 30, {}, None)
     note.on_start(report)
-    assert memory_file.read(workdir) == memory_file.Memory({"GPU:0": {"weights": 5, "activations": 3}}, {"GPU:0": 6})
+    assert ledger.read_memory(workdir) == ledger.Memory({"GPU:0": {"weights": 5, "activations": 3}}, {"GPU:0": 6})
     note.on_end(report)
-    assert memory_file.read(workdir).taken == {"GPU:0": 3 * 10**9}
+    assert ledger.read_memory(workdir).taken == {"GPU:0": 3 * 10**9}
     monkeypatch.setattr(memory, "device_peak_gb", lambda device: 2.0)  # of another process
     note.on_end(report)
-    assert memory_file.read(workdir).taken == {"GPU:0": 3 * 10**9}
+    assert ledger.read_memory(workdir).taken == {"GPU:0": 3 * 10**9}
 
 
 def test_on_cpus_the_growth_of_the_process_counts_and_a_second_fit_keeps_what_the_first_took(tmp_path, monkeypatch):
@@ -98,7 +98,7 @@ def test_on_cpus_the_growth_of_the_process_counts_and_a_second_fit_keeps_what_th
         note, report = MemoryUse(str(tmp_path)), Report(1, 1, {}, None)
         note.on_start(report)
         note.on_end(report)
-        assert memory_file.read(str(tmp_path)).taken == {"host": 5 * 10**8}
+        assert ledger.read_memory(str(tmp_path)).taken == {"host": 5 * 10**8}
 
 
 def test_available_memory_is_positive_and_at_most_all():

@@ -8,7 +8,7 @@ import tensorflow as tf
 import distloop
 from distloop.actions import memory
 from distloop.audit.memory_estimate import Peak, peak_of
-from distloop.monitoring import memory_file, run_files
+from distloop.monitoring import ledger, run_files
 from tests.problems import assert_equal, classification, classifier, everything, on
 
 WIDTH, ROWS = 256, 64
@@ -113,12 +113,12 @@ def test_memory_prints_the_estimate_and_ends_before_training(monkeypatch, capsys
     assert planned.status == "planned" and planned.memory.devices["CPU:0"]["weights"] > 0
     assert "Estimated memory of each device, where a step of 4 rows needs most:" in printed
     assert "B  activations" in printed and "GB that are available" in printed
-    memory_file.write(planned.path, planned.memory._replace(taken={"host": 7}))  # as a run does at its end
+    ledger.write_memory(planned.path, planned.memory._replace(taken={"host": 7}))  # as a run does at its end
     available(monkeypatch, 0.0)
     with pytest.raises(SystemExit) as ended:
         trainer.fit(classification(8), batch_size=4, steps=1)
     assert ended.value.code == 1
-    assert memory_file.read(planned.path) == planned.memory._replace(taken={"host": 7})
+    assert ledger.read_memory(planned.path) == planned.memory._replace(taken={"host": 7})
 
 
 def peak(fn, *shapes):

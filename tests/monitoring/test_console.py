@@ -365,8 +365,8 @@ def test_a_terminal_gets_a_closing_table(terminal, ended):
     console.close()
     console.summarize(ended)
     text = plain(terminal.getvalue())
-    assert re.search(r"test/accuracy +0.5 +0.75 +5 ", text)
-    assert re.search(r" input +8.0 +40 %", text) and "saving" not in text
+    assert re.search(r"test/accuracy +0.5 +0.75 +5\s", text)
+    assert re.search(r"\binput +8.0 +40 %", text) and "saving" not in text
 
 
 def test_the_closing_table_shows_evaluations_first():

@@ -256,7 +256,7 @@ def test_a_writer_that_cannot_be_opened_ends_fit_in_a_sentence_and_closes_the_ot
     with pytest.raises(
         ValueError, match=r"The writer Broken cannot be opened \(RuntimeError: no API key\): correct it"
     ):
-        Deliveries([first := Rows(), Broken()], "").open(0, {})
+        deliver([first := Rows(), Broken()], [])
     assert first.num_closed == 1
 
 

@@ -130,3 +130,35 @@ def test_the_age_of_a_process_is_noted_at_its_first_start(tmp_path, monkeypatch)
 def test_device_hours_end_with_the_last_row_of_each_start(starts, last_time, hours):
     names = ("time", "devices", "last_row_time")
     assert ledger.device_hours([dict(zip(names, s, strict=True)) for s in starts], last_time) == hours
+
+
+# Memory.
+
+
+def test_the_memory_that_is_written_is_read(tmp_path):
+    memory = ledger.Memory({"GPU:0": {"weights": 5}}, {"GPU:0": 7})
+    ledger.write_memory(str(tmp_path), memory)
+    assert ledger.read_memory(str(tmp_path)) == memory
+
+
+def test_what_was_taken_is_known_of_gpus_and_of_the_host_of_cpus():
+    assert ledger.measured_devices(["CPU:0", "CPU:1"]) == ["host"] and ledger.measured_devices(["GPU:0", "GPU:1"]) == [
+        "GPU:0",
+        "GPU:1",
+    ]
+    memory = ledger.Memory({}, {"host": 7, "GPU:0": 8})
+    assert ledger.taken_on(None, ["CPU:0"]) == {}
+    assert ledger.taken_on(memory, ["CPU:0", "CPU:1"]) == {"host": 7}
+    assert ledger.taken_on(memory, ["GPU:0", "GPU:1"]) == {"GPU:0": 8}
+
+
+def test_a_missing_or_damaged_memory_file_tells_nothing(tmp_path):
+    assert ledger.read_memory(str(tmp_path)) is None
+    for text in (
+        "{",
+        '{"devices": 3, "taken": {}}',
+        '{"devices": {}}',
+        '{"devices": {"GPU:0": {"weights": "x"}}, "taken": {}}',
+    ):
+        (tmp_path / ledger.MEMORY).write_text(text)
+        assert ledger.read_memory(str(tmp_path)) is None
