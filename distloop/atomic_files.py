@@ -31,19 +31,12 @@ _in_use: set[str] = set()  # temporary names of this process
 
 
 class Leftover(NamedTuple):
-    """A temporary name that a process has left.
-
-    Attributes:
-        path: where it is.
-        target: the path that it was written for, or that it had before it was to be replaced.
-        process: the id of the process.
-        is_old: True if it was whole under its old name; False if it may be half-written.
-    """
+    """A temporary name that a process has left."""
 
     path: str
-    target: str
+    target: str  # the path that it was written for, or that it had before it was to be replaced
     process: int
-    is_old: bool
+    is_old: bool  # whether it was whole under its old name; else it may be half-written
 
 
 @contextlib.contextmanager
@@ -78,10 +71,7 @@ def replacing(path: str, suffix: str = "", verify: Callable[[], None] = lambda: 
 def delete(path: str, owner: str | None = None, verify: Callable[[], None] = lambda: None) -> None:
     """Deletes a directory in one step as seen by others: it is renamed first, so `path` never names a part of it.
 
-    Args:
-        path: the directory.
-        owner: the path that the temporary name is made from, if the directory has a temporary name already.
-        verify: as for `replacing`.
+    The temporary name is made from `owner`, if the directory has a temporary name itself. `verify`: as in `replacing`.
     """
     with _temporary_name(owner or path, "tmp") as temporary:
         verify()
@@ -110,9 +100,7 @@ def make_directory(path: str) -> None:
 def leftovers(directory: str, name: str | None = None) -> list[Leftover]:
     """Returns the temporary names in a directory that no running process of this machine uses, in alphabetical order.
 
-    Args:
-        directory: may be missing.
-        name: of the only path to return them of; None: all, and those that older versions made.
+    They are those of one path's name, or without a name all, those of older versions too. A directory may be missing.
     """
     result = []
     for found in sorted(os.listdir(directory)) if os.path.isdir(directory) else []:
@@ -126,11 +114,7 @@ def leftovers(directory: str, name: str | None = None) -> list[Leftover]:
 
 
 def put_back(directory: str, name: str | None = None) -> list[str]:
-    """Gives their names back to directories whose processes were killed while they replaced them.
-
-    Args:
-        directory: where to look; may be missing.
-        name: of the only one to look for; None: all.
+    """Gives their names back to directories, or one, whose processes were killed while they replaced them.
 
     Returns:
         The paths that exist again.
@@ -147,14 +131,7 @@ def put_back(directory: str, name: str | None = None) -> list[str]:
 
 
 def remove_leftovers(directory: str, name: str | None = None) -> list[str]:
-    """Removes what killed processes have left, after `put_back`; ignores what cannot be removed.
-
-    Args:
-        directory: where to look; may be missing.
-        name: of the only path whose leftovers are removed; None: all.
-
-    Returns:
-        The paths that were put back.
+    """Removes what killed processes have left, if it can, after `put_back`, whose result it returns.
 
     Raises:
         OSError: if one cannot be put back.

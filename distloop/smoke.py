@@ -101,9 +101,7 @@ def _replicas(config: Config) -> str:
     for path, values in _values(several).items():
         same = all(np.array_equal(value, values[0]) for value in values)
         _require(same, f"{path} differs between replicas")
-    difference = _difference(several, one)
-    _require(difference <= _TOLERANCE, f"the weights differ by {difference:.1e}")
-    return f"the weights after {_STEPS} steps differ by {difference:.1e}"
+    return f"after {_STEPS} steps {_compare(several, one)}"
 
 
 def _same_bits(config: Config) -> str:
@@ -137,9 +135,7 @@ def _restore(config: Config) -> str:
     with tempfile.TemporaryDirectory() as directory:
         for steps in (_STEPS // 2, _STEPS):
             resumed = _train(_on(config, workdir=directory), steps=steps)
-    difference = _difference(resumed, _train(config))
-    _require(difference <= _TOLERANCE, f"the weights differ by {difference:.1e}")
-    return f"saved at step {_STEPS // 2} and resumed: the weights differ by {difference:.1e} from an uninterrupted run"
+    return f"saved at step {_STEPS // 2} and resumed: {_compare(resumed, _train(config))} from an uninterrupted run"
 
 
 def _predict(config: Config) -> str:
@@ -150,9 +146,7 @@ def _predict(config: Config) -> str:
 
 
 def _jit(config: Config) -> str:
-    difference = _difference(_train(_on(config, jit_compile=True)), _train(config))
-    _require(difference <= _TOLERANCE, f"the weights differ by {difference:.1e}")
-    return f"the weights differ by {difference:.1e} from those without XLA"
+    return f"{_compare(_train(_on(config, jit_compile=True)), _train(config))} from those without XLA"
 
 
 def _input(config: Config) -> str:
@@ -224,10 +218,13 @@ def _values(trainer: Trainer) -> dict[str, list[np.ndarray]]:
     }
 
 
-def _difference(trainer: Trainer, reference: Trainer) -> float:
-    """Returns the largest relative difference between the floating-point variables of two models."""
+def _compare(trainer: Trainer, reference: Trainer) -> str:
+    """Returns a sentence with the largest relative difference between the floating-point variables of two models."""
     pairs = zip(_values(trainer).values(), _values(reference).values(), strict=True)
-    return max(relative_difference(a[0], b[0]) for a, b in pairs if np.issubdtype(a[0].dtype, np.floating))
+    difference = max(relative_difference(a[0], b[0]) for a, b in pairs if np.issubdtype(a[0].dtype, np.floating))
+    sentence = f"the weights differ by {difference:.1e}"
+    _require(difference <= _TOLERANCE, sentence)
+    return sentence
 
 
 def _require(condition: bool, message: str) -> None:

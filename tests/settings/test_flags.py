@@ -115,16 +115,25 @@ def test_every_field_is_a_flag_with_its_default(fresh_flags):
     assert set(NAMES) <= set(fresh_flags)
 
 
-def test_the_command_line_takes_precedence_over_define_flags(fresh_flags):
-    flags.define_flags(batch_size=64, seed=5, deterministic=True)
-    parsed = parse(fresh_flags, "--batch_size=32", "--nodeterministic")
-    assert (parsed.batch_size, parsed.seed, parsed.deterministic) == (32, 5, False)
-
-
-def test_overrides_take_precedence_over_the_command_line(fresh_flags):
-    flags.define_flags()
-    fresh_flags(["program", "--batch_size=32"])
-    assert Config.from_flags(batch_size=16).batch_size == 16
+@pytest.mark.parametrize(
+    ("defaults", "arguments", "overrides", "expected"),
+    [
+        ({"batch_size": 64, "deterministic": True}, "--batch_size=32 --nodeterministic", {}, {"batch_size": 32}),
+        ({}, "--batch_size=32", {"batch_size": 16}, {"batch_size": 16}),
+        # A length unsets the other ones, a batch size the other one; 0 unsets nothing.
+        ({"steps": 2_000}, "--epochs=3", {}, {"epochs": 3}),
+        ({"epochs": 2_000}, "--steps=3", {}, {"steps": 3}),
+        ({"until": 2_000}, "--steps=3", {}, {"steps": 3}),
+        ({"steps": 2_000}, "--epochs=0", {}, {"steps": 2_000}),
+        ({}, "--steps=2000", {"epochs": 3}, {"epochs": 3}),
+        ({"batch_size": 64}, "--replica_batch_size=8", {}, {"replica_batch_size": 8}),
+        ({"batch_size": 64}, "--replica_batch_size=8", {"batch_size": 32}, {"batch_size": 32}),
+    ],
+)
+def test_later_values_take_precedence(fresh_flags, defaults, arguments, overrides, expected):
+    flags.define_flags(**defaults)
+    fresh_flags(["program", *arguments.split()])
+    assert Config.from_flags(**overrides) == Config(**expected)
 
 
 def test_the_last_call_of_define_flags_holds(fresh_flags):
@@ -140,13 +149,10 @@ def test_define_flags_after_parsing_keeps_the_command_line(fresh_flags):
     assert Config.from_flags() == Config(seed=5, batch_size=2)
 
 
-def test_defaults_are_used_before_flags_are_parsed(fresh_flags):
+def test_from_flags_works_before_flags_are_parsed_or_defined(fresh_flags):
+    assert Config.from_flags(steps=20) == Config(steps=20)
     flags.define_flags(steps=20)
     assert Config.from_flags() == Config(steps=20)
-
-
-def test_from_flags_works_without_flags(fresh_flags):
-    assert Config.from_flags(steps=20) == Config(steps=20)
 
 
 def test_a_flag_set_by_the_program_takes_precedence_over_defaults(fresh_flags):
@@ -154,23 +160,6 @@ def test_a_flag_set_by_the_program_takes_precedence_over_defaults(fresh_flags):
     fresh_flags(["program"])
     fresh_flags.epochs = 3
     assert Config.from_flags() == Config(epochs=3)
-
-
-@pytest.mark.parametrize(("default", "argument"), [("steps", "epochs"), ("epochs", "steps"), ("until", "steps")])
-def test_the_command_lines_length_replaces_the_default_one(fresh_flags, default, argument):
-    flags.define_flags(**{default: 2_000})
-    assert parse(fresh_flags, f"--{argument}=3") == Config(**{argument: 3})
-
-
-def test_a_length_of_zero_replaces_nothing(fresh_flags):
-    flags.define_flags(steps=2_000)
-    assert parse(fresh_flags, "--epochs=0").steps == 2_000
-
-
-def test_an_override_of_epochs_replaces_the_command_lines_steps(fresh_flags):
-    flags.define_flags()
-    fresh_flags(["program", "--steps=2000"])
-    assert Config.from_flags(epochs=3) == Config(epochs=3)
 
 
 def test_steps_and_epochs_from_one_place_are_an_error(fresh_flags):
@@ -195,15 +184,6 @@ def test_a_wrong_default_fails_and_defines_nothing(fresh_flags):
     with pytest.raises(ValueError, match="keep_checkpoints=0 is not allowed"):
         flags.define_flags(keep_checkpoints=0)
     assert not set(NAMES) & set(fresh_flags)
-
-
-def test_a_batch_size_on_the_command_line_replaces_the_other_kind(fresh_flags):
-    flags.define_flags(batch_size=64)
-    fresh_flags(["program", "--replica_batch_size=8"])
-    config = Config.from_flags()
-    assert (config.batch_size, config.replica_batch_size) == (0, 8)
-    config = Config.from_flags(batch_size=32)
-    assert (config.batch_size, config.replica_batch_size) == (32, 0)
 
 
 def test_the_command_line_refuses_a_wrong_value(fresh_flags):
@@ -329,27 +309,9 @@ def test_a_command_line_is_shown_without_secret_values(fresh_flags):
     flags.secret_flag(absl_flags.DEFINE_string("token", None, "Of a host."))
     flags.secret_flag(absl_flags.DEFINE_bool("is_hidden", False, "A switch."))
     fresh_flags["token"].value = "hf_12345"
-    given = [
-        "--name=run-hf_12345",
-        "--token=hf_1",
-        "-token",
-        "hf_2",
-        "--data=ftp://me:pw@host/x",
-        "--is_hidden",
-        "--token_count=3",
-        "token",
-    ]
-    shown = [
-        "--name=run-***",
-        "--token=***",
-        "-token",
-        "***",
-        "--data=ftp://me@host/x",
-        "--is_hidden",
-        "--token_count=3",
-        "token",
-    ]
-    assert flags.shown_arguments(given) == shown
+    given = "--name=run-hf_12345 --token=hf_1 -token hf_2 --data=ftp://me:pw@host/x --is_hidden --token_count=3 token"
+    shown = "--name=run-*** --token=*** -token *** --data=ftp://me@host/x --is_hidden --token_count=3 token"
+    assert flags.shown_arguments(given.split()) == shown.split()
     flags.define_flags()
     absl_flags.DEFINE_string("name", "", "Of a run.")
     config = parse(fresh_flags, "--name=run-hf_12345", "--token=hf_12345")
@@ -420,15 +382,7 @@ def test_flagfile_repeats_a_run(tmp_path):
         command = [sys.executable, str(tmp_path / "program.py"), *arguments]
         return json.loads(subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout)
 
-    run_flags = (
-        "--epochs=3",
-        "--learning_rate=0.1",
-        "--nofast",
-        "--words=",
-        "--layers=d",
-        "--layers=e",
-        "--verbosity=1",
-    )
+    run_flags = "--epochs=3 --learning_rate=0.1 --nofast --words= --layers=d --layers=e --verbosity=1".split()
     first = run(f"--workdir={tmp_path}/run", *run_flags)
     again = run(f"--flagfile={tmp_path}/run/flags.txt")
     assert first == again
