@@ -27,7 +27,7 @@ from distloop.model.state import TrainState
 from distloop.monitoring import ledger
 from distloop.monitoring.console import say
 from distloop.monitoring.records import show_bytes
-from distloop.optimizers.rows import Rows, values_of
+from distloop.optimizers.gradients import Rows, values_of
 from distloop.trainer import Trainer
 from distloop.training.forward_backward import ForwardBackward
 from distloop.training.virtual_replicas import side_by_side

@@ -17,8 +17,7 @@ import keras
 import tensorflow as tf
 
 from distloop.distributed import strategies
-from distloop.optimizers.gradients import Packing
-from distloop.optimizers.rows import Rows, Segment
+from distloop.optimizers.gradients import Packing, Rows, Segment
 from distloop.variables import walk
 
 # Packed gradients, tallies, `[2 * m]`, and rows of other values, `[b, ...]` each.

@@ -21,8 +21,7 @@ from distloop.model import variable_writes
 from distloop.model.spec import Update
 from distloop.model.state import TrainState
 from distloop.optimizers import gradients
-from distloop.optimizers.gradients import Packing, Reduce
-from distloop.optimizers.rows import Segment
+from distloop.optimizers.gradients import Packing, Reduce, Segment
 from distloop.optimizers.slot_placement import MovingAverage, SlotPlacement
 from distloop.sharding.sharding import Sharding
 from distloop.sharding.variable_parts import VariablePart

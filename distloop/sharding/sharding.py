@@ -25,7 +25,7 @@ import tensorflow as tf
 from distloop.distributed import strategies, tensorflow_internals, workers
 from distloop.distributed.devices import HOST
 from distloop.optimizers import gradients, keras_hooks
-from distloop.optimizers.rows import write_rows
+from distloop.optimizers.gradients import write_rows
 from distloop.optimizers.slot_placement import SlotPlacement
 from distloop.sharding.variable_parts import JoinedVariable, Slice, VariablePart, has_rows, plan, unit
 from distloop.variables import slot_names, tensorflow_variable

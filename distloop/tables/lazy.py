@@ -14,7 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from distloop.optimizers.rows import Rows, read_rows, write_rows
+from distloop.optimizers.gradients import Rows, read_rows, write_rows
 from distloop.tables import sparse_packing
 from distloop.tables.row_updates import subtract_rows
 from distloop.variables import tensorflow_variable

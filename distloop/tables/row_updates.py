@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from distloop.optimizers.rows import read_rows, write_rows
+from distloop.optimizers.gradients import read_rows, write_rows
 from distloop.variables import tensorflow_variable
 
 

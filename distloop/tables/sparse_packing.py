@@ -18,8 +18,7 @@ import tensorflow as tf
 from distloop.data import shards
 from distloop.distributed import gathering, strategies
 from distloop.model.state import TrainState
-from distloop.optimizers.gradients import Packing, Reduce
-from distloop.optimizers.rows import Rows, Segment
+from distloop.optimizers.gradients import Packing, Reduce, Rows, Segment
 from distloop.tables import row_updates
 
 _HAS_NO_SIZE = (

@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from distloop.optimizers import gradients
-from distloop.optimizers.rows import read_rows, write_rows
+from distloop.optimizers.gradients import read_rows, write_rows
 from distloop.optimizers.slot_placement import MovingAverage
 from distloop.tables import row_updates
 from distloop.variables import ComposedVariable, tensorflow_variable

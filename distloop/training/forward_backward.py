@@ -27,7 +27,7 @@ from distloop.model.keras_metrics import Join
 from distloop.model.spec import Update
 from distloop.model.state import TrainState
 from distloop.model.variable_writes import WrittenValues
-from distloop.optimizers.rows import Segment
+from distloop.optimizers.gradients import Segment
 from distloop.training.differentiation import Differentiation, Trace, divisor_of
 from distloop.training.virtual_replicas import Compute, Part, Turns
 

@@ -26,9 +26,8 @@ from distloop.distributed import gathering, workers
 from distloop.distributed.devices import HOST
 from distloop.model import metrics, variable_writes
 from distloop.model.state import TrainState
-from distloop.optimizers.gradients import Clipping, Packing, norm_and_scale
+from distloop.optimizers.gradients import Clipping, Packing, Segment, norm_and_scale
 from distloop.optimizers.loss_scale import MAX_OVERFLOWS_AT_FLOOR, LossScaleOptimizer
-from distloop.optimizers.rows import Segment
 from distloop.training.application import make_application
 from distloop.training.forward_backward import ForwardBackward, Summed
 from distloop.training.gradient_step import call_step_fn

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 import distloop
 from distloop.optimizers import keras_hooks
-from distloop.optimizers.rows import Rows, write_rows
+from distloop.optimizers.gradients import Rows, write_rows
 from distloop.tables import row_updates
 from distloop.tables.sparse_packing import to_slices
 

@@ -7,8 +7,7 @@ import pytest
 import tensorflow as tf
 
 from distloop.optimizers import gradients
-from distloop.optimizers.gradients import Clipping
-from distloop.optimizers.rows import Rows
+from distloop.optimizers.gradients import Clipping, Rows
 from distloop.tables import sparse_packing
 from distloop.tables.sparse_packing import SparsePacking
 from tests.problems import mirrored
