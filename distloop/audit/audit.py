@@ -4,27 +4,190 @@
     print(result)                       # findings that differ in their names alone share a line
     assert not result.findings
 
-A check is a function from a `Probe` to findings. The probe runs one batch as a whole and in two halves, as two replicas
-would, on any number of devices, and trains two steps; then it restores everything. A new check is one more function in
-the list. This module does not know how a run goes.
+A check is a function from a `Probe` to findings; those that compare one replica on a whole batch with two replicas on
+its halves are here, the others in `checks`. The probe runs on any number of devices, trains two steps, and restores
+everything. A new check is one more function in the list. This module does not know how a run goes.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import keras
+import numpy as np
 import tensorflow as tf
 
-from distloop.audit import checks, replica_checks
+from distloop.audit import checks
 from distloop.audit.checks import Audit, Finding, Unchecked, failure
-from distloop.audit.probe import Probe
+from distloop.audit.probe import REPLICAS, Measurement, Probe
+from distloop.comparison import relative_difference
 from distloop.data import shards
 from distloop.data.arrays import as_dataset, with_labels
 from distloop.data.iterators import fresh_copy
 from distloop.data.source import Data
 from distloop.distributed import devices, workers
 from distloop.log import log
+from distloop.model.spec import Update
 from distloop.trainer import Trainer
+from distloop.training import step_operations
 from distloop.training.out_of_memory import explain_pass
+from distloop.variables import named_variables
+
+
+def dependence_on_replicas(probe: Probe) -> Iterator[Finding | Unchecked]:
+    """Checks that no update's statistics, values or gradients depend on the number of replicas."""
+    if [*checks.python_values(probe), *checks.identical_draws(probe)]:  # then no two calls compute the same
+        yield Unchecked("one replica against several, until the findings are repaired")
+        return
+    for update in probe.state.spec.updates:
+        (whole,), collectives = probe.measure(update, [probe.rows], training=True)
+        unsynchronized = _unsynchronized_normalizations(probe, whole)
+        # Virtual replicas have statistics of their own on any number of devices.
+        for path in unsynchronized if not probe.state.virtual_replicas else ():
+            yield Finding(
+                "statistics of one replica",
+                path,
+                "each replica normalizes by its own rows, so the numbers depend on how many there are: use "
+                "distloop.synchronize(model), or BatchNormalization(synchronized=True)",
+            )
+        training = not (whole.is_random or unsynchronized or collectives or probe.trace.collectives)
+        if training:
+            halves, _ = probe.measure(update, probe.halves, training=True)
+            yield from _written_statistics(probe, whole, halves)
+        else:
+            (whole,), collectives_of_whole = probe.measure(update, [probe.rows], training=False)
+            halves, collectives_of_halves = probe.measure(update, probe.halves, training=False)
+            if reason := _incomparable(collectives_of_whole | collectives_of_halves, whole.is_random):
+                yield Unchecked(f"loss and gradients{_of(update)} on several replicas, because the loss {reason}")
+                continue
+        yield from _values_and_gradients(probe, update, whole, halves, training)
+
+
+def _incomparable(collectives: set[str], is_random: bool) -> str | None:
+    """Returns what `loss_fn` does that keeps one replica from being compared with several; None: nothing."""
+    if collectives:
+        names = " and ".join(sorted(collectives))
+        return f"communicates by {names}: distloop.testing.assert_replica_law compares them"
+    return "draws other random numbers for other rows, also where training is False" if is_random else None
+
+
+def _unsynchronized_normalizations(probe: Probe, whole: Measurement) -> list[str]:
+    """Returns the paths of BatchNormalization layers that update their statistics from one replica's rows."""
+    start = probe.untrained_values()
+    paths_of = {id(v): path for path, v in named_variables(probe.state.model).items() if path in whole.written}
+    layers = []
+    for layer in probe.layers:
+        if not isinstance(layer, keras.layers.BatchNormalization) or layer.synchronized:
+            continue
+        paths = [paths_of[id(v)] for v in layer.variables if id(v) in paths_of]
+        if any(not np.array_equal(whole.written[path], start[path]) for path in paths):
+            layers.append(layer.path)
+    return layers
+
+
+def _written_statistics(probe: Probe, whole: Measurement, halves: Sequence[Measurement]) -> Iterator[Finding]:
+    """Compares the statistics that the forward pass wrote; of floats distloop keeps the mean over the replicas."""
+    sizes = np.array([int(shards.batch_size(half)) for half in probe.halves], np.float64)
+    for path, value in whole.written.items():
+        parts = [half.written[path] for half in halves]
+        if np.issubdtype(value.dtype, np.floating):
+            mean = sum(size * part for size, part in zip(sizes, parts, strict=True)) / sizes.sum()
+            if _differ(value, mean, probe.tolerance):
+                yield Finding(
+                    "statistics of one replica",
+                    path,
+                    "its mean over the replicas differs from the value of one replica with all rows: sum over the "
+                    "replicas first, with tf.distribute.get_replica_context().all_reduce",
+                )
+        elif any(not np.array_equal(part, parts[0]) for part in parts) and not probe.state.virtual_replicas:
+            yield _apart(path)  # else all replicas get the value of the first virtual one
+
+
+def _values_and_gradients(
+    probe: Probe, update: Update, whole: Measurement, halves: Sequence[Measurement], training: bool
+) -> Iterator[Finding]:
+    """Compares values, then gradients; names the operation from which on the rows differ."""
+    weights = [half.weight for half in halves]
+
+    def mean(parts: Sequence[Any]) -> Any:
+        return sum(weight * part for weight, part in zip(weights, parts, strict=True)) / sum(weights)
+
+    means = {name: mean([half.values[name] for half in halves]) for name in whole.values}
+    numbers = {
+        name: f"{name} is {value:.6g} on 1 and {means[name]:.6g} on {REPLICAS}"
+        for name, value in whole.values.items()
+        if _differ(value, means[name], probe.tolerance)
+    }
+    if not numbers:
+        least = 0.01 * np.sqrt(sum(np.sum(np.square(g)) for g in whole.gradients.values() if g is not None))
+        for path, gradient in whole.gradients.items():
+            parts = [half.gradients[path] for half in halves]
+            if gradient is not None and all(part is not None for part in parts):
+                if _differ(gradient, mean(parts), probe.tolerance, least):
+                    numbers[path] = f"the gradient of {path} differs between 1 and {REPLICAS}"
+    if numbers:
+        name, text = next(iter(numbers.items()))
+        operation = _first_difference(probe, update, training)
+        yield Finding(
+            "depends on the number of replicas",
+            f"{name}{_of(update)}{f', by {operation}' if operation else ''}",
+            f"{text} replicas: take no mean, sum, size or statistic over the rows, and divide by no number of rows or "
+            "replicas; distloop sums over all of them and divides once",
+        )
+
+
+def _first_difference(probe: Probe, update: Update, training: bool) -> str | None:
+    """Returns the first operation whose rows differ between halves and whole batch although its inputs' rows do not."""
+    differing: set[int] = set()
+    for op, whole, halves in probe.compare_operations(update, training=training):
+        if whole.shape[:1] == [sum(half.shape[0] for half in halves)]:
+            joined = np.concatenate([half.numpy() for half in halves])
+            if _differ(whole.numpy(), joined, probe.tolerance):
+                if not any(id(source) in differing for source in op.inputs):
+                    return step_operations.describe(op, probe.layers)
+                differing.add(id(op.outputs[0]))
+    return None
+
+
+def drift(probe: Probe) -> Iterator[Finding]:
+    """Checks that after two steps every replica holds the same value of each variable."""
+    return (_apart(path) for path in probe.two_steps.paths_apart)
+
+
+def same_bits(probe: Probe) -> Iterator[Finding]:
+    """Checks that no virtual replica uses what others compute, or the number of a device."""
+    if not probe.state.virtual_replicas:
+        return
+    if collectives := probe.trace.collectives - {"all_gather"}:  # as `gather_rows` calls it
+        yield Finding(
+            "talks to other replicas",
+            " and ".join(sorted(collectives)),
+            "virtual replicas take turns, so none has what another one computes: use plain BatchNormalization, and "
+            "distloop.gather_rows for the rows of others, or leave virtual_replicas out",
+        )
+    elif (asked := probe.trace.asked) and not probe.trace.collectives:  # `gather_rows` asks, too
+        yield Finding(
+            "asks where it runs",
+            " and ".join(sorted(asked)),
+            "it counts devices, not virtual replicas, so the bits depend on how many devices there are: leave it out",
+        )
+
+
+def _apart(path: str) -> Finding:
+    return Finding(
+        "replicas apart",
+        path,
+        "each replica writes another value, and a checkpoint holds only the first replica's: make it a float, of which "
+        "distloop keeps the mean, or give add_weight(..., aggregation='sum' or 'mean')",
+    )
+
+
+def _differ(value: Any, reference: Any, tolerance: float, least_norm: float = 1e-6) -> bool:
+    return relative_difference(value, reference, least_norm) > tolerance
+
+
+def _of(update: Update) -> str:
+    return f" of update {update.name!r}" if update.name else ""
+
 
 Check = Callable[[Probe], Iterator[Finding | Unchecked]]
 
@@ -36,9 +199,9 @@ CHECKS: tuple[Check, ...] = (
     checks.variables_left_out,
     checks.training_argument,
     checks.identical_draws,
-    replica_checks.dependence_on_replicas,
-    replica_checks.drift,
-    replica_checks.same_bits,
+    dependence_on_replicas,
+    drift,
+    same_bits,
     checks.gradients,
 )
 

@@ -208,6 +208,10 @@ class Probe:
         seeds = {id(seed) for seed in self.state.seeds}
         return {self.state.paths[id(v)]: v for v in self.state.untrained_variables if id(v) not in seeds}
 
+    def untrained_values(self) -> dict[str, np.ndarray]:
+        """Returns the values of `untrained_variables` on the first replica, by path."""
+        return {path: self.state.replica_variables(v)[0].numpy() for path, v in self.untrained_variables.items()}
+
     def measure(self, update: Update, batches: Sequence[Any], *, training: bool) -> tuple[list[Measurement], set[str]]:
         """Computes an update for several batches, each as a replica of its own, and each from the same start.
 
@@ -216,12 +220,6 @@ class Probe:
         Returns:
             A measurement for each batch, and how `loss_fn` communicates with other replicas.
         """
-        with self.restored() as restore:
-            return self._measure(update, batches, training, restore)
-
-    def _measure(
-        self, update: Update, batches: Sequence[Any], training: bool, restore: Callable[[], None]
-    ) -> tuple[list[Measurement], set[str]]:
         update_pass = ForwardBackward(self.state, update)
         num_examples = tf.constant(shards.batch_size(self.rows), tf.float32)
         collectives: set[str] = set()
@@ -235,23 +233,21 @@ class Probe:
             return results
 
         measurements = []
-        for replica, rows in enumerate(batches):
-            run = compiled(functools.partial(compute, replica), rows)
-            restore()
-            gradients, tallies = run(rows)
-            weight = float(tallies["loss"].weight)
-            measurements.append(
-                Measurement(
-                    {path: None if g is None else _divide(g.numpy(), weight) for path, g in gradients.items()},
-                    {name: _divide(float(tally.total), float(tally.weight)) for name, tally in tallies.items()},
-                    weight,
-                    {
-                        path: self.state.replica_variables(variable)[0].numpy()
-                        for path, variable in self.untrained_variables.items()
-                    },
-                    are_random[replica],
+        with self.restored() as restore:
+            for replica, rows in enumerate(batches):
+                run = compiled(functools.partial(compute, replica), rows)
+                restore()
+                gradients, tallies = run(rows)
+                weight = float(tallies["loss"].weight)
+                measurements.append(
+                    Measurement(
+                        {path: None if g is None else _divide(g.numpy(), weight) for path, g in gradients.items()},
+                        {name: _divide(float(tally.total), float(tally.weight)) for name, tally in tallies.items()},
+                        weight,
+                        self.untrained_values(),
+                        are_random[replica],
+                    )
                 )
-            )
         return measurements, collectives
 
     def compare_operations(
@@ -313,7 +309,7 @@ class Probe:
         """Returns the gradients of all updates over the whole batch, from the current state."""
         gradients: dict[str, np.ndarray | None] = {}
         for update in self.state.spec.updates:
-            (whole,), _ = self._measure(update, [self.rows], True, lambda: None)
+            (whole,), _ = self.measure(update, [self.rows], training=True)
             gradients |= whole.gradients
         return gradients
 
@@ -329,10 +325,21 @@ class Probe:
             and len({part.numpy().tobytes() for part in self.state.replica_variables(variable)}) > 1
         ]
 
-    def restored(self) -> contextlib.AbstractContextManager[Callable[[], None]]:
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[Callable[[], None]]:
         """Restores all variables on exit; yields a function that does so at once."""
         variables = [*_variables_of(self.state), *(variable for variable, _ in self.foreign_variables)]
-        return _restored([part for variable in variables for part in self.state.replica_variables(variable)])
+        parts = [part for variable in variables for part in self.state.replica_variables(variable)]
+        values = [tf.identity(part) for part in parts]
+
+        def restore() -> None:
+            for part, value in zip(parts, values, strict=True):
+                part.assign(value)
+
+        try:
+            yield restore
+        finally:
+            restore()
 
     def dataset(self) -> tf.data.Dataset:
         """Returns the data, to be read from its beginning."""
@@ -350,21 +357,6 @@ class Probe:
 def _variables_of(state: TrainState) -> list[Any]:
     """Returns every variable that a step or an evaluation may change, except those that only `loss_fn` knows."""
     return [*state.all_variables().values(), *state.keras_metrics.variables().values()]
-
-
-@contextlib.contextmanager
-def _restored(variables: Sequence[tf.Variable]) -> Iterator[Callable[[], None]]:
-    """Restores variables on exit; yields a function that does so at once."""
-    values = [tf.identity(variable) for variable in variables]
-
-    def restore() -> None:
-        for variable, value in zip(variables, values, strict=True):
-            variable.assign(value)
-
-    try:
-        yield restore
-    finally:
-        restore()
 
 
 def _is_comparable(op: tf.Operation) -> bool:

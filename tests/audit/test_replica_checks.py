@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from distloop.audit import replica_checks
+from distloop.audit import audit
 from distloop.audit.probe import Measurement, TwoSteps
 
 UPDATE = SimpleNamespace(name="")
@@ -28,7 +28,7 @@ def probe(operations=(), **observations):
 
 
 def compare(whole=WHOLE, halves=HALVES, **observations):
-    return [*replica_checks._values_and_gradients(probe(**observations), UPDATE, whole, halves, True)]
+    return [*audit._values_and_gradients(probe(**observations), UPDATE, whole, halves, True)]
 
 
 def test_means_by_weight_that_equal_the_whole_are_fine():
@@ -50,7 +50,7 @@ def test_a_gradient_that_differs_is_named_unless_it_is_small_beside_the_others()
 
 
 def test_the_first_operation_whose_rows_differ_is_named(monkeypatch):
-    monkeypatch.setattr(replica_checks.step_operations, "describe", lambda op, layers: op.name)
+    monkeypatch.setattr(audit.step_operations, "describe", lambda op, layers: op.name)
 
     def operation(name, *inputs):
         return SimpleNamespace(name=name, inputs=[op.outputs[0] for op in inputs], outputs=[object()])
@@ -76,12 +76,12 @@ def test_statistics_are_the_mean_over_the_replicas(whole, halves, what):
     batches = [tf.zeros([1, 2]), tf.zeros([3, 2])]
     written = [half._replace(written={"norm/mean": value}) for half, value in zip(HALVES, halves, strict=True)]
     whole = WHOLE._replace(written={"norm/mean": whole})
-    findings = [*replica_checks._written_statistics(probe(halves=batches), whole, written)]
+    findings = [*audit._written_statistics(probe(halves=batches), whole, written)]
     assert [(finding.what, finding.name) for finding in findings] == ([(what, "norm/mean")] if what else [])
 
 
 def test_variables_that_differ_between_replicas_are_named():
-    (finding,) = replica_checks.drift(probe(two_steps=TwoSteps({}, {}, ["counter/count"])))
+    (finding,) = audit.drift(probe(two_steps=TwoSteps({}, {}, ["counter/count"])))
     assert (finding.what, finding.name) == ("replicas apart", "counter/count")
 
 
@@ -90,5 +90,5 @@ def test_variables_that_differ_between_replicas_are_named():
     [(set(), False, None), ({"all_gather"}, True, "all_gather"), (set(), True, "random numbers")],
 )
 def test_what_cannot_be_compared_is_said(collectives, is_random, part):
-    reason = replica_checks._incomparable(collectives, is_random)
+    reason = audit._incomparable(collectives, is_random)
     assert reason is None if part is None else part in reason
