@@ -8,7 +8,6 @@ Metric names are `loss`, `<update>/loss` or `<eval>/loss`.
 """
 
 import collections
-import contextlib
 import itertools
 import math
 import os
@@ -175,7 +174,7 @@ class JsonWriter:
     """Appends one JSON object per write: `step`, `time` (Unix, seconds), and the metrics by name.
 
     JSON has no NaN and no infinity: both become null, which keeps a column numeric in every reader (pandas reads NaN).
-    TensorBoard's files hold the original value. A flush writes all rows or none.
+    TensorBoard's files hold the original value.
 
     Attributes:
         renamed: where the rows of an earlier run are now; empty if there were none.
@@ -205,7 +204,7 @@ class JsonWriter:
             elif os.path.getsize(path):
                 self.renamed = next(p for i in itertools.count(1) if not os.path.exists(p := f"{path}.{i}"))
                 os.replace(path, self.renamed)
-        self._file = open(path, "ab+", buffering=0)
+        self._file = open(path, "r+b", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_CREAT, 0o666))
         sync(directory)  # the name of a new file, too
         self._size = self._file.seek(0, os.SEEK_END)  # the end of the last whole row
         if self._size:
@@ -222,20 +221,15 @@ class JsonWriter:
         """Hands all rows to the operating system, so that they survive this process.
 
         Raises:
-            OSError: if they cannot be written; no part of them is in the file, and the next flush tries again.
+            OSError: if they cannot be written; the next flush writes over what this one has written.
         """
         if not self._rows:
             return
-        if os.fstat(self._file.fileno()).st_size > self._size:
-            os.ftruncate(self._file.fileno(), self._size)  # half a row, which could not be removed when it was written
-        try:
-            left = self._rows
-            while left:
-                left = left[self._file.write(left) :]
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._file.fileno(), self._size)
-            raise
+        self._file.seek(self._size)
+        left = self._rows
+        while left:
+            left = left[self._file.write(left) :]
+        self._file.truncate()
         self._size += len(self._rows)
         self._rows = b""
 

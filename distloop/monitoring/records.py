@@ -139,9 +139,13 @@ def read_json(
         instead: what happens without it, for the warning.
         warn: takes the warning.
     """
+    return _read_if_any(path, lambda data: parse_json(data, read), instead, warn)
+
+
+def _read_if_any(path: str, parse: Callable[[bytes], _T], instead: str, warn: Callable[[str], None]) -> _T | None:
     try:
         with open_at_once(path) as file:
-            return parse_json(file.read(), read)
+            return parse(file.read())
     except (FileNotFoundError, NotADirectoryError):
         pass
     except (OSError, ValueError) as error:
@@ -199,20 +203,8 @@ def read_rows(path: str) -> list[dict[str, Any]]:
 
 
 def read_rows_if_any(path: str, *, instead: str, warn: Callable[[str], None] = log.warning) -> list[dict[str, Any]]:
-    """Returns the rows of a file; none if there is none, or, with a warning, if it cannot be read.
-
-    Args:
-        path: the file.
-        instead: what happens without it, for the warning.
-        warn: takes the warning.
-    """
-    try:
-        return read_rows(path)
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        warn(f"{path!r} cannot be read ({error.strerror or error}): {instead}.")
-    return []
+    """Returns the rows of a file; none if there is none, or, with a warning as for `read_json`, if it is unreadable."""
+    return _read_if_any(path, _parse_rows, instead, warn) or []
 
 
 def _parse_rows(content: bytes) -> list[dict[str, Any]]:

@@ -16,7 +16,8 @@ import itertools
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import tensorflow as tf
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -254,8 +255,7 @@ class _EventFile:
             directory, f"events.out.tfevents.{after:017.6f}.{os.getpid()}.{next(self._numbers)}{suffix}"
         )
         self._tags: set[str] = set()  # of numbers that have a description in this file
-        with _os_errors(self._path):
-            self._writer = tf.io.TFRecordWriter(self._path)
+        self._writer = self._call(tf.io.TFRecordWriter, self._path)
         self.write(Event(wall_time=time.time(), file_version="brain.Event:2"))
 
     def introduce(self, tag: str) -> SummaryMetadata | None:
@@ -268,29 +268,18 @@ class _EventFile:
         return metadata
 
     def write(self, event: Event) -> None:
-        with _os_errors(self._path):
-            self._writer.write(event.SerializeToString())
+        self._call(self._writer.write, event.SerializeToString())
 
     def flush(self) -> None:
-        with _os_errors(self._path):
-            self._writer.flush()
+        self._call(self._writer.flush)
 
     def close(self) -> None:
-        with _os_errors(self._path):
-            self._writer.close()
+        self._call(self._writer.close)
 
-
-class _os_errors:  # noqa: N801 - a generator-based context manager would take as long as the write
-    """Converts TensorFlow's errors about files to OSError."""
-
-    def __init__(self, path: str):
-        self._path = path
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, tf.errors.OpError):
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except tf.errors.OpError as error:
             raise OSError(None, error.message.rpartition("; ")[2] or error.message, self._path) from error
 
 

@@ -84,7 +84,7 @@ def test_a_bad_path_is_an_os_error(tmp_path):
 
 
 class Disk:
-    """A file on a disk that takes some bytes more and then is full, and that may not be able to cut a file either."""
+    """A file on a disk that takes some bytes more and then is full."""
 
     def __init__(self, file, space):
         self._file, self.space = file, space
@@ -100,22 +100,18 @@ class Disk:
         return getattr(self._file, name)
 
 
-@pytest.mark.parametrize("can_cut", [True, False])
-def test_a_full_disk_leaves_no_half_row_and_later_rows_are_written(can_cut, tmp_path, monkeypatch):
+def test_after_a_full_disk_the_rows_are_written_over_the_half_row_that_it_took(tmp_path):
     path = tmp_path / "metrics.jsonl"
     writer = JsonWriter(str(path))
     writer.write(1, {"loss": 1.0})
     writer.flush()
     whole = path.read_bytes()
     writer._file = disk = Disk(writer._file, space=10)
-    if not can_cut:
-        monkeypatch.setattr(os, "ftruncate", lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error")))
     writer.write(2, {"loss": 2.0})
     with pytest.raises(OSError, match="No space"):
         writer.flush()
-    assert (path.read_bytes() == whole) == can_cut
+    assert path.read_bytes().startswith(whole)
     writer.discard(2)
-    monkeypatch.undo()
     disk.space = 10_000
     for step in (2, 3):
         writer.write(step, {"loss": 2.0})
