@@ -15,6 +15,7 @@ import keras
 import tensorflow as tf
 
 from distloop.errors import cause
+from distloop.optimizers.learning_rates import config_of
 from distloop.optimizers.loss_scale import follow_policy, inheriting
 from distloop.variables import portable_names, slot_names, tensorflow_variable
 
@@ -55,7 +56,7 @@ def copy_optimizer(
         ValueError: if the optimizer cannot be made again from its config.
     """
     try:
-        new = type(optimizer).from_config(_config(optimizer))
+        new = type(optimizer).from_config(config_of(optimizer))
     except (NotImplementedError, TypeError) as error:
         raise ValueError(
             f"The optimizer {optimizer.name!r}, a {type(optimizer).__name__}, cannot be made again from its "
@@ -205,19 +206,6 @@ def _copy_weights(model: keras.Model, copy: keras.Model) -> None:
         new.trainable = id(old) in trained
         new.regularizer, new.constraint = old.regularizer, old.constraint
         new.overwrite_with_gradient = old.overwrite_with_gradient
-
-
-def _config(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
-    """Returns an optimizer's config, with a schedule as the object that it is: it may have no config of its own."""
-    schedule = optimizer._learning_rate
-    if not isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
-        config: dict[str, Any] = optimizer.get_config()
-        return config
-    optimizer._learning_rate = 0.0
-    try:
-        return {**optimizer.get_config(), "learning_rate": schedule}
-    finally:
-        optimizer._learning_rate = schedule
 
 
 def _named(variables: Sequence[Any], weights: Sequence[Any]) -> tuple[Sequence[Any], list[str]]:

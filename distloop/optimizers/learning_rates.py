@@ -9,6 +9,7 @@ An optimizer calls a schedule with the number of updates applied so far, so the 
 the last one `steps - 1`.
 """
 
+import contextlib
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -173,17 +174,24 @@ def resolve(optimizers: Iterable[keras.optimizers.Optimizer], units: Units, on_c
         on_change()
 
 
-def _settings(optimizer: keras.optimizers.Optimizer) -> str:
-    """Returns what an optimizer's config says, but its learning rate: a schedule may have no config."""
+def config_of(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
+    """Returns an optimizer's config, with a schedule as the object that it is: a schedule may have no config."""
     attributes = vars(optimizer)
     learning_rate = attributes["_learning_rate"]
-    attributes["_learning_rate"] = None
+    if not callable(learning_rate):
+        return dict(optimizer.get_config())
+    attributes["_learning_rate"] = 0.0
     try:
-        return repr({**optimizer.get_config(), "learning_rate": None})
-    except NotImplementedError:
-        return ""
+        return {**optimizer.get_config(), "learning_rate": learning_rate}
     finally:
         attributes["_learning_rate"] = learning_rate
+
+
+def _settings(optimizer: keras.optimizers.Optimizer) -> str:
+    """Returns what an optimizer's config says, but its learning rate."""
+    with contextlib.suppress(NotImplementedError):
+        return repr({**config_of(optimizer), "learning_rate": None})
+    return ""
 
 
 def _with_copies(schedule: Any, optimizer: keras.optimizers.Optimizer) -> Any:
