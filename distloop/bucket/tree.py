@@ -36,12 +36,8 @@ _CHECKPOINT = re.compile(r"(0|[1-9][0-9]{0,17})(\.abandoned(-\d+)?)?")  # a run 
 _SKIPPED = re.compile(
     r"\..*|run\.lock.*|staging\.json|.*\.part|.*\.[0-9a-f]{8}\.tmp|.*\.\d{1,9}(-[0-9a-f]{8})?\.(tmp|old)(\.\w+)?"
 )
-_REPORTED = re.compile(
-    r"(.*/)?(config\.json|incidents\.jsonl|checkpoints/\d{1,18}/manifest\.json|"
-    + "|".join(map(re.escape, (ROWS, ledger.STARTS, ledger.PROGRESS, ledger.MEMORY)))
-    + ")",
-    re.DOTALL,
-)
+_REPORTED = ("config.json", ROWS, "incidents.jsonl", ledger.STARTS, ledger.PROGRESS, ledger.MEMORY)
+_MANIFEST = re.compile(rf"(^|/){CHECKPOINTS}/[0-9]{{1,18}}/{re.escape(MANIFEST)}\Z")
 
 Stamp: TypeAlias = tuple[int, int]  # size, and when it was written (nanoseconds)
 
@@ -134,12 +130,7 @@ def by_checkpoint(files: Mapping[str, int]) -> dict[str, dict[str, int]]:
 
 
 def whole_checkpoints(directory: RemoteDirectory, files: Mapping[str, int]) -> Iterator[tuple[int, str, bytes]]:
-    """Yields step, path and manifest of each whole checkpoint of a bucket, the newest first.
-
-    Args:
-        directory: of the workdir.
-        files: in it, as it lists them.
-    """
+    """Yields step, path and manifest of each whole checkpoint among the files of a bucket, the newest first."""
     folders, last = by_checkpoint(files), -1
     for path in sorted(folders, key=lambda path: (-step_of(path), path.endswith(OLD))):
         if step_of(path) not in (-1, last) and (manifest := _manifest_of_whole(directory, path, folders[path])):
@@ -203,12 +194,8 @@ def _as_state(value: Any) -> State:
 def fetch_workdir(directory: RemoteDirectory, root: str) -> State:
     """Brings the files of a run: its whole checkpoints, rows, settings, TensorBoard's files, exports.
 
-    Args:
-        directory: of the run.
-        root: a local directory, empty or missing.
-
     Returns:
-        The files that are there as they came.
+        The files that are below `root`, empty before, as they are in the bucket.
 
     Raises:
         RemoteError: if one cannot be read.
@@ -235,13 +222,7 @@ def fetch_workdir(directory: RemoteDirectory, root: str) -> State:
 
 
 def fetch_checkpoint(directory: RemoteDirectory, path: str, files: Mapping[str, int], root: str) -> Unit:
-    """Brings a checkpoint, whole or not at all, to the path of its step; returns it.
-
-    Args:
-        directory: of the run.
-        path: of the checkpoint in the bucket.
-        files: the sizes of its files, by path in it.
-        root: the local workdir.
+    """Brings a checkpoint, whole or not at all, from a path of the bucket to the path of its step; returns it.
 
     Raises:
         RemoteError: if it cannot be read.
@@ -250,8 +231,8 @@ def fetch_checkpoint(directory: RemoteDirectory, path: str, files: Mapping[str, 
     os.makedirs(os.path.dirname(target), exist_ok=True)
     with replacing(target) as temporary:
         fetch_files(directory, files, temporary, f"{path}/")
-    unit = sealed_unit(root, new)
-    assert unit is not None
+    if (unit := sealed_unit(root, new)) is None:
+        raise RemoteError(f"{path} is not whole in {directory.url}")
     return unit
 
 
@@ -262,7 +243,7 @@ def fetch_files(directory: RemoteDirectory, files: Mapping[str, int], root: str,
         directory: of the files.
         files: their sizes, by path.
         root: the local directory.
-        below: what the paths begin with in the bucket.
+        below: what is before each path in the bucket.
 
     Raises:
         RemoteError: if one cannot be read, or would be written elsewhere.
@@ -326,8 +307,8 @@ def fetch_reports(url: str, root: str) -> str:
     try:
         target = local_path(root, "/".join(filter(is_path, directory.url.split("/"))))
         files = directory.list()
-        wanted = {path: size for path, size in files.items() if _REPORTED.fullmatch(path)}
-        if not any(path.rpartition("/")[2] in (ROWS, ledger.MEMORY) for path in wanted):
+        wanted = {p: s for p, s in files.items() if os.path.basename(p) in _REPORTED or _MANIFEST.search(p)}
+        if not any(os.path.basename(path) in (ROWS, ledger.MEMORY) for path in wanted):
             raise ValueError(
                 f"{directory.url!r} holds no {ROWS}: give URLs of runs that have begun, or of a directory of them."
             )
