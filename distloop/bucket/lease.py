@@ -51,14 +51,6 @@ class Lease:
             RemoteError: if the directory cannot be written.
         """
         held.add(self._holder.token)
-        try:
-            self._acquire()
-        except BaseException:
-            held.discard(self._holder.token)
-            raise
-        self._beating.start()
-
-    def _acquire(self) -> None:
         first: LockView | None = None
         content = None
         while not self._directory.create(FILE, self._content()):
@@ -86,7 +78,8 @@ class Lease:
                 self._directory.write(FILE, self._content())
                 time.sleep(_SETTLE_SECS)
                 if self._is_own(self._directory.read(FILE)):
-                    return
+                    break
+        self._beating.start()
 
     def verify(self) -> None:
         """Checks, without a request, that the lease was still this process's when it was read last.
@@ -141,12 +134,9 @@ class Lease:
 
     def _beat(self) -> None:
         """Shows that this process lives until the lease is released or lost."""
-        while not self._released.wait(BEAT_SECS):
-            with contextlib.suppress(RemoteError):  # the upload says that the directory does not answer
-                try:
-                    self.check()
-                except LockLost:
-                    return
+        while not self._released.wait(BEAT_SECS) and not self._lost:
+            with contextlib.suppress(RemoteError, LockLost):  # the upload says that the directory does not answer
+                self.check()
                 self._beats += 1
                 if not self._released.is_set():
                     self._directory.write(FILE, self._content())
