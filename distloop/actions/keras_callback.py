@@ -6,6 +6,7 @@
 An epoch is `every` steps. This module does not know the training loop.
 """
 
+import contextlib
 import copy
 from collections.abc import Mapping
 from typing import Any
@@ -108,8 +109,12 @@ class FromCallback(Action):
 
     def _attributes(self) -> dict[str, Any]:
         """Returns the attributes that JSON can hold, copied: numbers, strings, and lists and dicts of them."""
-        values = {name: _plain(value) for name, value in vars(self._callback).items() if name not in _SET_BY_KERAS}
-        return {name: value[0] for name, value in values.items() if value is not None}
+        attributes = {}
+        for name, value in vars(self._callback).items():
+            if name not in _SET_BY_KERAS:
+                with contextlib.suppress(TypeError):
+                    attributes[name] = _plain(value)
+        return attributes
 
     def _epoch(self, report: Report) -> int:
         """Returns the number of the epoch that has ended, from 0."""
@@ -119,19 +124,21 @@ class FromCallback(Action):
         return -(-report.step // self.every) - 1 if self.every else 0
 
 
-def _plain(value: Any) -> tuple[Any] | None:
-    """Returns a copy of a value that JSON can hold, in a tuple; None: it cannot."""
+def _plain(value: Any) -> Any:
+    """Returns a copy of a value that JSON can hold.
+
+    Raises:
+        TypeError: if it cannot.
+    """
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, (bool, int, float, str)):
-        return (value,)
+        return value
     if isinstance(value, list):
-        items = [_plain(item) for item in value]
-        return None if None in items else ([item[0] for item in items if item is not None],)
+        return [_plain(item) for item in value]
     if isinstance(value, dict) and all(type(key) is str for key in value):
-        entries = {key: _plain(item) for key, item in value.items()}
-        return None if None in entries.values() else ({key: item[0] for key, item in entries.items() if item},)
-    return None
+        return {key: _plain(item) for key, item in value.items()}
+    raise TypeError
 
 
 def _choose_direction(callback: Any) -> None:

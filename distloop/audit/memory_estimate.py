@@ -165,7 +165,8 @@ def _estimate(trainer: Trainer, data: FitData) -> MemoryEstimate:
     batch_size = settings.global_batch_size(state.strategy)
     source = Source(data.train, state.strategy, repeat=False, **data.source_settings(batch_size))
     rows = _rows_of_replica(source, state.strategy)
-    count, batch, held = int(shards.batch_size(rows)), _bytes_of(rows), held_by_device(state)
+    count, held = int(shards.batch_size(rows)), held_by_device(state)
+    batch = sum(variable_bytes(t) for t in tf.nest.flatten(rows, expand_composites=True) if t.dtype != tf.string)
     available = _available(state.strategy, max(sum(parts.values()) for parts in held.values()))
     sizes = {path: variable_bytes(table) for path, table in embedding_tables(state.model).items()}
     tables = dict(sorted(((path, n) for path, n in sizes.items() if n >= _NAMED_BYTES), key=lambda item: -item[1]))
@@ -239,12 +240,6 @@ def _available(strategy: tf.distribute.Strategy, held: int) -> int | None:
         size = memory.gpu_memory_gb()
         return None if size is None else int(1e9 * size)
     return int(1e9 * memory.available_gb()) // workers.num_local_replicas(strategy) + held
-
-
-def _bytes_of(rows: Any) -> int:
-    """Returns the bytes of a batch's numbers; texts stay on the host."""
-    parts = [part for part in tf.nest.flatten(rows, expand_composites=True) if part.dtype != tf.string]
-    return sum(int(tf.size(part)) * int(part.dtype.size) for part in parts)
 
 
 def _show(size: int) -> str:
