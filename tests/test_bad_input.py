@@ -67,24 +67,55 @@ def fit_refused(*parts, trainer=None, data=None, replicas=1, in_step=0, **made):
 # loss_fn ------------------------------------------------------------------------------------------------------------
 
 
-@REPLICAS
-def test_a_loss_that_is_already_reduced(replicas):
-    fit_refused(
-        'loss_fn returned "loss" of shape []',
-        "one value per example, [B]",
-        "drop the reduce_mean",
-        replicas=replicas,
-        returned=lambda model, batch: {"loss": tf.reduce_mean(loss_of(model, batch))},
-    )
+PER_EXAMPLE = "one value per example"
+
+# What loss_fn returns, and what the sentence says.
+RESULTS = {
+    "a loss that is reduced already": (
+        lambda model, batch: {"loss": tf.reduce_mean(loss_of(model, batch))},
+        ('loss_fn returned "loss" of shape []', f"{PER_EXAMPLE}, [B]", "drop the reduce_mean"),
+    ),
+    "a loss that a Keras object reduced": (
+        lambda model, batch: {"loss": keras.losses.MeanSquaredError()(batch["y"], model(batch["x"]))},
+        ('loss_fn returned "loss" of shape []', "drop the reduce_mean"),
+    ),
+    "labels that lack the axis of the predictions": (
+        lambda model, batch: {"loss": tf.square(batch["y"][:, 0] - model(batch["x"])[:, :1])},
+        ('loss_fn returned "loss" of shape [B, B]', "[B] and [B, 1] were broadcast", PER_EXAMPLE),
+    ),
+    "a value that is reduced over the batch": (
+        lambda model, batch: {"loss": loss_of(model, batch), "error": tf.reduce_mean(squares(model, batch), 0)},
+        ('loss_fn returned "error" of shape [2]', PER_EXAMPLE),
+    ),
+    "weights that are not per example": (
+        lambda model, batch: {"loss": distloop.weighted(loss_of(model, batch), 2.0)},
+        ('The value "loss" of shape', "with weights of shape", "one weight per example"),
+    ),
+    "no loss": (
+        lambda model, batch: {"error": loss_of(model, batch)},
+        ("loss_fn returned ['error'] without \"loss\"", "return {"),
+    ),
+    "a tensor": (loss_of, ("loss_fn returned a ", "; distloop needs a dict", "return {")),
+    "a tuple": (lambda model, batch: (1, 2), ("loss_fn returned a ", "; distloop needs a dict", "return {")),
+    "nothing": (lambda model, batch: None, ("loss_fn returned a ", "; distloop needs a dict", "return {")),
+    "a loss that depends on no variable": (
+        lambda model, batch: {"loss": tf.reduce_sum(batch["y"], -1)},
+        ("The loss does not depend on any variable", "compute it from the model's outputs"),
+    ),
+}
 
 
 @pytest.mark.slow
-def test_a_loss_that_a_keras_object_reduced():
-    fit_refused(
-        'loss_fn returned "loss" of shape []',
-        "drop the reduce_mean",
-        returned=lambda model, batch: {"loss": keras.losses.MeanSquaredError()(batch["y"], model(batch["x"]))},
-    )
+@pytest.mark.parametrize(("returned", "parts"), RESULTS.values(), ids=RESULTS)
+def test_a_loss_fn_that_returns(returned, parts):
+    fit_refused(*parts, returned=returned)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("result", ["a loss that is reduced already", "weights that are not per example"])
+def test_a_loss_fn_that_returns_on_two_replicas(result):
+    returned, parts = RESULTS[result]
+    fit_refused(*parts, returned=returned, replicas=2)
 
 
 @pytest.mark.slow
@@ -100,28 +131,6 @@ def test_a_loss_that_is_reduced_with_its_axes_kept(is_static):
 
 
 @pytest.mark.slow
-def test_labels_that_lack_the_axis_of_the_predictions():
-    fit_refused(
-        'loss_fn returned "loss" of shape [B, B]',
-        "[B] and [B, 1] were broadcast",
-        "one value per example",
-        returned=lambda model, batch: {"loss": tf.square(batch["y"][:, 0] - model(batch["x"])[:, :1])},
-    )
-
-
-@pytest.mark.slow
-def test_a_value_that_is_reduced_over_the_batch():
-    fit_refused(
-        'loss_fn returned "error" of shape [2]',
-        "one value per example",
-        returned=lambda model, batch: {
-            "loss": loss_of(model, batch),
-            "error": tf.reduce_mean(squares(model, batch), 0),
-        },
-    )
-
-
-@pytest.mark.slow
 @REPLICAS
 def test_a_value_per_part_of_an_example_that_was_flattened(replicas):
     fit_refused(
@@ -133,37 +142,6 @@ def test_a_value_per_part_of_an_example_that_was_flattened(replicas):
             "loss": loss_of(model, batch),
             "error": tf.reshape(squares(model, batch), [-1]),  # [2 * B], known while running only
         },
-    )
-
-
-@pytest.mark.slow
-@REPLICAS
-def test_weights_that_are_not_per_example(replicas):
-    fit_refused(
-        'The value "loss" of shape',
-        "with weights of shape",
-        "one weight per example",
-        replicas=replicas,
-        returned=lambda model, batch: {"loss": distloop.weighted(loss_of(model, batch), 2.0)},
-    )
-
-
-def test_a_result_without_a_loss():
-    fit_refused(
-        "loss_fn returned ['error'] without \"loss\"",
-        "return {",
-        returned=lambda model, batch: {"error": loss_of(model, batch)},
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("result", ["tensor", "tuple", "nothing"])
-def test_a_result_that_is_no_dict(result):
-    fit_refused(
-        "loss_fn returned a ",
-        "; distloop needs a dict",
-        "return {",
-        returned=lambda model, batch: {"tensor": loss_of(model, batch), "tuple": (1, 2)}.get(result),
     )
 
 
@@ -199,15 +177,6 @@ def test_a_metric_that_loss_fn_never_feeds(verb):
 @pytest.mark.parametrize("name", ["regularization", "learning_rate", "skipped_steps", "weight_norm", "step_secs_p50"])
 def test_a_name_that_distloop_reports_itself(name):
     fit_refused(name, returned=lambda model, batch: {"loss": loss_of(model, batch), name: loss_of(model, batch)})
-
-
-@pytest.mark.slow
-def test_a_loss_that_depends_on_no_variable():
-    fit_refused(
-        "The loss does not depend on any variable",
-        "compute it from the model's outputs",
-        returned=lambda model, batch: {"loss": tf.reduce_sum(batch["y"], -1)},
-    )
 
 
 # Data ---------------------------------------------------------------------------------------------------------------
@@ -405,35 +374,52 @@ def test_an_optimizer_with_a_setting_that_distloop_has(settings, instead):
     )
 
 
-def test_an_optimizer_with_a_plain_callable_as_learning_rate():
-    refused(
-        lambda: make_trainer(optimizer=lambda: keras.optimizers.SGD(lambda: 0.1)),
-        "a plain callable as learning rate",
-        "give a keras.optimizers.schedules.LearningRateSchedule",
-    )
-
-
-def test_a_loss_scale_optimizer():
-    refused(
-        lambda: make_trainer(optimizer=lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())),
-        "A Keras LossScaleOptimizer was given",
-        "give the optimizer inside it",
-    )
-
-
-def test_a_model_made_outside_model_fn():
+def make_trainer_of_a_model_made_outside():
     model = net()
+    distloop.Trainer(lambda: distloop.ModelSpec(model, keras.optimizers.SGD(), print), on(1))
 
-    def model_fn():
-        return distloop.ModelSpec(
-            model, keras.optimizers.SGD(), lambda batch, training: {"loss": loss_of(model, batch)}
-        )
 
-    refused(
-        lambda: distloop.Trainer(model_fn, on(1)),
-        "model's variable 'net/out/kernel' was made outside model_fn",
-        "make the model inside model_fn",
-    )
+MISTAKES = {
+    "a plain callable as learning rate": (
+        lambda: make_trainer(optimizer=lambda: keras.optimizers.SGD(lambda: 0.1)),
+        ("a plain callable as learning rate", "give a keras.optimizers.schedules.LearningRateSchedule"),
+    ),
+    "a loss-scale optimizer": (
+        lambda: make_trainer(optimizer=lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())),
+        ("A Keras LossScaleOptimizer was given", "give the optimizer inside it"),
+    ),
+    "a model made outside model_fn": (
+        make_trainer_of_a_model_made_outside,
+        ("model's variable 'net/out/kernel' was made outside model_fn", "make the model inside model_fn"),
+    ),
+    "a model_fn that returns the model": (
+        lambda: distloop.Trainer(net, on(1)),
+        ("model_fn returned a Sequential", "a ModelSpec", "return distloop.ModelSpec"),
+    ),
+    "a model in place of model_fn": (lambda: distloop.Trainer(net(), on(1)), ("model_fn",)),
+    "nothing in place of model_fn": (lambda: distloop.Trainer(None, on(1)), ("model_fn",)),
+    "more devices than there are": (
+        lambda: distloop.Trainer(make_model_fn(), on(9)),
+        ("num_devices=9", "call distloop.prepare(config) before the first tensor"),
+    ),
+    "a device that is not there": (
+        lambda: distloop.Trainer(make_model_fn(), distloop.Config(device="gpu")),
+        ("device=gpu", "use device=auto or cpu"),
+    ),
+    "a strategy that is a name": (
+        lambda: distloop.Trainer(make_model_fn(), on(1), strategy="mirrored"),
+        ("strategy='mirrored' is not a tf.distribute.Strategy object", "name one in Config(strategy=...)"),
+    ),
+    "an export without a predict_fn": (
+        lambda: make_trainer(predict_fn=None).export("model"),
+        ("ModelSpec has no predict_fn",),
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "parts"), MISTAKES.values(), ids=MISTAKES)
+def test_a_trainer_with(call, parts):
+    refused(call, *parts)
 
 
 @REPLICAS
@@ -450,20 +436,6 @@ def test_an_optimizer_made_outside_model_fn(replicas, is_built):
     )
 
 
-def test_model_fn_that_returns_the_model():
-    refused(
-        lambda: distloop.Trainer(net, on(1)),
-        "model_fn returned a Sequential",
-        "a ModelSpec",
-        "return distloop.ModelSpec",
-    )
-
-
-@pytest.mark.parametrize("given", [net, None], ids=["model", "nothing"])
-def test_a_model_instead_of_model_fn(given):
-    refused(lambda: distloop.Trainer(given() if given else None, on(1)), "model_fn")
-
-
 # Config and devices -------------------------------------------------------------------------------------------------
 
 
@@ -473,28 +445,6 @@ def test_a_model_instead_of_model_fn(given):
 )
 def test_a_name_that_is_none_of_the_choices(setting, value, allowed):
     refused(lambda: distloop.Config(**{setting: value}), f"{setting}='{value}' is not allowed", "one of", allowed)
-
-
-def test_more_devices_than_there_are():
-    refused(
-        lambda: distloop.Trainer(make_model_fn(), on(9)),
-        "num_devices=9",
-        "call distloop.prepare(config) before the first tensor",
-    )
-
-
-def test_a_device_that_is_not_there():
-    refused(
-        lambda: distloop.Trainer(make_model_fn(), distloop.Config(device="gpu")), "device=gpu", "use device=auto or cpu"
-    )
-
-
-def test_a_strategy_that_is_a_name():
-    refused(
-        lambda: distloop.Trainer(make_model_fn(), on(1), strategy="mirrored"),
-        "strategy='mirrored' is not a tf.distribute.Strategy object",
-        "name one in Config(strategy=...)",
-    )
 
 
 @pytest.mark.parametrize("inside", ["", "run"])
@@ -537,10 +487,6 @@ def test_evaluations_that_are_no_dict():
 def test_predict_without_a_predict_fn(verb):
     trainer = make_trainer(predict_fn=None)
     refused(verbs(trainer, dataset())[verb], "ModelSpec has no predict_fn", "give ModelSpec(..., predict_fn=")
-
-
-def test_export_without_a_predict_fn(tmp_path):
-    refused(lambda: make_trainer(predict_fn=None).export(tmp_path / "model"), "ModelSpec has no predict_fn")
 
 
 REDUCTIONS = {
