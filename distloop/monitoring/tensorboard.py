@@ -38,18 +38,8 @@ _HPARAMS = ".hparams"
 _EVENT_FILE = re.compile(r"events\.out\.tfevents\.(\d{10}(\.\d+)?)\.")
 # Names in a workdir that an evaluation cannot have for its directory.
 _TAKEN = frozenset(
-    [
-        "train",
-        "checkpoints",
-        "evaluations",
-        "export",
-        "config.json",
-        "flags.txt",
-        "metrics.jsonl",
-        "incidents.jsonl",
-        "starts.jsonl",
-        "writers.json",
-    ]
+    "train checkpoints evaluations export config.json flags.txt metrics.jsonl incidents.jsonl starts.jsonl "
+    "writers.json".split()
 )
 
 _GROUP_OF = {name: group for group, names in GROUPS.items() for name in names}

@@ -6,7 +6,6 @@ import sys
 
 import numpy as np
 import pytest
-import rich.console
 
 import distloop
 from distloop.monitoring.console import Console, say, show_parts, show_split
@@ -77,6 +76,18 @@ def test_time_left_follows_the_clock_since_the_first_write(clock):
     assert stream.getvalue().splitlines()[1] == "step 1200/20000  400 steps/s  eta 0:00:47"
 
 
+@pytest.mark.parametrize("reason", ["a file", "TERM=dumb", "may_draw=False"])
+def test_what_is_no_terminal_gets_lines_even_with_forced_colours(reason, terminal, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    if reason == "TERM=dumb":
+        monkeypatch.setenv("TERM", "dumb")
+    stream = io.StringIO() if reason == "a file" else terminal
+    console = Console(10, 0, stream, may_draw=reason != "may_draw=False")
+    console.write(5, {"loss": 1.0})
+    console.close()
+    assert stream.getvalue().startswith("step 5/10  loss 1")
+
+
 def test_the_last_line_has_no_time_left(clock):
     stream = io.StringIO()
     console = Console(10, 0, stream)
@@ -84,15 +95,9 @@ def test_the_last_line_has_no_time_left(clock):
     console.write(1, {})
     clock[0] += 1.0
     console.write(10, {})
-    assert stream.getvalue().splitlines() == ["step 1/10  0.0001389 steps/s  eta 18:00:00", "step 10/10  9 steps/s"]
-
-
-def test_a_stopped_clock_is_no_error(clock):
-    stream = io.StringIO()
-    console = Console(10, 0, stream)
-    console.write(5, {})
-    console.write(5, {})
-    assert stream.getvalue() == "step 5/10\n" * 2
+    console.write(10, {})  # the clock stands still
+    lines = ["step 1/10  0.0001389 steps/s  eta 18:00:00", "step 10/10  9 steps/s"]
+    assert stream.getvalue().splitlines() == [*lines, lines[1]]
 
 
 @pytest.mark.parametrize(
@@ -124,11 +129,6 @@ def test_skipped_steps_are_shown_when_there_are_any(clock):
     assert stream.getvalue().splitlines() == ["step 5/10", "step 6/10  skipped_steps 2"]
 
 
-def test_standard_output_is_the_default(capsys):
-    Console(10).write(5, {"loss": 1.0})
-    assert capsys.readouterr().out.startswith("step 5/10  loss 1  ")
-
-
 def test_a_terminal_gets_a_bar_and_lines_for_evaluations_only(terminal, clock):
     console = Console(2000, 0, terminal, evals=["test"])
     clock[0] += 1
@@ -152,20 +152,18 @@ def test_names_with_brackets_are_shown_as_they_are(terminal):
     assert "test/f1[0] 1" in plain(terminal.getvalue())
 
 
-def test_close_restores_the_cursor_and_may_be_called_twice(terminal):
+def test_the_cursor_stays_visible_and_close_may_be_called_twice(terminal):
     console = Console(10, 0, terminal)
+    console.close()
+    assert terminal.getvalue() == ""  # nothing was written yet
     console.write(5, {"loss": 1.0})
+    text = terminal.getvalue()  # a process that is killed leaves the terminal so
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
     console.close()
     text = terminal.getvalue()
     console.close()
     assert terminal.getvalue() == text
-    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
-    assert plain(text).endswith("\n")
-
-
-def test_a_console_that_wrote_nothing_leaves_the_terminal_alone(terminal):
-    Console(10, 0, terminal).close()
-    assert terminal.getvalue() == ""
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l") and plain(text).endswith("\n")
 
 
 def test_standard_output_is_put_back_after_the_bar(terminal, monkeypatch):
@@ -178,27 +176,6 @@ def test_standard_output_is_put_back_after_the_bar(terminal, monkeypatch):
     assert "said by the user\n" in plain(terminal.getvalue())
 
 
-def test_a_log_gets_lines_even_with_forced_colours(monkeypatch):
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    stream = io.StringIO()
-    Console(10, 0, stream).write(5, {"loss": 1.0})
-    assert stream.getvalue().startswith("step 5/10  loss 1")
-
-
-def test_a_dumb_terminal_gets_lines(terminal, monkeypatch):
-    monkeypatch.setenv("TERM", "dumb")
-    assert rich.console.Console(file=terminal).is_terminal
-    Console(10, 0, terminal).write(5, {"loss": 1.0})
-    assert terminal.getvalue().startswith("step 5/10  loss 1")
-
-
-def test_a_terminal_gets_lines_on_request(terminal):
-    console = Console(10, 0, terminal, may_draw=False)
-    console.write(5, {"loss": 1.0})
-    console.close()
-    assert terminal.getvalue().startswith("step 5/10  loss 1")
-
-
 def test_the_display_is_drawn_ten_times_a_second_at_most_and_once_at_the_end(terminal, clock):
     console = Console(1000, 0, terminal)
     for step in range(1, 500):
@@ -207,14 +184,6 @@ def test_the_display_is_drawn_ten_times_a_second_at_most_and_once_at_the_end(ter
     assert set(re.findall(r"step (\d+)", plain(terminal.getvalue()))) == {"1", "101", "201", "301", "401"}
     console.close()
     assert "step 499/1000" in terminal.getvalue()
-
-
-def test_the_cursor_stays_visible_below_the_display(terminal):
-    console = Console(10, 0, terminal)
-    console.write(5, {"loss": 1.0})
-    text = terminal.getvalue()  # a process that is killed leaves the terminal so
-    console.close()
-    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
 
 
 @pytest.mark.parametrize("columns", [40, 80])

@@ -75,19 +75,14 @@ def test_evaluations_have_their_own_directory_and_the_tags_of_training(tmp_path)
     assert read_scalars(tmp_path / "test") == {("Metrics/loss", 3): 0.25, ("Metrics/digits/f1", 3): 0.75}
 
 
-def test_a_prefix_that_is_no_evaluation_stays_in_the_tag(tmp_path):
-    writer = SummaryWriter(str(tmp_path), evals=["test"])
-    writer.write(1, {"discriminator/loss": 2.0, "test": 1.0})
+@pytest.mark.parametrize("name", ["train", "checkpoints", "export", "..", "config.json", "discriminator"])
+def test_a_prefix_that_is_no_evaluation_or_a_name_of_the_workdir_stays_in_the_tag(name, tmp_path):
+    writer = SummaryWriter(str(tmp_path / "run"), evals=[] if name == "discriminator" else [name])
+    writer.write(1, {"loss": 2.0, f"{name}/loss": 1.0, name: 3.0})
     writer.close()
-    assert read_scalars(tmp_path / "train") == {("Metrics/discriminator/loss", 1): 2.0, ("Metrics/test", 1): 1.0}
-    assert os.listdir(tmp_path) == ["train"]
-
-
-def test_an_evaluation_called_train_does_not_mix_with_training(tmp_path):
-    writer = SummaryWriter(str(tmp_path), evals=["train"])
-    writer.write(1, {"loss": 2.0, "train/loss": 1.0})
-    writer.close()
-    assert read_scalars(tmp_path / "train") == {("Metrics/loss", 1): 2.0, ("Metrics/train/loss", 1): 1.0}
+    assert os.listdir(tmp_path) == ["run"] and os.listdir(tmp_path / "run") == ["train"]
+    numbers = {("Metrics/loss", 1): 2.0, (f"Metrics/{name}/loss", 1): 1.0, (f"Metrics/{name}", 1): 3.0}
+    assert read_scalars(tmp_path / "run" / "train") == numbers
 
 
 def test_no_file_is_created_before_the_first_write(tmp_path):
@@ -123,24 +118,6 @@ def test_summaries_of_nan_and_inf_are_kept(tmp_path):
     scalars = read_scalars(tmp_path / "train")
     assert np.isnan(scalars["Metrics/a", 1])
     assert scalars["Metrics/b", 1] == float("inf")
-
-
-def test_no_default_writer_and_no_default_step_stay_behind(tmp_path):
-    writer = SummaryWriter(str(tmp_path), evals=[])
-    writer.write(1, {"loss": 0.5})
-    assert tf.summary.experimental.get_step() is None
-    assert not tf.summary.scalar("stray", 1.0, step=1)
-    writer.close()
-    assert read_scalars(tmp_path / "train") == {("Metrics/loss", 1): 0.5}
-
-
-def test_the_users_default_writer_gets_no_metrics(tmp_path):
-    with tf.summary.create_file_writer(str(tmp_path / "own")).as_default(step=9):
-        writer = SummaryWriter(str(tmp_path), evals=[])
-        writer.write(1, {"loss": 0.5})
-        writer.close()
-        tf.summary.scalar("mine", 1.0)
-    assert read_scalars(tmp_path / "own") == {("mine", 9): 1.0}
 
 
 def test_a_bad_summary_directory_is_an_os_error(tmp_path):
@@ -306,12 +283,3 @@ def test_after_an_error_no_step_is_lost_or_shown_twice(tmp_path):
     for run in ("train", "test"):
         events = EventAccumulator(str(tmp_path / run)).Reload()
         assert [event.step for event in events.Scalars("Metrics/loss")] == [1, 2, 3, 4]
-
-
-def test_an_evaluation_called_like_a_file_of_the_workdir_is_beside_training(tmp_path):
-    names = ["checkpoints", "export", "..", "config.json"]
-    writer = SummaryWriter(str(tmp_path / "run"), evals=names)
-    writer.write(1, {f"{name}/loss": 1.0 for name in names})
-    writer.close()
-    assert os.listdir(tmp_path) == ["run"] and os.listdir(tmp_path / "run") == ["train"]
-    assert ("Metrics/export/loss", 1) in read_scalars(tmp_path / "run" / "train")
