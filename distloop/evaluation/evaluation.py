@@ -122,10 +122,9 @@ class EvalStep:
         self.names = list(named)
         return metrics.flatten(named.values()), rows_by_update
 
-    def feed(self, layout: BatchLayout, batch: Batch) -> dict[str, Any]:
-        """Returns the arguments that each update's `loss_fn` returns for Keras metrics, by its name; on a replica."""
+    def feed(self, layout: BatchLayout, fed: dict[str, Any], batch: Batch) -> None:
+        """Stores by update the arguments that its `loss_fn` returns for Keras metrics, alike on each replica."""
         rows, row_weights = shards.take_shard(batch, layout)
-        fed = {}
         for update, loss_fn in self.loss_fns.items():
             with gathering.shard(row_weights):
                 outputs = loss_fn(rows, False)
@@ -133,7 +132,6 @@ class EvalStep:
             fed[update] = {
                 name: check_arguments(name, value) for name, value in outputs.items() if name in self.keras_metrics
             }
-        return fed
 
 
 class EvalLoop:
@@ -180,12 +178,10 @@ class EvalLoop:
             return
         fed: dict[str, Any] = {}
 
-        def on_replica(batch: Batch) -> None:
-            fed.update(self._step.feed(source.layout, batch))  # the same on each replica
-
         def trace(rows: Any) -> None:
             batch = shards.pad(rows, source.info.min_rows) if source.layout.is_padded else Batch(rows, None)
-            replica_fn = gathering.with_max_rows(on_replica, source.layout.max_replica_rows)
+            feed = functools.partial(self._step.feed, source.layout, fed)
+            replica_fn = gathering.with_max_rows(feed, source.layout.max_replica_rows)
             self._state.strategy.run(replica_fn, args=(batch,))
 
         if self._eager:

@@ -4,8 +4,7 @@
     refuse_pairs(outputs, loss_fn, rows, True)             # raises: the loss pairs each label with each prediction
 
 A value [B] that is reduced from such pairs is refused, too. Values [B, T] with T == B are accepted, and so are pairs
-that a matrix product, `gather_rows` or an explicit axis as in `labels[None, :]` makes. It does not know how values are
-summed.
+that a matrix product, `gather_rows` or an explicit axis as in `labels[None, :]` makes.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping

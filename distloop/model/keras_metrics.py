@@ -1,4 +1,4 @@
-"""Metric state: updates, reads, resets and saves Keras metrics that are no mean over examples, such as AUC.
+"""Keras metrics: updates, reads, resets and saves Keras metrics that are no mean over examples, such as AUC.
 
     keras_metrics = KerasMetrics({"auc": keras.metrics.AUC()}, strategy)
     keras_metrics.add({"auc": (labels, probabilities)}, row_weights)         # in replica context
@@ -6,8 +6,7 @@
 
 The state of Keras's own metrics is a sum over examples: each replica adds up its rows, and TensorFlow adds up the
 replicas. The state of any other metric may be a maximum, a product or a last value. Every replica updates such a metric
-with the rows of all replicas and microbatches, as one device would, so its state is the same on each. This module does
-not know `loss_fn` or when a window of training ends.
+with the rows of all replicas and microbatches, as one device would, so its state is the same on each.
 """
 
 import contextlib

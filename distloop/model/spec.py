@@ -4,7 +4,7 @@
         model = keras.Sequential([...])
         return ModelSpec(model, keras.optimizers.Adam(1e-3), loss_fn)
 
-It does not know how a step goes or which variables exist.
+Several optimizers in one step, as of a GAN, are several `Update`s.
 """
 
 import copy

@@ -3,7 +3,7 @@
     state = TrainState(model_fn, strategy, average_decay=0.0)
     state.build(rows)                                # if the model needs a batch to know its input shapes
 
-`saved_state.py` reads and restores it. This module does not know how a step goes.
+`saved_state.py` reads and restores it.
 """
 
 import contextlib

@@ -5,7 +5,7 @@
         note_traced(state, config)              # once the step is traced
 
 What is known later is compared there: in `data.info`, `compiled_loop`, `evaluation` and `prediction`. A change of
-workers is noted in `incidents.jsonl`. It does not know how workers are started (`launcher.elastic`).
+workers is noted in `incidents.jsonl`.
 """
 
 import contextlib

@@ -6,7 +6,7 @@
         if not halving.halve(source):                  # everything is as before the loop, and microbatches are halved
             raise explain_step(error, state, 12, microbatches=1) from error
 
-It does not know how a step or a loop goes.
+For evaluation and prediction there is `explain_pass`.
 """
 
 import re

@@ -3,7 +3,7 @@
     forward = ForwardPass(state, config).trace(element_spec)
     introduce(writer, state, config, forward)           # of a SummaryWriter
 
-It does not know how a run goes.
+The graph of the forward pass counts floating-point operations, too.
 """
 
 import collections

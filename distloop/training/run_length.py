@@ -3,7 +3,7 @@
     length = chosen(config, 0, steps=None, epochs=3, until=None)     # "3 epochs"
     units = make_units(source, length)                            # units.run: Period(steps=120)
 
-It does not know who acts at the end.
+All steps count from the run's beginning, not from this call of `fit`.
 """
 
 import functools

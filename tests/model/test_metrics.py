@@ -53,50 +53,61 @@ def test_values_of_unknown_rank_count_no_tokens():
     count.get_concrete_function(tf.TensorSpec(None), tf.TensorSpec([4, 6]))
 
 
-def test_values_per_example_weigh_1_each():
-    assert sums(tf.constant([1.0, 2.5])) == (3.5, 2.0)
+RAGGED = tf.ragged.constant([[1.0, 2.0, 3.0], [], [4.0]])
+HALF_WEIGHTS = tf.ones([1001], tf.bfloat16)
+MASK = [[1, 1, 0], [1, 0, 0]]
+SUMS = {  # value, its weights or None, row weights or None, and the sums
+    "values per example weigh 1 each": (tf.constant([1.0, 2.5]), None, None, (3.5, 2.0)),
+    "values within examples weigh 1 each": (tf.constant(VALUES), None, None, (21.0, 6.0)),
+    "NumPy values are taken": (VALUES, None, None, (21.0, 6.0)),
+    "weights per example weigh values per example": (tf.constant([1.0, 3.0]), [0.5, 2.0], None, (6.5, 2.5)),
+    "weights per example spread over values within": (VALUES, [1.0, 0.5], None, (6.0 + 7.5, 4.5)),
+    "weights within examples weigh values within": (VALUES, np.array(MASK), None, (1.0 + 2.0 + 4.0, 3.0)),
+    "weights spread over two missing axes": (
+        np.arange(8, dtype=np.float32).reshape(2, 2, 2),
+        [1.0, 3.0],
+        None,
+        (6.0 + 3 * 22.0, 4.0 + 12.0),
+    ),
+    "row weights take padding out": (tf.constant([1.0, 2.5]), None, [1, 0], (1.0, 1.0)),
+    "row weights spread over values within": (tf.constant(VALUES), None, [0, 1], (15.0, 3.0)),
+    "row weights multiply with weights": (VALUES, [1.0, 0.5], [0, 1], (7.5, 1.5)),
+    "row weights multiply with weights within": (VALUES, MASK, [1, 0], (3.0, 2.0)),
+    "padding may be NaN": (tf.constant([1.0, np.nan]), None, [1, 0], (1.0, 1.0)),
+    "padding may be infinite": (tf.constant([1.0, np.inf]), None, [1, 0], (1.0, 1.0)),
+    "a row of weight 0 may be NaN": (tf.constant([np.nan, 2.0]), [0.0, 3.0], None, (6.0, 3.0)),
+    "a row of weight 0 may be infinite": (tf.constant([np.inf, 2.0]), [0.0, 3.0], None, (6.0, 3.0)),
+    "weights all 0 sum to 0": (tf.constant([1.0, 2.0]), [0.0, 0.0], None, (0.0, 0.0)),
+    "bfloat16, which counts to 256, is summed in float32": (
+        tf.ones([70_001], tf.bfloat16),
+        None,
+        None,
+        (70_001.0, 70_001.0),
+    ),
+    "float16, which counts to 65504, is summed in float32": (
+        tf.ones([70_001], tf.float16),
+        None,
+        None,
+        (70_001.0, 70_001.0),
+    ),
+    "weights in half precision are summed in float32": (tf.ones([1001]), HALF_WEIGHTS, None, (1001.0, 1001.0)),
+    "bools are counted": (tf.constant([True, False]), None, None, (1.0, 2.0)),
+    "integers are summed": (tf.constant([3, 4], tf.int64), None, None, (7.0, 2.0)),
+    "weights may be bools": (tf.constant([3, 4]), tf.constant([True, False]), None, (3.0, 1.0)),
+    "ragged values weigh 1 each": (RAGGED, None, None, (10.0, 4.0)),
+    "ragged values take weights per example": (RAGGED, [1.0, 7.0, 2.0], None, (14.0, 5.0)),
+    "ragged values take ragged weights": (RAGGED, tf.ragged.constant([[1.0, 0.0, 2.0], [], [3.0]]), None, (19.0, 6.0)),
+    "ragged values leave padding out": (RAGGED, None, [1, 1, 0], (6.0, 3.0)),
+    "ragged values leave padding out of weights": (RAGGED, [2.0, 2.0, 9.0], [1, 1, 0], (12.0, 6.0)),
+}
 
 
-def test_values_within_examples_weigh_1_each():
-    assert sums(tf.constant(VALUES)) == (21.0, 6.0)
-
-
-def test_numpy_values_are_taken():
-    assert sums(VALUES) == (21.0, 6.0)
-
-
-def test_weights_per_example_weigh_values_per_example():
-    assert sums(metrics.weighted(tf.constant([1.0, 3.0]), [0.5, 2.0])) == (6.5, 2.5)
-
-
-def test_weights_per_example_spread_over_values_within():
-    assert sums(metrics.weighted(VALUES, [1.0, 0.5])) == (6.0 + 7.5, 4.5)
-
-
-def test_weights_within_examples_weigh_values_within():
-    weights = np.array([[1, 1, 0], [1, 0, 0]])
-    assert sums(metrics.weighted(VALUES, weights)) == (1.0 + 2.0 + 4.0, 3.0)
-
-
-def test_weights_spread_over_two_missing_axes():
-    values = np.arange(8, dtype=np.float32).reshape(2, 2, 2)
-    assert sums(metrics.weighted(values, [1.0, 3.0])) == (6.0 + 3 * 22.0, 4.0 + 12.0)
-
-
-def test_row_weights_take_padding_out():
-    assert sums(tf.constant([1.0, 2.5]), row_weights=[1, 0]) == (1.0, 1.0)
-    assert sums(tf.constant(VALUES), row_weights=[0, 1]) == (15.0, 3.0)
-
-
-def test_row_weights_multiply_with_weights():
-    assert sums(metrics.weighted(VALUES, [1.0, 0.5]), row_weights=[0, 1]) == (7.5, 1.5)
-    assert sums(metrics.weighted(VALUES, [[1, 1, 0], [1, 0, 0]]), row_weights=[1, 0]) == (3.0, 2.0)
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_row_of_weight_0_takes_no_part_even_if_it_is_not_finite(bad):
-    assert sums(tf.constant([1.0, bad]), row_weights=[1, 0]) == (1.0, 1.0)
-    assert sums(metrics.weighted(tf.constant([bad, 2.0]), [0.0, 3.0])) == (6.0, 3.0)
+@pytest.mark.parametrize("case", SUMS)
+def test_values_are_summed_with_their_weights(case):
+    value, weights, row_weights, expected = SUMS[case]
+    batch_size = value.nrows() if value is RAGGED else len(value)
+    value = value if weights is None else metrics.weighted(value, weights)
+    assert sums(value, int(batch_size), row_weights) == expected
 
 
 def test_a_row_that_takes_part_and_is_not_finite_shows():
@@ -109,45 +120,6 @@ def test_a_row_of_weight_0_has_no_gradient_even_if_it_is_not_finite():
         tape.watch(values)
         total = metrics.weigh("loss", values, 2, tf.constant([1.0, 0.0])).total
     np.testing.assert_array_equal(tape.gradient(total, values), [1.0, 0.0])
-
-
-def test_weights_all_0_sum_to_0():
-    assert sums(metrics.weighted(tf.constant([1.0, 2.0]), [0.0, 0.0])) == (0.0, 0.0)
-
-
-@pytest.mark.parametrize("dtype", [tf.bfloat16, tf.float16])
-def test_half_precision_values_are_summed_in_float32(dtype):
-    assert sums(tf.ones([70_001], dtype), 70_001) == (70_001.0, 70_001.0)  # bfloat16 counts to 256, float16 to 65504
-
-
-def test_half_precision_weights_are_summed_in_float32():
-    assert sums(metrics.weighted(tf.ones([1001]), tf.ones([1001], tf.bfloat16)), 1001) == (1001.0, 1001.0)
-
-
-def test_bools_and_integers_are_counted():
-    assert sums(tf.constant([True, False])) == (1.0, 2.0)
-    assert sums(tf.constant([3, 4], tf.int64)) == (7.0, 2.0)
-    assert sums(metrics.weighted(tf.constant([3, 4]), tf.constant([True, False]))) == (3.0, 1.0)
-
-
-RAGGED = tf.ragged.constant([[1.0, 2.0, 3.0], [], [4.0]])
-
-
-def test_ragged_values_weigh_1_each():
-    assert sums(RAGGED, 3) == (10.0, 4.0)
-
-
-def test_ragged_values_take_weights_per_example():
-    assert sums(metrics.weighted(RAGGED, [1.0, 7.0, 2.0]), 3) == (14.0, 5.0)
-
-
-def test_ragged_values_take_ragged_weights():
-    assert sums(metrics.weighted(RAGGED, tf.ragged.constant([[1.0, 0.0, 2.0], [], [3.0]])), 3) == (19.0, 6.0)
-
-
-def test_ragged_values_leave_padding_out():
-    assert sums(RAGGED, 3, row_weights=[1, 1, 0]) == (6.0, 3.0)
-    assert sums(metrics.weighted(RAGGED, [2.0, 2.0, 9.0]), 3, row_weights=[1, 1, 0]) == (12.0, 6.0)
 
 
 @pytest.mark.slow
