@@ -34,6 +34,7 @@ from distloop.distributed import workers
 from distloop.distributed.preemption import EXIT_CODE, Interrupted, StopRequests
 from distloop.distributed.strategies import has_gpus
 from distloop.errors import cannot_be_written
+from distloop.graph_functions import TRAINING_PASSES, count_flops
 from distloop.keras_models.fit_arguments import FitData
 from distloop.log import log
 from distloop.model import user_functions
@@ -251,8 +252,9 @@ class Fit:
         batch_size = self.source.info.batch_size
         self._forward = self.forward_pass.trace(self.source.info.element_spec, batch_size)
         check_all(self.evaluations, self._plan, self._report())
-        self._flops_per_example = overview.flops_per_example(self._forward, batch_size)
-        step_flops = self._flops_per_example and self._flops_per_example * (batch_size or 0)
+        forward_flops = count_flops(self._forward) if batch_size else None
+        step_flops = forward_flops and TRAINING_PASSES * forward_flops
+        self._flops_per_example = step_flops / batch_size if step_flops and batch_size else None
         self._executor = self.state.placement.choose_executor(self.state.strategy, self.config.executor, step_flops)
 
     def _all_actions(self, write: Write, profile: Profile) -> list[Action]:

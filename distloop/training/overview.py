@@ -24,7 +24,7 @@ import tensorflow as tf
 
 from distloop.data.source import Source
 from distloop.distributed import strategies, workers
-from distloop.graph_functions import TRAINING_PASSES, count_flops, graph_function, peak_of
+from distloop.graph_functions import graph_function, peak_of
 from distloop.log import log
 from distloop.model.state import TrainState
 from distloop.monitoring import records
@@ -195,17 +195,6 @@ def peak_flops(state: TrainState, settings: Config) -> float | None:
 def num_devices(state: TrainState) -> int:
     """Returns on how many devices all workers train: one for each replica, or those of its pipeline stages."""
     return (len(set(state.placement.devices)) or 1) * int(state.strategy.num_replicas_in_sync)
-
-
-def flops_per_example(forward: tf.Graph | None, batch_size: int | None) -> float | None:
-    """Returns the floating-point operations of training per example; None if they are unknown.
-
-    Args:
-        forward: the graph of the forward pass of a batch, of `ForwardPass`.
-        batch_size: of that batch; None if it is unknown.
-    """
-    forward_flops = count_flops(forward) if forward is not None and batch_size else None
-    return forward_flops and TRAINING_PASSES * forward_flops / (batch_size or 1)
 
 
 class ForwardPass:

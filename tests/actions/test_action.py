@@ -4,7 +4,18 @@ import dataclasses
 
 import pytest
 
-from distloop.actions.action import Action, Report, Saves, StopPoint, StopTraining, member, phase_of, run, started
+from distloop.actions.action import (
+    Action,
+    Report,
+    Saves,
+    StopPoint,
+    StopTraining,
+    check_actions,
+    member,
+    phase_of,
+    run,
+    started,
+)
 from distloop.actions.evaluate import Evaluate
 from distloop.actions.save import SaveBest
 from distloop.actions.stop_early import StopEarly
@@ -320,3 +331,14 @@ def test_a_run_that_another_action_stops_between_two_measurements_just_ends():
     run([evaluate, stop_early], report(step=10))
     _, reason = run([evaluate, action(5, StopTraining("enough")), stop_early], report(step=15, loss=1.0))
     assert reason == "enough"
+
+
+def test_an_action_without_a_period_is_refused():
+    with pytest.raises(ValueError, match="an action is a callable with an attribute `every`.*or give a Keras callback"):
+        check_actions([lambda report: None])
+
+
+@pytest.mark.parametrize("every", ["5 m", -1, True, 2.5])
+def test_an_action_whose_period_is_no_duration_is_refused(every):
+    with pytest.raises(ValueError, match=f"The action .*act.* has every={every!r}: give a number of steps, or a text"):
+        check_actions([action(every)])
