@@ -139,30 +139,35 @@ def take_shard(
         rows, size = pad(rows, microbatches)
     if replicas * microbatches == 1 and size is None:
         return rows, None
-    total = batch_size(rows)
+    with _on_host(layout, context.strategy):
+        total = batch_size(rows)
+        shard_start, shard_end = shard_bounds(replica, replicas, total)
+        start, end = shard_bounds(microbatch, microbatches, shard_end - shard_start)
+        start, end = shard_start + start, shard_start + end
+        shard = tf.nest.map_structure(lambda t: t[start:end], rows)
+        weights = None if size is None else tf.cast(tf.range(start, end) < size, tf.float32)
     is_even = isinstance(total, int) and total % (replicas * microbatches) == 0
     part_size = total // (replicas * microbatches) if is_even else None
-    shard_start, shard_end = shard_bounds(replica, replicas, total)
-    start, end = shard_bounds(microbatch, microbatches, shard_end - shard_start)
-    start, end = shard_start + start, shard_start + end
-    # On the host, so that a GPU receives its own rows and not all of them.
-    on_host = not layout.is_split and strategies.has_gpus(context.strategy)
-    with tf.device(HOST) if on_host else contextlib.nullcontext():
-        shard = tf.nest.map_structure(lambda t: t[start:end], rows)
     if part_size is not None:  # the bounds may be tensors, of which TensorFlow does not know the difference
         for tensor in tf.nest.flatten(shard):
             tensor.set_shape([part_size, *tensor.shape[1:]])
-    weights = None if size is None else tf.cast(tf.range(start, end) < size, tf.float32)
     return shard, weights
+
+
+def _on_host(layout: BatchLayout, strategy: tf.distribute.Strategy) -> contextlib.AbstractContextManager[Any]:
+    """Returns the scope in which a shard is cut: the host, so that a GPU gets its own rows and no others."""
+    is_on_gpus = not layout.is_split and strategies.has_gpus(strategy)
+    return tf.device(HOST) if is_on_gpus else contextlib.nullcontext()
 
 
 def place_of_shard(batch: Batch, layout: BatchLayout, turn: int) -> tuple[tf.Tensor, tf.Tensor]:
     """Returns where the rows of a turn begin in the global batch, and how many it has, without padding, int32 []."""
     context = tf.distribute.get_replica_context()
-    size = tf.convert_to_tensor(batch_size(batch.rows))
     replicas, replica = context.num_replicas_in_sync * layout.turns, context.replica_id_in_sync_group * layout.turns
-    total = size if batch.size is None else batch.size
-    return tf.minimum(shard_bounds(replica + turn, replicas, size)[0], total), total
+    with _on_host(layout, context.strategy):
+        size = tf.convert_to_tensor(batch_size(batch.rows))
+        total = size if batch.size is None else batch.size
+        return tf.minimum(shard_bounds(replica + turn, replicas, size)[0], total), total
 
 
 def shard_size(batch: Batch, layout: BatchLayout) -> tf.Tensor | int:

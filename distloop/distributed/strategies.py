@@ -64,7 +64,8 @@ def make_strategy(config: Config) -> tf.distribute.Strategy:
         config: as for `prepare`.
 
     Returns:
-        TensorFlow's default strategy, a `MirroredStrategy` or a `MultiWorkerMirroredStrategy`.
+        TensorFlow's default strategy on one CPU, a `OneDeviceStrategy` on one GPU, a `MirroredStrategy` or a
+        `MultiWorkerMirroredStrategy`.
 
     Raises:
         ValueError: if more devices are asked for than there are, or as for `prepare`.
@@ -84,7 +85,8 @@ def make_strategy(config: Config) -> tf.distribute.Strategy:
             f"{len(available)}: ask for at most that many, or for virtual CPUs with device=cpu."
         )
     if name == "none" or (name == "auto" and num_devices == 1):
-        return tf.distribute.get_strategy()
+        # The loop's graph is built for the host, and the default strategy's `run` would leave a replica there.
+        return tf.distribute.OneDeviceStrategy("/GPU:0") if device_type == "GPU" else tf.distribute.get_strategy()
     device_names = tuple(f"{device_type}:{i}" for i in range(num_devices))
     return _make_mirrored(device_names, bool(config.virtual_replicas))
 
@@ -160,6 +162,17 @@ def describe_reduction(strategy: tf.distribute.Strategy) -> str:
 def has_gpus(strategy: tf.distribute.Strategy) -> bool:
     """Returns True if replicas of this worker run on GPUs."""
     return any(name.startswith("GPU") for name in _device_names(strategy))
+
+
+def lead_device(strategy: tf.distribute.Strategy) -> str:
+    """Returns the device of this worker's first replica, where the numbers of a step stay until the host reads them."""
+    name = _device_names(strategy)[0]
+    return devices.HOST if name.startswith("CPU") else f"/{name}"
+
+
+def times_replicas(strategy: tf.distribute.Strategy) -> bool:
+    """Returns whether a step takes the time of each replica, which on GPUs would wait for each of them."""
+    return strategy.num_replicas_in_sync > 1 and not has_gpus(strategy)
 
 
 def uses_collectives(strategy: tf.distribute.Strategy) -> bool:

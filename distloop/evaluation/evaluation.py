@@ -276,7 +276,8 @@ class EvalLoop:
 
         After so many seconds no batch begins, but for the first one.
         """
-        time_limit = TimeLimit(secs)
+        with tf.device(HOST):
+            time_limit = TimeLimit(secs)
 
         def goes_on(has_more: tf.Tensor, batches: tf.Tensor, _: tf.Tensor, before: tf.Tensor) -> tf.Tensor:
             with tf.control_dependencies([before]):  # the clock is read when the batch before the last has ended
@@ -337,7 +338,8 @@ def make_evaluations(
 
 
 def _limits(max_batches: int, secs: float) -> tuple[tf.Tensor, tf.Tensor]:
-    return tf.constant(max_batches, tf.int64), tf.constant(secs, tf.float64)
+    with tf.device(HOST):
+        return tf.constant(max_batches, tf.int64), tf.constant(secs, tf.float64)
 
 
 def _copied(metrics: Mapping[str, keras.metrics.Metric], state: TrainState) -> KerasMetrics:

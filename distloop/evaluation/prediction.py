@@ -57,7 +57,9 @@ class PredictLoop:
         self._step = compiled(self._predict_batch, eager, name="prediction")  # one trace for its several callers
         self._run = compiled(lambda iterator, layout: self._step(shards.next_batch(iterator, layout), layout), eager)
         run_many = compiled(self._predict_batches, eager)
-        self._run_many = lambda *data: run_many(*data, tf.constant(_MAX_JOINED_SECS, tf.float64))
+        with tf.device(HOST):
+            limit = tf.constant(_MAX_JOINED_SECS, tf.float64)
+        self._run_many = lambda *data: run_many(*data, limit)
 
     def trace(self, source: Source) -> None:
         """Traces the outputs for a batch, which runs nothing; `predict` uses the trace."""
@@ -151,8 +153,10 @@ class PredictLoop:
 
     def _predict_batches(self, iterator: Any, layout: BatchLayout, secs: tf.Tensor) -> Any:
         """Predicts for up to `_MAX_JOINED_BATCHES` batches, and joins them; takes none after so many seconds."""
-        time_limit = TimeLimit(secs)
-        first = self._step(shards.next_batch(iterator, layout), layout)
+        with tf.device(HOST):
+            time_limit = TimeLimit(secs)
+            batch = shards.next_batch(iterator, layout)
+        first = self._step(batch, layout)
         leaves = tf.nest.flatten(first)
         if any(isinstance(leaf, tf.RaggedTensor) for leaf in leaves):
             return first  # a TensorArray holds no ragged tensors

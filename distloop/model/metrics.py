@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from distloop.distributed.devices import HOST
 from distloop.errors import require
 from distloop.monitoring.records import ABOUT_THE_RUN
 
@@ -207,8 +206,7 @@ class LossWatch(tf.Module):
     def __init__(self, num_losses: int):
         """Creates the statistics of U losses, of no steps yet."""
         super().__init__(name="loss_watch")
-        with tf.device(HOST):
-            self.statistics = tf.Variable(tf.zeros([num_losses, 3], tf.float64), trainable=False, name="statistics")
+        self.statistics = tf.Variable(tf.zeros([num_losses, 3], tf.float64), trainable=False, name="statistics")
 
     def check(self, losses: tf.Tensor, has_weight: tf.Tensor, jump: float) -> tf.Tensor:
         """Compares the losses of a step with their statistics, and updates the statistics of the losses that fit.

@@ -104,8 +104,9 @@ class TrainState(tf.Module):
         self.turns = strategies.virtual_replicas_each(strategy, virtual_replicas) or 1
         with tf.device(HOST):  # plain variables: replicas do not read them
             self.step = tf.Variable(0, dtype=tf.int64, trainable=False, name="step")
+        with tf.device(strategies.lead_device(strategy)):  # a step changes them without the host
             self.skipped_steps = tf.Variable(0, dtype=tf.int64, trainable=False, name="skipped_steps")
-        self.loss_watch = LossWatch(len(spec.updates))
+            self.loss_watch = LossWatch(len(spec.updates))
         self.average: MovingAverage | None = None
         self._average_decay = average_decay
         self.created = created

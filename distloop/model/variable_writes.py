@@ -36,10 +36,16 @@ def read(variables: Sequence[Any]) -> list[tf.Tensor]:
     return [tf.identity(v) for v in variables]
 
 
-def assign(variables: Sequence[Any], values: Sequence[tf.Tensor]) -> None:
-    """Assigns a value to each variable; in replica context."""
+def assign(variables: Sequence[Any], values: Sequence[tf.Tensor], unless: tf.Tensor | None = None) -> None:
+    """Assigns a value to each variable; in replica context.
+
+    Args:
+        variables: the variables.
+        values: one for each.
+        unless: a scalar condition under which the variables keep their values; None: they never do.
+    """
     for variable, value in zip(variables, values, strict=True):
-        variable.assign(value)
+        variable.assign(value if unless is None else tf.where(unless, variable, value))
 
 
 @contextlib.contextmanager

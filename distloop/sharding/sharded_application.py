@@ -151,11 +151,14 @@ class ShardedApplication(Application):
                 values.append(tf.identity(variable))
         return super().read_all(mirrored), values
 
-    def assign_all(self, variables: Sequence[Any], values: Any) -> None:
-        """Assigns what `read_all` returned."""
+    def assign_all(self, variables: Sequence[Any], values: Any, unless: Any = None) -> None:
+        """Assigns what `read_all` returned, unless a condition of each replica holds."""
         mirrored, single = self._apart(variables)
-        super().assign_all(mirrored, values[0])
-        variable_writes.assign(single, values[1])
+        super().assign_all(mirrored, values[0], unless)
+        for variable, value in zip(single, values[1], strict=True):
+            with tf.device(variable.device):
+                condition = None if unless is None else self._strategy.experimental_local_results(unless)[0]
+                variable_writes.assign([variable], [value], condition)
 
     def _apart(self, variables: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Returns the variables that each replica has, and the others."""

@@ -3,7 +3,7 @@
     application = make_application(state)
     before = application.read(update)
     application.apply(update, segments, scale, new_values)
-    application.restore(update, before)
+    application.restore(update, before, unless=is_finite)
 
 All is called outside of replicas. It does not know when an update is skipped or undone.
 """
@@ -49,17 +49,17 @@ class Application:
         """Returns the values of all that `apply` changes."""
         return self.read_all(self.state.changed_by(update.update))
 
-    def restore(self, update: ForwardBackward, values: Any) -> None:
-        """Assigns what `read` returned."""
-        self.assign_all(self.state.changed_by(update.update), values)
+    def restore(self, update: ForwardBackward, values: Any, unless: Any = None) -> None:
+        """Assigns what `read` returned, unless a condition of each replica holds."""
+        self.assign_all(self.state.changed_by(update.update), values, unless)
 
     def read_all(self, variables: Sequence[Any]) -> Any:
         """Returns the values of variables, per replica."""
         return self._strategy.run(functools.partial(variable_writes.read, variables))
 
-    def assign_all(self, variables: Sequence[Any], values: Any) -> None:
-        """Assigns what `read_all` returned."""
-        self._strategy.run(functools.partial(variable_writes.assign, variables), args=(values,))
+    def assign_all(self, variables: Sequence[Any], values: Any, unless: Any = None) -> None:
+        """Assigns what `read_all` returned, unless a condition of each replica holds."""
+        self._strategy.run(functools.partial(variable_writes.assign, variables), args=(values, unless))
 
     def reduce(
         self, update: ForwardBackward, sum_fn: Callable[..., Summed], judge: Callable[[Summed], Any], args: Any

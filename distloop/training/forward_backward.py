@@ -17,8 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 import tensorflow as tf
 
 from distloop.data.shards import Batch, BatchLayout, batch_size, take_shard
-from distloop.distributed import gathering, tensorflow_internals
-from distloop.distributed.devices import HOST
+from distloop.distributed import gathering, strategies, tensorflow_internals
 from distloop.distributed.placement import Sums
 from distloop.errors import explaining_merge_call
 from distloop.graph_functions import graph_function
@@ -165,7 +164,7 @@ class ForwardBackward:
         replicas = self.state.strategy.num_replicas_in_sync
         before = self.values() if again_from is None else again_from
         shard = _Shard(batch, layout, before, is_first=again_from is None)
-        is_timed = replicas > 1 and shard.is_first
+        is_timed = shard.is_first and strategies.times_replicas(self.state.strategy)
         started = _time_after(tf.nest.flatten(batch.rows, expand_composites=True)[:1]) if is_timed else None
 
         def compute(rows: Any, row_weights: tf.Tensor | None) -> Any:
@@ -362,9 +361,7 @@ def _explain_merge_call(update: ForwardBackward) -> str:
 
 def _secs_of_replicas(started: tf.Tensor, segments: list[Segment], replicas: int) -> tf.Tensor:
     """Returns how long a replica took, at its index in `[R]`, whose other numbers are 0."""
-    with tf.device(HOST):  # a copy: a mere dependency on a GPU's tensor is met before that is computed
-        last = tf.identity(tf.nest.flatten(segments)[-1][:1])
-    secs = tf.cast(_time_after([*tf.nest.flatten(segments), last]) - started, tf.float32)
+    secs = tf.cast(_time_after(tf.nest.flatten(segments)) - started, tf.float32)
     return tf.one_hot(tf.distribute.get_replica_context().replica_id_in_sync_group, replicas) * secs
 
 

@@ -169,6 +169,8 @@ class TrainLoop:
                 for row in rows:
                     step += _count(source, self._window, row)
                     if row.diagnosis is not None:
+                        if self._step.runs_ahead:
+                            source.lose_place(0)  # the iterator may be a batch further
                         raise _diverged(self._step, self._compiled.last_batch(), source, step, row.diagnosis)
                     if self._is_boundary(step, actions) and self._act(actions, self._report(step, row.end)):
                         return self.reported

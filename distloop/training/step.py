@@ -12,6 +12,10 @@ TensorFlow can take it (a replica's function may hold no branch around what sync
 
 A branch around `apply` costs 10 to 20 % of a small step, so only a step that may be skipped has one. Where a step that
 is not finite is an error, its gradients count as zero, which keeps the weights finite, and the loop ends on it.
+
+On GPUs a branch waits until its condition is on the host, and the GPUs wait for the host. So steps run ahead on GPUs:
+the host asks whether a step failed when the next step has begun, which then changes nothing. A step that may be skipped
+changes its variables, and restores them if it is skipped, which takes memory for a copy of them.
 """
 
 import functools
@@ -22,7 +26,7 @@ import tensorflow as tf
 
 from distloop.data import shards
 from distloop.data.shards import Batch, BatchLayout
-from distloop.distributed import gathering, workers
+from distloop.distributed import gathering, strategies, workers
 from distloop.distributed.devices import HOST
 from distloop.model import metrics, variable_writes
 from distloop.model.state import TrainState
@@ -37,7 +41,7 @@ NO_CLIPPING = Clipping()
 
 
 class Outcome(NamedTuple):
-    """The result of a train step: host tensors, the same on every worker."""
+    """The result of a train step, on the device of the first replica; the same on every worker."""
 
     applied: tf.Tensor  # []: whether it changed anything
     failed: tf.Tensor  # []: whether it is an error
@@ -81,6 +85,7 @@ class TrainStep:
         own_names: the tallies that the step adds to each update's.
         may_skip: whether a step may leave everything unchanged.
         may_fail: whether a step may be an error.
+        runs_ahead: whether a step begins before the host knows whether the one before failed.
     """
 
     def __init__(
@@ -94,6 +99,7 @@ class TrainStep:
         locate_nonfinite: bool = False,
         loss_jump: float | None = None,
         histograms: GradientRecorder | None = None,
+        runs_ahead: bool | None = None,
     ):
         """Prepares; nothing is traced yet.
 
@@ -108,6 +114,7 @@ class TrainStep:
             loss_jump: how far above its usual value a loss makes the step an error, as for `LossWatch.check`; then a
                 loss that is not finite is an error too, even if the loss is scaled; None: losses are not watched.
             histograms: records the gradients of each step; None: nothing does.
+            runs_ahead: whether the host may look at a step after the next one has begun; None: it may on GPUs.
         """
         self.state = state
         self.skip_nonfinite = skip_nonfinite
@@ -118,6 +125,9 @@ class TrainStep:
         self.may_skip = skip_nonfinite or locate_nonfinite or bool(state.loss_scalers)
         self.may_fail = not skip_nonfinite or bool(state.loss_scalers) or loss_jump is not None
         self.application = make_application(state)
+        runs_ahead = strategies.has_gpus(state.strategy) if runs_ahead is None else runs_ahead
+        self.runs_ahead = runs_ahead and not locate_nonfinite  # `explain` needs the last batch and its weights
+        self._lead = strategies.lead_device(state.strategy)
         self._needs_whole_gradients = bool(clipping.variable_norm) or histograms is not None
         self.set_microbatches(microbatches)
         self.own_names = [GRADIENT_NORM, CLIPPED_SHARE] if clipping else [GRADIENT_NORM]
@@ -146,32 +156,44 @@ class TrainStep:
         """The names of the tallies; known once the step is traced."""
         return [update.full_name(name) for update in self.updates for name in (*update.trace.names, *self.own_names)]
 
-    def __call__(self, batch: Batch, layout: BatchLayout) -> Outcome:
-        """Runs one step; in a `tf.function`, outside `strategy.run`."""
+    def __call__(self, batch: Batch, layout: BatchLayout, is_over: tf.Tensor | None = None) -> Outcome:
+        """Runs one step; in a `tf.function`, outside `strategy.run`.
+
+        Args:
+            batch: the global batch.
+            layout: its layout.
+            is_over: whether an earlier step failed, so that this one changes nothing, a scalar on the device of the
+                first replica; None: the host knows that none did.
+        """
         examples = self.count_examples(batch, layout)
-        finite = tf.constant(True)
         gradients: list[Gradients] = []  # of each update
         tallies: list[tf.Tensor] = []  # likewise; zeros if it was not applied
-        undo: list[Callable[[], None]] = []  # what restores the values before each
-        for update in self.updates:
-            of_update = self._forward(update, batch, layout, examples)
-            finite &= self._first(of_update.finite)
-            self._settle(update, of_update, finite)
-            self._record_gradients(update, of_update)
-            tallies.append(self._apply(update, of_update, finite, undo))
-            gradients.append(of_update)
-        metrics.check_fed(self.state.keras_metrics, {name for u in self.updates for name in u.trace.outputs})
-        failed = self._rescale(gradients, finite)
-        if self.loss_jump is not None:
-            failed |= self._has_diverged(gradients, self.loss_jump)
-        secs = [self._first(of_update.secs) for of_update in gradients if of_update.secs is not None]
-        return Outcome(
-            applied=finite,
-            failed=failed,
-            tallies=_join_tallies(tallies, finite, self.may_skip),
-            diagnosis=self._diagnosis(gradients),
-            replica_secs=tf.add_n(secs) if secs else None,
-        )
+        undo: list[Callable[..., None]] = []  # what restores the values before each
+        with tf.device(self._lead):
+            counts: Any = None if is_over is None else ~is_over  # on each replica: whether the step counts so far
+            for update in self.updates:
+                of_update = self._forward(update, batch, layout, examples)
+                finite = of_update.finite
+                counts = finite if counts is None else self._strategy.run(tf.logical_and, args=(counts, finite))
+                self._settle(update, of_update, counts)
+                self._record_gradients(update, of_update)
+                tallies.append(self._apply(update, of_update, counts, is_over, undo))
+                gradients.append(of_update)
+            for restore in undo[-2::-1] if self.runs_ahead else ():  # a later update may have failed
+                restore(unless=counts)
+            metrics.check_fed(self.state.keras_metrics, {name for u in self.updates for name in u.trace.outputs})
+            applied = self._first(counts)
+            failed = _rescale(self, gradients, applied, is_over)
+            if self.loss_jump is not None:
+                failed |= _has_diverged(self, gradients, self.loss_jump, is_over)
+            secs = [self._first(of_update.secs) for of_update in gradients if of_update.secs is not None]
+            return Outcome(
+                applied=applied,
+                failed=failed,
+                tallies=_join_tallies(tallies, applied, self.may_skip),
+                diagnosis=_diagnosis(self, gradients),
+                replica_secs=tf.add_n(secs) if secs else None,
+            )
 
     def advance(self, update: ForwardBackward, batch: Batch, layout: BatchLayout) -> None:
         """Takes one update, finite or not, for a second look at a step that failed."""
@@ -229,7 +251,7 @@ class TrainStep:
             secs=summed.secs,
         )
 
-    def _settle(self, update: ForwardBackward, gradients: Gradients, finite: tf.Tensor) -> None:
+    def _settle(self, update: ForwardBackward, gradients: Gradients, finite: Any) -> None:
         """Keeps what the forward pass wrote, averaged over the replicas, if the step is finite; else restores it."""
 
         def settle(finite: tf.Tensor, before: list[Any], after: list[Any]) -> None:
@@ -244,14 +266,20 @@ class TrainStep:
             self.histograms.record(update.name, segments, self._first(gradients.scale))
 
     def _apply(
-        self, update: ForwardBackward, gradients: Gradients, finite: tf.Tensor, undo: list[Callable[[], None]]
+        self,
+        update: ForwardBackward,
+        gradients: Gradients,
+        counts: Any,
+        is_over: tf.Tensor | None,
+        undo: list[Callable[..., None]],
     ) -> tf.Tensor:
-        """Applies an update if all is finite so far, else undoes the earlier ones.
+        """Applies an update if the step counts so far, else undoes the earlier ones.
 
         Args:
             update: the pass.
             gradients: of it.
-            finite: whether all is.
+            counts: whether the step counts so far, on each replica.
+            is_over: as for `__call__`.
             undo: what restores the values before each earlier update; gets what restores those before this one.
 
         Returns:
@@ -262,16 +290,27 @@ class TrainStep:
             self.application.apply, update, gradients.segments, gradients.scale, gradients.new_values
         )
         if not self.may_skip:
-            apply()
+            if is_over is None:
+                apply()
+            else:
+                with tf.device(HOST):  # which has long known it, as a forward and a backward pass were in between
+                    is_over = tf.identity(is_over)
+                tf.cond(is_over, lambda: None, apply)
             return tallies
         is_last = update is self.updates[-1]  # a later update may still fail, and take this one with it
-        before = None if is_last else self.application.read(update)
+        before = None if is_last and not self.runs_ahead else self.application.read(update)
         earlier = undo[::-1]  # the first one's values are the oldest
 
-        def restore() -> None:
-            self.application.restore(update, before)
+        def restore(unless: Any = None) -> None:
+            self.application.restore(update, before, unless)
             written = functools.partial(variable_writes.assign, update.trace.written)
-            self._strategy.run(written, args=(gradients.before,))
+            self._strategy.run(written, args=(gradients.before, unless))
+
+        undo.append(restore)
+        if self.runs_ahead:
+            apply()
+            self.application.restore(update, before, unless=counts)
+            return tf.where(self._first(counts), tallies, 0.0)
 
         def applied() -> tf.Tensor:
             apply()
@@ -282,44 +321,48 @@ class TrainStep:
                 restore_earlier()
             return tf.zeros_like(tallies)
 
-        undo.append(restore)
-        return tf.cond(finite, applied, undone)
+        return tf.cond(self._first(counts), applied, undone)
 
-    def _rescale(self, gradients: Sequence[Gradients], finite: tf.Tensor) -> tf.Tensor:
-        """Adapts the loss scales; returns whether the step is an error. With a loss scale, one overflow is none."""
-        failed = tf.constant(False)
-        by_scaler: dict[int, tuple[LossScaleOptimizer | None, list[tf.Tensor]]] = {}
-        for update, of_update in zip(self.updates, gradients, strict=True):
-            scaled = by_scaler.setdefault(id(update.loss_scaler), (update.loss_scaler, []))
-            scaled[1].append(self._first(of_update.finite))
-        for scaler, are_finite in by_scaler.values():
-            is_finite = functools.reduce(tf.logical_and, are_finite)
-            if scaler is not None:
-                scaler.update_scale(is_finite, finite)
-                failed |= tf.convert_to_tensor(scaler.streak) <= -MAX_OVERFLOWS_AT_FLOOR
-            elif not self.skip_nonfinite:
-                failed |= ~is_finite
-        return failed
 
-    def _has_diverged(self, gradients: Sequence[Gradients], jump: float) -> tf.Tensor:
-        """Returns whether the loss of any update jumped, or is not finite."""
-        losses = tf.stack([self._first(of_update.tallies)[:2] for of_update in gradients])  # [U, 2]
-        totals, weights = tf.unstack(losses, axis=1)
-        means = tf.math.divide_no_nan(totals, weights)
-        with tf.device(HOST):
-            has_diverged = self.state.loss_watch.check(means, weights > 0, jump)
-        # A loss scale is not to blame for a loss that is not finite: it is computed before it is scaled.
-        return has_diverged if self.skip_nonfinite else has_diverged | ~tf.reduce_all(tf.math.is_finite(means))
+def _rescale(
+    step: TrainStep, gradients: Sequence[Gradients], applied: tf.Tensor, is_over: tf.Tensor | None
+) -> tf.Tensor:
+    """Adapts the loss scales; returns whether the step is an error. With a loss scale, one overflow is none."""
+    failed = tf.constant(False)
+    by_scaler: dict[int, tuple[LossScaleOptimizer | None, list[tf.Tensor]]] = {}
+    for update, of_update in zip(step.updates, gradients, strict=True):
+        scaled = by_scaler.setdefault(id(update.loss_scaler), (update.loss_scaler, []))
+        scaled[1].append(step._first(of_update.finite))
+    for scaler, are_finite in by_scaler.values():
+        is_finite = functools.reduce(tf.logical_and, are_finite)
+        if scaler is not None:
+            scaler.update_scale(is_finite if is_over is None else is_finite | is_over, applied)
+            failed |= tf.convert_to_tensor(scaler.streak) <= -MAX_OVERFLOWS_AT_FLOOR
+        elif not step.skip_nonfinite:
+            failed |= ~is_finite
+    return failed
 
-    def _diagnosis(self, gradients: Sequence[Gradients]) -> tf.Tensor:
-        """Returns tallies and gradients of all updates for `diagnosis.explain`, if the step may be an error."""
-        if not self.may_fail:
-            return tf.zeros([0])
-        parts = []
-        for update, of_update in zip(self.updates, gradients, strict=True):
-            segments, squares = tf.nest.map_structure(self._first, (of_update.segments, of_update.squares))
-            parts += [self._first(of_update.tallies), update.packing.diagnosis(segments, squares)]
-        return tf.concat(parts, 0)
+
+def _has_diverged(step: TrainStep, gradients: Sequence[Gradients], jump: float, is_over: tf.Tensor | None) -> tf.Tensor:
+    """Returns whether the loss of any update jumped, or is not finite."""
+    losses = tf.stack([step._first(of_update.tallies)[:2] for of_update in gradients])  # [U, 2]
+    totals, weights = tf.unstack(losses, axis=1)
+    means = tf.math.divide_no_nan(totals, weights)
+    counts = weights > 0 if is_over is None else (weights > 0) & ~is_over
+    has_diverged = step.state.loss_watch.check(means, counts, jump)
+    # A loss scale is not to blame for a loss that is not finite: it is computed before it is scaled.
+    return has_diverged if step.skip_nonfinite else has_diverged | ~tf.reduce_all(tf.math.is_finite(means))
+
+
+def _diagnosis(step: TrainStep, gradients: Sequence[Gradients]) -> tf.Tensor:
+    """Returns tallies and gradients of all updates for `diagnosis.explain`, if the step may be an error."""
+    if not step.may_fail:
+        return tf.zeros([0])
+    parts = []
+    for update, of_update in zip(step.updates, gradients, strict=True):
+        segments, squares = tf.nest.map_structure(step._first, (of_update.segments, of_update.squares))
+        parts += [step._first(of_update.tallies), update.packing.diagnosis(segments, squares)]
+    return tf.concat(parts, 0)
 
 
 def _join_tallies(of_updates: Sequence[tf.Tensor], finite: tf.Tensor, may_skip: bool) -> tf.Tensor:

@@ -1,0 +1,103 @@
+"""Steps that run ahead of the host, as on GPUs, here on CPUs: the bits, rows and errors of steps that wait."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import distloop
+from distloop.training.step import TrainStep
+from tests.problems import assert_equal, classification, classifier, everything, mostly_wide, on
+
+SIZE, STEPS = 8, 12
+TIMES = ("secs", "per_sec", "input_wait", "host_share", "memory", "imbalance", "time")
+
+
+def two_models():
+    """A `model_fn` with two updates, of which the second has no finite loss where an `x` is not finite."""
+    first, second = (
+        keras.Sequential([keras.Input((8,)), keras.layers.Dense(1, name="out")], name=name) for name in "ab"
+    )
+
+    def loss_fn_of(model, limit):
+        def loss_fn(batch, training):
+            x = tf.where(tf.math.is_finite(batch["x"]), batch["x"], limit)
+            return {"loss": tf.cast(model(x, training=training)[:, 0], tf.float32) ** 2}
+
+        return loss_fn
+
+    updates = [
+        distloop.Update("first", loss_fn_of(first, 1.0), keras.optimizers.Adam(0.1), "^a/"),
+        distloop.Update("second", loss_fn_of(second, np.inf), keras.optimizers.Adam(0.1), "^b/"),
+    ]
+    return distloop.ModelSpec({"a": first, "b": second}, updates=updates)
+
+
+MODEL_FNS = {
+    "plain": classifier(optimizer=lambda: keras.optimizers.Adam(0.01)),
+    "everything": classifier(batch_norm="local", dropout=0.5, l2=0.1, metrics=True),
+    "two updates": two_models,
+}
+
+
+def run(monkeypatch, is_ahead, model_fn, bad_rows, replicas, settings):
+    """Trains with `inf` in some rows.
+
+    Returns:
+        The numbers of each log and the error as a text, all that training changes, the trainer and the data.
+    """
+    init = TrainStep.__init__
+    monkeypatch.setattr(TrainStep, "__init__", lambda *args, **options: init(*args, **options, runs_ahead=is_ahead))
+    rows, logged, text = classification(64), [], None
+    rows["x"][list(bad_rows), 0] = np.inf
+    trainer = distloop.Trainer(MODEL_FNS[model_fn], on(replicas, **{"log_every": 5, **settings}))
+    data = distloop.make_dataset(rows, SIZE)
+
+    def keep(report):
+        logged.append({k: v for k, v in report.metrics.items() if not any(part in k for part in TIMES)})
+
+    keep.every = None
+    try:
+        trainer.fit(data, steps=STEPS, actions=[keep])
+    except FloatingPointError as error:
+        text = str(error)
+    monkeypatch.undo()
+    return f"{logged} {text}", everything(trainer), trainer, data
+
+
+CASES = [
+    ("plain", (), 1, {}),
+    ("plain", (SIZE * 6 + 1,), 1, {}),  # the first pass over the data is 8 steps
+    ("plain", (SIZE * 4 + 1,), 1, {}),  # the last step before a log
+    ("plain", (SIZE * 3 + 1,), 2, {"clip_norm": 0.1, "average_decay": 0.9}),
+    ("everything", (SIZE * 2 + 1, SIZE * 3), 2, {"on_nonfinite": "skip"}),
+    ("everything", (SIZE * 4 + 1,), 1, {}),
+    ("everything", (SIZE * 1 + 1, SIZE * 5), 1, {"precision": "mixed_float16", "average_decay": 0.9}),
+    ("two updates", (SIZE * 2 + 1,), 1, {"on_nonfinite": "skip"}),
+    ("two updates", (SIZE * 2 + 1,), 2, {"precision": "mixed_float16"}),
+    ("plain", (SIZE * 2 + 1,), 2, {"shard_optimizer": True, "precision": "mixed_float16"}),
+    ("plain", (SIZE * 2 + 1,), 2, {"virtual_replicas": 4, "on_nonfinite": "skip"}),
+    ("everything", (SIZE * 2 + 1,), 1, {"microbatches": 2, "on_nonfinite": "skip"}),
+    ("plain", (SIZE * 3 + 1,), 1, {"eager": True}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_fn, bad_rows, replicas, settings", mostly_wide(CASES, *CASES[1:3], *CASES[4:9]))
+def test_the_numbers_are_those_of_steps_that_wait(monkeypatch, model_fn, bad_rows, replicas, settings):
+    expected_text, expected, *_ = run(monkeypatch, False, model_fn, bad_rows, replicas, settings)
+    text, found, trainer, _ = run(monkeypatch, True, model_fn, bad_rows, replicas, settings)
+    assert text == expected_text
+    assert_equal(found, expected)
+    assert not bad_rows or "is the first that was not finite" in text or int(trainer.state.skipped_steps) > 0
+
+
+@pytest.mark.slow
+def test_after_a_step_that_failed_the_data_goes_on_with_the_next_batch(monkeypatch):
+    numbers = []
+    for is_ahead in (False, True):
+        *_, trainer, data = run(monkeypatch, is_ahead, "plain", (SIZE * 4 + 1,), 1, {})
+        assert trainer.step == 5
+        trainer.fit(data, steps=8)
+        numbers.append(everything(trainer))
+    assert_equal(*numbers)
