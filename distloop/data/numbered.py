@@ -1,4 +1,4 @@
-"""Data by number: batches whose examples are a function of the batch's number, so that any of them can be the first.
+"""Batches whose examples are a function of the batch's number, so that any of them can be the first.
 
     train = NumberedDataset(reader, Order(num_rows=len(reader), batch_size=64), None)
     train.starting_at(1_000_000)        # as fast as train.starting_at(0)
@@ -15,8 +15,9 @@ import numpy as np
 import tensorflow as tf
 
 from distloop.data.order import example_seeds
-from distloop.data.position import convert_place
+from distloop.data.position import convert_numbered
 from distloop.data.rows import Uneven
+from distloop.data.shards import shard_bounds
 
 _ORDER_VERSION = 1  # of `Order`'s permutation, in checkpoints
 _MOST_EPOCHS = 2**31
@@ -35,7 +36,7 @@ class Share(NamedTuple):
 
     def bounds(self, size: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns the first row of a batch to read, and the one after the last, int64 []."""
-        first, end = self.worker * size // self.num_workers, (self.worker + 1) * size // self.num_workers
+        first, end = shard_bounds(self.worker, self.num_workers, size)
         is_small = size < self.min_rows
         return tf.where(is_small, tf.zeros_like(size), first), tf.where(is_small, size, end)
 
@@ -45,11 +46,20 @@ class NumberedDataset(tf.data.Dataset):
 
     It is a `tf.data.Dataset`: each time it is read by itself, an epoch follows on the one before. `map` and `take` keep
     the position a number; other methods of `tf.data` return a plain dataset, which is read again to get to a position.
+    It has the methods of a `Feed`, too, by which a `Source` reads it.
 
     Attributes:
         order: which examples are in a batch.
         mixes_rows: whether a function over batches may make a row from others of its batch.
+        share: the rows that this worker reads; None: all.
+        resume: empty, as there is nothing to say of it: a resumed run is at its position at once.
+        seeks: whether it does so without reading what comes before.
+        goes_on: whether it does so by itself.
+        oldest_place: unused; a `Feed` needs it for its states.
     """
+
+    resume = ""
+    seeks = goes_on = True
 
     def __init__(
         self,
@@ -57,7 +67,10 @@ class NumberedDataset(tf.data.Dataset):
         order: Any,
         apply: Any,
         maps: tuple[Callable[[tf.data.Dataset], tf.data.Dataset], ...] = (),
+        *,
         mixes_rows: bool = False,
+        is_one_epoch: bool = False,
+        repeats: bool = True,
     ):
         """Remembers its parts; a pipeline is built when it is read.
 
@@ -67,12 +80,17 @@ class NumberedDataset(tf.data.Dataset):
             apply: a `TracedMap`, which changes the examples of a batch, by their seeds; None: nothing does.
             maps: what `map` adds to a pipeline of batches, in their order.
             mixes_rows: whether one of them may make a row from others of its batch.
+            is_one_epoch: whether every epoch repeats the first one.
+            repeats: whether `dataset` gives epochs without end.
         """
         self.order, self.mixes_rows = order, mixes_rows
         self._reader, self._apply, self._maps = reader, apply, maps
+        self._is_one_epoch, self._repeats = is_one_epoch, repeats
         self._uses_seeds = apply is not None or reader.uses_seeds
         self._batch_size = order.batch_size  # for `info`, as tf.data's own datasets
         self._num_read = 0  # passes that began, by `iter`
+        self.share: Share | None = None
+        self.oldest_place: Callable[[], int] = lambda: 0
         super().__init__(None)  # the tensor is made when tf.data asks for it
 
     def starting_at(self, first: int, *, repeat: bool = True, share: Share | None = None) -> tf.data.Dataset:
@@ -87,26 +105,60 @@ class NumberedDataset(tf.data.Dataset):
         end = per_epoch * (_MOST_EPOCHS if repeat else first // per_epoch + 1)
         return self._read(tf.data.Dataset.range(first, end), share)
 
+    def dataset(self, first: int = 0, state: Any = None) -> tf.data.Dataset:
+        """Returns a dataset of this worker's rows that begins at a batch, counted from 0 over all epochs."""
+        return self.starting_at(first, repeat=self._repeats, share=self.share)
+
+    def feed(self, *, repeat: bool) -> "NumberedDataset":
+        """Returns the dataset for one `Source`, whose epochs follow without end or not."""
+        return self._with(repeats=repeat)
+
+    def read_share(self, share: Share) -> None:
+        """Reads some rows of each batch alone, unless a function over batches may need the others."""
+        self.share = None if self.mixes_rows else share
+
+    def require_restart(self) -> None:
+        """Does nothing: the data can be read again from any batch."""
+
+    @property
+    def batch_size(self) -> int | None:
+        """The examples of a whole batch; None: it changes."""
+        return self.order.largest_batch
+
+    def seen(self, num_batches: int) -> Mapping[str, int]:
+        """Returns how many examples of each source are in the first batches, by its name; of one source, nothing."""
+        per_epoch = self.order.batches_per_epoch
+        num_again, num_batches = divmod(num_batches, per_epoch) if self._is_one_epoch else (0, num_batches)
+        of_epoch, counts = self.order.seen(per_epoch if num_again else 0), self.order.seen(num_batches)
+        return {name: num_again * of_epoch[name] + n for name, n in counts.items()} if len(counts) > 1 else {}
+
+    def state_at(self, num_batches: int) -> Any:
+        """Returns None: the number of the batch is all there is to know."""
+
     def first_rows(self) -> Any:
         """Returns the first batch."""
         return next(iter(self.starting_at(0)))
 
-    def facts_at(self, place: Mapping[str, Any]) -> dict[str, Any]:
+    def facts_at(self, position: Mapping[str, Any]) -> dict[str, Any]:
         """Returns what a position depends on, for JSON."""
         order = self.order
         seed = {"seed": order.seed} if order.is_shuffled or self._uses_seeds else {}
         return {
-            **order.facts_at(place),
+            **order.facts_at(position),
             **seed,
             "num_rows": order.num_rows,
             "order": _ORDER_VERSION if order.is_shuffled else 0,
             **self._reader.facts,
         }
 
-    @property
-    def describe_change(self) -> Callable[[str], str] | None:
-        """Returns how the source differs from that of a fingerprint; None: it does not know."""
-        return getattr(self._reader, "describe_change", None)
+    def convert(self, position: Mapping[str, Any], facts: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns a saved position in batches of this data; `facts` are those of `facts_at`.
+
+        Raises:
+            ValueError: if the position is one in other data, or in another order of it.
+        """
+        describe_change = getattr(self._reader, "describe_change", None)
+        return convert_numbered(position, facts, describe_change, getattr(self.order, "batch_at", None))
 
     @property
     def against_waiting(self) -> str:
@@ -119,7 +171,7 @@ class NumberedDataset(tf.data.Dataset):
 
     def first_pass_again(self) -> "NumberedDataset":
         """Returns the dataset of which every epoch repeats the first one."""
-        return self._with(order=replace(self.order, is_one_epoch=True))
+        return self._with(is_one_epoch=True)
 
     def fresh(self) -> "NumberedDataset":
         """Returns the dataset as it was before it was read."""
@@ -149,12 +201,14 @@ class NumberedDataset(tf.data.Dataset):
 
     def _with(self, **changes: Any) -> "NumberedDataset":
         parts = {"reader": self._reader, "order": self.order, "apply": self._apply, "maps": self._maps}
-        return NumberedDataset(**(parts | {"mixes_rows": self.mixes_rows} | changes))
+        parts |= {"mixes_rows": self.mixes_rows, "is_one_epoch": self._is_one_epoch, "repeats": self._repeats}
+        return NumberedDataset(**(parts | changes))
 
     def _read(self, batches: tf.data.Dataset, share: Share | None = None) -> tf.data.Dataset:
         """Returns the batches with some numbers."""
 
         def read(batch: tf.Tensor) -> Any:
+            batch = batch % self.order.batches_per_epoch if self._is_one_epoch else batch
             size = self.order.size(batch)
             first, end = (0, None) if share is None else share.bounds(size)
             rows, epochs = self.order.rows(batch, first, end)
@@ -182,7 +236,7 @@ class NumberedDataset(tf.data.Dataset):
         """Returns one pass, for tf.data alone; whenever that begins anew, at another epoch if epochs differ."""
         count = self.order.batches_per_epoch
         differs = self.order.is_stationary and (self.order.is_shuffled or self._uses_seeds)
-        if self.order.is_one_epoch or not differs:
+        if self._is_one_epoch or not differs:
             return self._read(tf.data.Dataset.range(count))
         draws = tf.data.Dataset.random(seed=self.order.seed, rerandomize_each_iteration=True).take(1)
 
@@ -229,69 +283,3 @@ def _among_zeros(entry: tf.Tensor, *, before: tf.Tensor, after: tf.Tensor) -> tf
     whole = tf.concat([zeros[0], entry, zeros[1]], 0)
     whole.set_shape([None, *entry.shape[1:]])
     return whole
-
-
-class NumberedFeed:
-    """Feeds a `Source` from data by number; the same methods as `Feed`.
-
-    Attributes:
-        batch_size: rows of a whole batch.
-        resume: empty, as there is nothing to say of it: a resumed run is at its position at once.
-        seeks: whether it does so without reading what comes before.
-        goes_on: whether it does so by itself.
-        share: the rows that this worker reads; None: all.
-        against_waiting: what to try where steps wait for the data.
-        oldest_place: unused; a `Feed` needs it for its states.
-    """
-
-    resume = ""
-    seeks = goes_on = True
-
-    def __init__(self, data: NumberedDataset, repeat: bool):
-        """Remembers the data.
-
-        Args:
-            data: by number.
-            repeat: whether epochs follow without end.
-        """
-        self.batch_size = data.order.largest_batch
-        self.share: Share | None = None
-        self.oldest_place: Callable[[], int] = lambda: 0
-        self.against_waiting = data.against_waiting
-        self._data, self._repeat = data, repeat
-
-    def read_share(self, share: Share) -> None:
-        """Reads some rows of each batch alone, unless a function over batches may need the others."""
-        self.share = None if self._data.mixes_rows else share
-
-    def require_restart(self) -> None:
-        """Does nothing: the data can be read again from any batch."""
-
-    def first_rows(self) -> Any:
-        """Returns the first batch."""
-        return self._data.first_rows()
-
-    def dataset(self, first: int = 0, state: Any = None) -> tf.data.Dataset:
-        """Returns a dataset that begins at a batch, counted from 0 over all epochs."""
-        return self._data.starting_at(first, repeat=self._repeat, share=self.share)
-
-    def convert(self, place: Mapping[str, Any], facts: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns a saved position in batches of this data; `facts` are those of `facts_at`.
-
-        Raises:
-            ValueError: if the position is one in other data, or in another order of it.
-        """
-        batch_at = getattr(self._data.order, "batch_at", None)
-        return convert_place(place, facts, self._data.describe_change, batch_at)
-
-    def facts_at(self, place: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns what a position depends on, for JSON."""
-        return self._data.facts_at(place)
-
-    def seen(self, num_batches: int) -> Mapping[str, int]:
-        """Returns how many examples of each source are in the first batches, by its name; of one source, nothing."""
-        counts = self._data.order.seen(num_batches)
-        return counts if len(counts) > 1 else {}
-
-    def state_at(self, num_batches: int) -> Any:
-        """Returns None: the number of the batch is all there is to know."""

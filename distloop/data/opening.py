@@ -17,7 +17,7 @@ from typing_extensions import Unpack
 
 from distloop.data.arrays import as_dataset
 from distloop.data.feeds import Feed, make_feed
-from distloop.data.numbered import NumberedDataset, NumberedFeed
+from distloop.data.numbered import NumberedDataset
 
 EACH_AN_ARRAY = "arrays or lists of numbers, [N, ...], alone or in a dict, tuple or list"
 
@@ -69,7 +69,7 @@ class OpenedData(NamedTuple):
     """A user's data, opened by a worker."""
 
     dataset: Any  # of one pass
-    feed: Feed | NumberedFeed | None  # that gives the dataset, unless tf.data does
+    feed: Feed | NumberedDataset | None  # that gives the dataset, unless tf.data does
     takes_context: bool  # whether it was made by a function of a `WorkerContext`
     begins_anywhere: bool  # whether the feed gives the dataset from any batch on
 
@@ -113,7 +113,7 @@ def open_data(
         data = data if map_batch is None else data.map_rows(map_batch)
         data = data.take(limit) if limit else data
         data = data.first_pass_again() if is_cached else data
-        return OpenedData(data, NumberedFeed(data, repeat), takes_context, begins_anywhere=True)
+        return OpenedData(data, data.feed(repeat=repeat), takes_context, begins_anywhere=True)
     feed = make_feed(data, repeat=repeat, shuffle_seed=shuffle_seed, make_again=make, map_batch=map_batch)
     if feed is not None:
         dataset = feed.one_pass(is_endless_if_unknown=takes_context and num_workers > 1)  # shards may differ in length

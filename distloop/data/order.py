@@ -1,4 +1,4 @@
-"""Order of examples: the examples and the epochs of a batch, as a function of the batch's number.
+"""The examples and the epochs of a batch, as a function of the batch's number.
 
     order = Order(num_rows=60_000, batch_size=128, seed=0, is_shuffled=True)
     rows, epochs = order.rows(tf.constant(1_000_000, tf.int64))      # [b], [b]
@@ -30,7 +30,6 @@ class Order:
         is_shuffled: whether each epoch has a permutation of its own; else the order is that of the source.
         drop_remainder: whether the odd last batch of each epoch is left out.
         limit: the most batches of an epoch; 0: all.
-        is_one_epoch: whether every epoch repeats the first one.
         is_stationary: whether all epochs are alike but for their order.
         static_width: the length to which all batches are padded; None: they are not, or differ.
     """
@@ -44,7 +43,6 @@ class Order:
     is_shuffled: bool = False
     drop_remainder: bool = False
     limit: int = 0
-    is_one_epoch: bool = False
 
     @property
     def batches_per_epoch(self) -> int:
@@ -72,15 +70,14 @@ class Order:
 
         Args:
             batch: its number from 0, counted over all epochs, int64 [].
-            first: the place in the batch of the first example to return.
-            end: the place after the last one; None: that of the batch.
+            first: the first example of the batch to return, counted from 0.
+            end: the one after the last; None: the end of the batch.
 
         Returns:
             Two tensors of int64, [b].
         """
         epoch, start = batch // self.batches_per_epoch, (batch % self.batches_per_epoch) * self.batch_size
         rows = tf.range(start + first, tf.minimum(start + (self.batch_size if end is None else end), self.num_rows))
-        epoch = tf.zeros_like(epoch) if self.is_one_epoch else epoch
         epochs = tf.fill(tf.shape(rows), epoch)
         return (permute(rows, self.num_rows, self.seed, epoch) if self.is_shuffled else rows), epochs
 
@@ -94,15 +91,15 @@ class Order:
         of_epoch = min(self.batches_per_epoch * self.batch_size, self.num_rows)
         return {"data": epoch * of_epoch + batch * self.batch_size}
 
-    def facts_at(self, place: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns what a place depends on beside the rows and their order, for JSON."""
+    def facts_at(self, position: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns what a position depends on beside the rows and their order, for JSON."""
         return {"batch_size": self.batch_size, "batches_per_epoch": self.batches_per_epoch}
 
 
 def permute(
     indices: tf.Tensor, count: tf.Tensor | int, seed: int, epoch: tf.Tensor, source: tf.Tensor | int = 0
 ) -> tf.Tensor:
-    """Returns the places of some indices in permutations that a seed and an epoch choose, int64 [n].
+    """Returns where some indices are in permutations that a seed and an epoch choose, int64 [n].
 
     The permutation is the block cipher of `tf.random.experimental.index_shuffle`, with more rounds.
 

@@ -208,11 +208,7 @@ class SourceRows:
                 shapes.set_shape([None, spec.shape.rank])
                 entry.set_shape([None])
                 entries.append(Uneven(entry, ends, shapes, spec))
-        return (
-            tf.nest.pack_sequence_as(self.spec, entries)
-            if len(entries) > 1 or tf.nest.is_nested(self.spec)
-            else entries[0]
-        )
+        return _pack(self.spec, entries)
 
     def _read(self, rows: np.ndarray, seeds: np.ndarray | None = None) -> list[np.ndarray]:
         try:

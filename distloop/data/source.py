@@ -19,7 +19,7 @@ from distloop.data.arrays import Arrays, are_arrays, as_arrays
 from distloop.data.columns import content_of
 from distloop.data.info import DataInfo, can_be_looked_at, count_batches, inspect
 from distloop.data.iterators import Behind, fresh_copy, iterate
-from distloop.data.numbered import NumberedFeed, Share
+from distloop.data.numbered import NumberedDataset, Share
 from distloop.data.opening import Reading, open_data
 from distloop.data.position import CONTENT, convert_batches, facts_of
 from distloop.data.readers import READ_AGAIN
@@ -156,13 +156,13 @@ class Source:
         self._iterator: Any = None
         self.behind = Behind(None, 0)
         self._whole_pipeline: tf.data.Dataset | None = None  # from the first batch
-        if isinstance(self.feed, NumberedFeed) and self._num_workers > 1 and not self.layout.is_sharded:
+        if isinstance(self.feed, NumberedDataset) and self._num_workers > 1 and not self.layout.is_sharded:
             self.feed.read_share(Share(self._worker, self._num_workers, self.info.min_rows))
 
     @property
     def reads_own_rows(self) -> bool:
         """Whether this worker reads the rows of its own replicas alone."""
-        return isinstance(self.feed, NumberedFeed) and self.feed.share is not None
+        return isinstance(self.feed, NumberedDataset) and self.feed.share is not None
 
     def count_batches(self) -> float | None:
         """Returns the batches in one pass; counts them once where a `tf.data` dataset does not know. None: unknown."""
@@ -247,7 +247,7 @@ class Source:
 
     def restore_position(self, position: Mapping[str, Any]) -> None:
         """Reads the same data up to the position of `save_position`, on any number of replicas."""
-        convert = self.feed.convert if isinstance(self.feed, NumberedFeed) else convert_batches
+        convert = self.feed.convert if isinstance(self.feed, NumberedDataset) else convert_batches
         position = convert(position, self._facts(position))
         self._may_go_back |= self._iterator is not None
         self.batches_taken = taken = position["batches"]
@@ -264,7 +264,7 @@ class Source:
 
     def _facts(self, position: Mapping[str, Any]) -> dict[str, Any]:
         """Returns what a position depends on, for JSON."""
-        if isinstance(self.feed, NumberedFeed):
+        if isinstance(self.feed, NumberedDataset):
             return self.feed.facts_at(position)
         num_workers = self._num_workers if self.depends_on_workers else None
         return facts_of(num_batches=self.info.num_batches, batch_size=self.info.batch_size, num_workers=num_workers)

@@ -48,7 +48,6 @@ class MixedOrder:
         seed: of the permutations, 0 up to 2**31.
         is_shuffled: whether each epoch of a source has a permutation of its own; else the order is that of the source.
         limit: the most batches of an epoch; 0: all.
-        is_one_epoch: whether every epoch repeats the first one.
         static_width: None: rows are not padded.
     """
 
@@ -62,7 +61,6 @@ class MixedOrder:
     seed: int = 0
     is_shuffled: bool = False
     limit: int = 0
-    is_one_epoch: bool = False
 
     @property
     def is_stationary(self) -> bool:
@@ -90,11 +88,10 @@ class MixedOrder:
     def size(self, batch: tf.Tensor) -> tf.Tensor:
         """Returns the number of examples in a batch, int64 []."""
         firsts, _, sizes = self._sizes
-        return tf.gather(sizes, _latest(firsts, self._in_stream(batch)))
+        return tf.gather(sizes, _latest(firsts, batch))
 
     def rows(self, batch: tf.Tensor, first: tf.Tensor | int = 0, end: tf.Tensor | int | None = None) -> tuple:
         """Returns the numbers of the examples in a batch, and their epochs; as `Order.rows`."""
-        batch = self._in_stream(batch)
         firsts, starts, sizes = self._sizes
         part = _latest(firsts, batch)
         start = tf.gather(starts, part) + (batch - tf.gather(firsts, part)) * tf.gather(sizes, part)
@@ -123,22 +120,18 @@ class MixedOrder:
 
     def seen(self, batch: int) -> dict[str, int]:
         """Returns the number of examples of each source in all batches before one, by the sources' names."""
-        num_epochs, batch = divmod(batch, self.batches_per_epoch) if self.is_one_epoch else (0, batch)
-        counts = self._seen(self.examples_before(batch))
-        if num_epochs:
-            counts = counts + num_epochs * self._seen(self.examples_before(self.batches_per_epoch))
-        return dict(zip(self.names, counts.tolist(), strict=True))
+        return dict(zip(self.names, self._seen(self.examples_before(batch)).tolist(), strict=True))
 
-    def facts_at(self, place: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns what a place depends on, for JSON.
+    def facts_at(self, position: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns what a position depends on, for JSON.
 
-        Shares that begin at the place or after it are no part of this: they may still change.
+        Shares that begin at the position or after it are no part of this: they may still change.
 
         Args:
-            place: has the number of `batches` or, as it was saved, of `examples`.
+            position: has the number of `batches` or, as it was saved, of `examples`.
         """
-        batches = place["batches"]
-        examples = place.get("examples", self.examples_before(batches))
+        batches = position["batches"]
+        examples = position.get("examples", self.examples_before(batches))
         phases = self._phases
         begun = [i for i, start in enumerate(phases.starts.tolist()) if start < examples] or [0]
         slots = [(int(phases.starts[i]), self.shares[i][1]) for i in begun]
@@ -152,17 +145,11 @@ class MixedOrder:
             "mixture": f"{text} from example {start:,} on ({digest})",
         }
 
-    def _in_stream(self, batch: tf.Tensor) -> tf.Tensor:
-        return batch % self.batches_per_epoch if self.is_one_epoch else batch
-
     def _source_and_number(self, stream: tf.Tensor, phase: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns the source of each example of the stream, and how many of this source come before it, int64 [n]."""
         phases = self._phases
-        block, slot = (
-            (stream - tf.gather(phases.starts, phase)) // tf.gather(phases.blocks, phase),
-            (stream - tf.gather(phases.starts, phase)) % tf.gather(phases.blocks, phase),
-        )
-        slot += tf.gather(phases.offsets, phase)
+        of_phase, size = stream - tf.gather(phases.starts, phase), tf.gather(phases.blocks, phase)
+        block, slot = of_phase // size, of_phase % size + tf.gather(phases.offsets, phase)
         sources = tf.gather(phases.sources, slot)
         before = tf.gather(tf.gather(phases.before, phase), sources)
         share = tf.gather(tf.gather(phases.counts, phase), sources)
@@ -281,7 +268,7 @@ class LengthOrder(Order):
         rows = tf.numpy_function(self._rows, [batch], tf.int64)
         rows.set_shape([None])
         rows = rows[first:] if end is None else rows[first:end]
-        return rows, tf.fill(tf.shape(rows), self._epoch(batch))
+        return rows, tf.fill(tf.shape(rows), batch // self.batches_per_epoch)
 
     def width(self, batch: tf.Tensor) -> tf.Tensor:
         """Returns the length to which the rows of a batch are padded, int64 []."""
@@ -289,30 +276,29 @@ class LengthOrder(Order):
         width.set_shape([])
         return width
 
-    def facts_at(self, place: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns what a place depends on beside the rows and their order, for JSON."""
+    def facts_at(self, position: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns what a position depends on beside the rows and their order, for JSON."""
         rows = f"of {self.batch_size} examples in windows of {self.batch_size * _WINDOW_BATCHES:,}"
-        return {**super().facts_at(place), "lengths": f"{rows} ({self._digest})"}
+        return {**super().facts_at(position), "lengths": f"{rows} ({self._digest})"}
 
     def seen(self, batch: int) -> dict[str, int]:
         """Returns the number of examples in all batches before one, under the name "data"."""
-        window, place = divmod(batch % self.batches_per_epoch, _WINDOW_BATCHES)
-        before = super().seen(batch - place)["data"]
+        epoch, of_epoch = divmod(batch, self.batches_per_epoch)
+        window, of_window = divmod(of_epoch, _WINDOW_BATCHES)
+        before = super().seen(batch - of_window)["data"]
         is_whole = (window + 1) * _WINDOW_BATCHES * self.batch_size <= self.num_rows
-        if is_whole or not place:
-            return {"data": before + place * self.batch_size}
-        return {"data": before + sum(map(len, self._window(int(self._epoch(batch)), window)[:place]))}
-
-    def _epoch(self, batch: Any) -> Any:
-        return batch * 0 if self.is_one_epoch else batch // self.batches_per_epoch
+        if is_whole or not of_window:
+            return {"data": before + of_window * self.batch_size}
+        return {"data": before + sum(map(len, self._window(epoch, window)[:of_window]))}
 
     def _width(self, batch: np.ndarray) -> np.ndarray:
         longest = self.lengths[self._rows(batch)].max()
         return np.int64(next((width for width in self.pad_to if width >= longest), longest))
 
     def _rows(self, batch: np.ndarray) -> np.ndarray:
-        window, place = divmod(int(batch) % self.batches_per_epoch, _WINDOW_BATCHES)
-        return self._window(int(self._epoch(batch)), window)[place]
+        epoch, of_epoch = divmod(int(batch), self.batches_per_epoch)
+        window, of_window = divmod(of_epoch, _WINDOW_BATCHES)
+        return self._window(epoch, window)[of_window]
 
     @functools.cached_property
     def _digest(self) -> str:

@@ -270,3 +270,16 @@ def in_call_context(values: Mapping[str, Any]) -> Iterator[None]:
     finally:
         for name, value in before.items():
             global_state.set_global_attribute(name, value)
+
+
+def masks_of(tensors: Any) -> list[Any]:
+    """Returns the masks that Keras's layers have attached to the tensors of a structure; None: a tensor has none."""
+    return [getattr(tensor, "_keras_mask", None) for tensor in tf.nest.flatten(tensors)]
+
+
+def with_masks(tensors: Any, masks: Sequence[Any]) -> Any:
+    """Attaches masks to the tensors of a structure, for the next layer; returns the structure."""
+    for tensor, mask in zip(tf.nest.flatten(tensors), masks, strict=False):
+        if mask is not None:
+            tensor._keras_mask = mask
+    return tensors

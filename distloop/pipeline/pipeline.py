@@ -23,6 +23,7 @@ from tensorflow.python.ops import resource_variable_ops
 
 from distloop.distributed import workers
 from distloop.distributed.devices import short_device
+from distloop.optimizers.keras_hooks import masks_of, with_masks
 from distloop.pipeline import splitting
 from distloop.pipeline.stage_placement import StagePlacement
 from distloop.settings.durations import shown, whole_number
@@ -124,7 +125,7 @@ class Pipeline(ModelRunner):
         with tf.device(self.devices[stage]):
             with tf.control_dependencies(self._predecessors(stage)):
                 copies = tf.nest.map_structure(tf.identity, inputs)
-            return call(_masked(copies, _masks(inputs)))
+            return call(with_masks(copies, masks_of(inputs)))
 
     def _predecessors(self, stage: int) -> list[tf.Tensor]:
         """Returns the tensors that a stage's next forward pass waits for."""
@@ -151,13 +152,13 @@ class Pipeline(ModelRunner):
             # The second pass reads the variables as the first one did, such as random states, and writes nothing.
             scope = contextlib.nullcontext() if masks is None else keras.StatelessScope(state_mapping=before)
             with scope:
-                outputs = call(_masked(tf.nest.pack_sequence_as(inputs, flat), _masks(inputs)))
+                outputs = call(with_masks(tf.nest.pack_sequence_as(inputs, flat), masks_of(inputs)))
             if masks is None:
-                masks = _masks(outputs)
+                masks = masks_of(outputs)
             return outputs
 
         outputs = tf.recompute_grad(run)(*tf.nest.flatten(inputs))
-        return _masked(outputs, masks or [])
+        return with_masks(outputs, masks or [])
 
     def _place_variables(self) -> None:
         """Moves each variable to its stage's device, unless it is there already."""
@@ -278,19 +279,6 @@ def _move(variable: Any, device: str) -> None:
     with tf.device(device):
         moved = resource_variable_ops.ResourceVariable(variable.read_value(), trainable=False)
     variable._handle = moved._handle
-
-
-def _masks(tensors: Any) -> list[Any]:
-    """Returns the masks that Keras layers have attached to tensors; None for a tensor without one."""
-    return [getattr(tensor, "_keras_mask", None) for tensor in tf.nest.flatten(tensors)]
-
-
-def _masked(tensors: Any, masks: Sequence[Any]) -> Any:
-    """Attaches masks to tensors, for the next Keras layer."""
-    for tensor, mask in zip(tf.nest.flatten(tensors), masks, strict=False):
-        if mask is not None:
-            tensor._keras_mask = mask
-    return tensors
 
 
 def _takes_training(part: Any) -> bool:

@@ -23,7 +23,7 @@ from tensorflow.python.eager import tape as tapes
 from tensorflow.python.ops import control_flow_util
 
 from distloop.graph_functions import RECOMPUTED_SCOPE, outermost, written_resources
-from distloop.optimizers.keras_hooks import call_context, in_call_context
+from distloop.optimizers.keras_hooks import call_context, in_call_context, masks_of, with_masks
 from distloop.variables import tensorflow_variable
 
 _LOOKUPS = re.compile(r"LookupTable(Find|Size|Export)(V2)?")  # types of operations that do not write to a table
@@ -49,7 +49,7 @@ class RecomputedCall:
         self.path, self.graph = path, tf.compat.v1.get_default_graph()
         self._layer, self._call, self._arguments = layer, call, arguments
         self._flat = _flatten(arguments)
-        self._masks = _masks(self._flat)
+        self._masks = masks_of(self._flat)
         self._watched = [i for i, value in enumerate(self._flat) if _has_gradient(value) and _is_watched(value)]
         self._context = call_context()
         # By `id`. Later calls may write them before the second one.
@@ -88,7 +88,7 @@ class RecomputedCall:
             record.record_operation(RECOMPUTED_SCOPE, results, sources, self._differentiate)
         remaining = iter(results)
         passed = [next(remaining) if _has_gradient(value) else value for value in flat]
-        _attach_masks(passed, _masks(flat))
+        with_masks(passed, masks_of(flat))
         for loss, layers in zip(remaining, owners, strict=True):
             for layer in layers:
                 layer.add_loss(loss)
@@ -159,7 +159,7 @@ class RecomputedCall:
             after = [tf.identity(tensor) for tensor in tensors]
         remaining = iter(after)
         flat = [next(remaining) if _is_value(value) else value for value in self._flat]
-        _attach_masks(flat, self._masks)
+        with_masks(flat, self._masks)
         return flat, self._before | dict(zip(changed, remaining, strict=True))
 
     def _take_back(self, loss: Any) -> list[Any]:
@@ -262,18 +262,6 @@ def _has_gradient(value: Any) -> bool:
 def _is_watched(tensor: tf.Tensor) -> bool:
     """Returns whether a tape needs the gradient of a tensor or of a variable's handle."""
     return bool(record.should_record_backprop([tensor]))
-
-
-def _masks(values: Sequence[Any]) -> list[Any]:
-    """Returns Keras's mask of each tensor; None: it has none."""
-    return [getattr(value, "_keras_mask", None) for value in values]
-
-
-def _attach_masks(values: Sequence[Any], masks: Sequence[Any]) -> None:
-    """Attaches Keras's masks to tensors."""
-    for value, mask in zip(values, masks, strict=True):
-        if mask is not None:
-            value._keras_mask = mask
 
 
 def _replica_of(op: tf.Operation) -> str:

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import distloop
 from distloop.data.iterators import fresh_copy
-from distloop.data.numbered import NumberedDataset, NumberedFeed, Share, convert_place
+from distloop.data.numbered import NumberedDataset, Share, convert_numbered
 from distloop.data.shards import shard_bounds
 from distloop.data.source import Source
 from tests.problems import mirrored
@@ -168,15 +168,15 @@ PLACE = {"batches": 5, "skipped": [], "batch_size": 4, "seed": 7, "num_rows": 23
 )
 def test_a_place_in_other_data_is_refused(change, words):
     facts = {name: PLACE[name] for name in ("batch_size", "seed", "num_rows", "order")}
-    assert convert_place(PLACE, facts) is PLACE
+    assert convert_numbered(PLACE, facts) is PLACE
     with pytest.raises(ValueError, match=words):
-        convert_place(PLACE, {**facts, **change})
-    assert convert_place({**PLACE, "batches": 0}, {**facts, **change})["batches"] == 0  # nothing was read yet
+        convert_numbered(PLACE, {**facts, **change})
+    assert convert_numbered({**PLACE, "batches": 0}, {**facts, **change})["batches"] == 0  # nothing was read yet
 
 
 def test_a_place_in_data_without_numbers_is_refused():
     with pytest.raises(ValueError, match="at its position in the data, as the checkpoint is of other data, such as"):
-        convert_place({"batches": 5, "skipped": []}, PLACE)
+        convert_numbered({"batches": 5, "skipped": []}, PLACE)
 
 
 def test_a_file_that_changed_since_the_checkpoint_is_named(tmp_path):
@@ -224,11 +224,11 @@ def test_a_function_over_batches_gets_the_rows_of_all_workers():
     data = distloop.make_dataset(np.arange(10) + 1, 4, shuffle=True)
     changed = data.map(reversed_rows).take(2)
     for worker in range(2):
-        feed = NumberedFeed(changed, repeat=True)
+        feed = changed.feed(repeat=True)
         feed.read_share(Share(worker, 2, min_rows=2))
         assert feed.share is None
         assert batches_of(feed.dataset(), 4) == batches_of(changed.starting_at(0), 4)
-        feed = NumberedFeed(data.map_rows(lambda batch: batch * 10), repeat=True)
+        feed = data.map_rows(lambda batch: batch * 10).feed(repeat=True)
         feed.read_share(Share(worker, 2, min_rows=2))
         assert next(iter(feed.dataset())).numpy().tolist().count(0) == 2  # the other worker's
 
@@ -241,7 +241,7 @@ def place_in(batches, size, other_size, drop=False, other_drop=False, limit=0, o
         return (data.take(limit) if limit else data).facts_at({})
 
     place = {"batches": batches, "skipped": [batches - 1], **facts(size, drop, limit)}
-    found = convert_place(place, facts(other_size, other_drop, other_limit))
+    found = convert_numbered(place, facts(other_size, other_drop, other_limit))
     return found["batches"], found["skipped"]
 
 
@@ -260,5 +260,5 @@ def test_a_place_is_the_same_epoch_and_example_in_epochs_of_other_batches(capsys
 
 def test_a_place_of_an_older_version_does_not_know_the_length_of_its_epochs():
     facts = distloop.make_dataset(np.arange(23), 2, shuffle=True, seed=7).facts_at({})
-    assert convert_place(PLACE, facts)["batches"] == 2 * 5
-    assert convert_place({**PLACE, "batch_size": 2}, facts)["batches"] == 5
+    assert convert_numbered(PLACE, facts)["batches"] == 2 * 5
+    assert convert_numbered({**PLACE, "batch_size": 2}, facts)["batches"] == 5

@@ -4,13 +4,13 @@ import numpy as np
 import tensorflow as tf
 
 from distloop.data.make_dataset import make_dataset
-from distloop.data.numbered import NumberedFeed
+from distloop.data.numbered import NumberedDataset
 from distloop.data.opening import open_data
 
 
 def test_each_kind_of_data_has_its_feed():
     numbered = open_data(make_dataset(np.arange(8), 4), 1, 0)
-    assert isinstance(numbered.feed, NumberedFeed) and numbered.begins_anywhere
+    assert isinstance(numbered.feed, NumberedDataset) and numbered.begins_anywhere
     generated = open_data(lambda: iter([np.ones(2)]), 1, 0)
     assert generated.feed is not None and generated.begins_anywhere and not generated.takes_context
     assert not open_data(lambda: iter([np.ones(2)]), 1, 0, limit=1).begins_anywhere

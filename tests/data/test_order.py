@@ -45,13 +45,12 @@ def test_a_batch_is_the_same_in_parts():
     assert rows_of(order, 3, 1, 2)[0] == rows_of(order, 3)[0][1:]  # the odd last batch
 
 
-def test_remainder_limit_and_one_epoch():
+def test_remainder_and_limit():
     assert Order(num_rows=10, batch_size=4, drop_remainder=True).batches_per_epoch == 2
     limited = Order(num_rows=10, batch_size=4, limit=1, is_shuffled=True)
     assert rows_of(limited, 1) == rows_of(Order(num_rows=10, batch_size=4, is_shuffled=True), 3)
-    one = Order(num_rows=10, batch_size=4, is_shuffled=True, is_one_epoch=True)
-    assert rows_of(one, 4) == rows_of(one, 1) and rows_of(one, 4)[1] == [0] * 4
-    assert [int(one.size(tf.constant(batch, tf.int64))) for batch in (0, 2, 5)] == [4, 2, 2]
+    odd = Order(num_rows=10, batch_size=4)
+    assert [int(odd.size(tf.constant(batch, tf.int64))) for batch in (0, 2, 5)] == [4, 2, 2]
 
 
 def test_neighbours_in_the_order_do_not_correlate():

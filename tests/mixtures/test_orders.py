@@ -8,8 +8,9 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.data.numbered import Share, convert_place
+from distloop.data.numbered import NumberedDataset, Share, convert_numbered
 from distloop.data.order import Order
+from distloop.data.rows import ArrayRows
 from distloop.mixtures.orders import MixedOrder, arrange, by_length
 
 NAMES = ("web", "books", "code")
@@ -88,8 +89,9 @@ def test_one_source_comes_in_the_order_that_it_has_alone():
 
 def test_limit_and_one_epoch():
     assert MIXED.batches_per_epoch == 20 and replace(MIXED, limit=3).batches_per_epoch == 3
-    one = replace(MIXED, limit=3, is_one_epoch=True)
-    assert rows_of(one, 7) == rows_of(MIXED, 1)
+    rows = ArrayRows(np.arange(MIXED.num_rows))
+    one = NumberedDataset(rows, replace(MIXED, limit=3), None).first_pass_again()
+    assert next(iter(one.starting_at(7))).numpy().tolist() == [row for row, _ in rows_of(MIXED, 1)]
     assert list(one.seen(7).values()) == (2 * np.array(list(MIXED.seen(3).values())) + [3, 1, 0]).tolist()
 
 
@@ -135,7 +137,6 @@ def test_any_batch_is_the_first_one_and_is_the_same_in_parts():
     assert numbers_of(fresh, 10**6) == numbers_of(BY_LENGTH, 10**6)
     assert numbers_of(fresh, 7, 0, 2) + numbers_of(fresh, 7, 2, 5) == numbers_of(BY_LENGTH, 7)
     assert int(fresh.rows(tf.constant(300, tf.int64))[1][0]) == 1
-    assert numbers_of(replace(BY_LENGTH, is_one_epoch=True), 206 + 9) == numbers_of(BY_LENGTH, 9)
     assert numbers_of(replace(BY_LENGTH, limit=3), 4) == numbers_of(BY_LENGTH, 206 + 1)
 
 
@@ -211,9 +212,9 @@ def test_a_place_in_other_batches_is_refused():
         return {**order.facts_at({"batches": 9}), "order": 1}
 
     place = {"batches": 9, "skipped": [], **facts_of(BY_LENGTH)}
-    assert convert_place(place, facts_of(BY_LENGTH)) is place
+    assert convert_numbered(place, facts_of(BY_LENGTH)) is place
     for other in (by_length(PLAIN, LENGTHS + 1, ()), by_length(replace(PLAIN, batch_size=6), LENGTHS, ())):
         with pytest.raises(ValueError, match="had batches by length, of 5 examples in windows of 500 "):
-            convert_place(place, facts_of(other))
+            convert_numbered(place, facts_of(other))
     with pytest.raises(ValueError, match="and the data given has no lengths"):
-        convert_place(place, facts_of(PLAIN))
+        convert_numbered(place, facts_of(PLAIN))
