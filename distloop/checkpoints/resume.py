@@ -279,7 +279,7 @@ class RunCheckpoints:
 
     def _restore(self, saved: Saved) -> None:
         """Restores the variables from a checkpoint, at once or when the model is built."""
-        self.lock.look()
+        self.lock.note_saved()
         self._saved, self.is_new, self._shows_best = saved, False, False
         if not self._state.is_built:
             return

@@ -20,7 +20,7 @@ from distloop.monitoring.run_lock import LockLost, RunLock
 
 EXIT_CODE = 74  # EX_IOERR of sysexits.h
 
-_LOOKS_PER_TIMEOUT = 10
+_CHECKS_PER_TIMEOUT = 10
 _TIMEOUTS = 3  # after the first a line is printed, after the last the process ends; a long fsync changes no size
 
 
@@ -54,14 +54,14 @@ class WorkersLock:
         self._outer = outer or Directory()
         self.finish: Callable[[], None] = lambda: None
         self.saved: Callable[[], Collection[str]] | None = None
-        self._seen: set[str] | None = None  # the names when this process looked last
+        self._seen: set[str] | None = None  # the names when this process noted them last
         self._depth = 0
 
     def __enter__(self) -> None:
         """Takes the lock, as `RunLock`; all workers call it.
 
         Raises:
-            ValueError: if the chief is refused, or another process has saved since it looked last.
+            ValueError: if the chief is refused, or another process has saved since this one held the lock last.
         """
         if not self._workdir:
             return
@@ -99,11 +99,11 @@ class WorkersLock:
             if self._lock is not None:
                 with contextlib.suppress(LockLost, OSError):
                     self._lock.verify()
-                    self.look()
+                    self.note_saved()
                 self._lock.__exit__(kind, error, trace)
             self._outer.__exit__(kind, error, trace)
 
-    def look(self) -> None:
+    def note_saved(self) -> None:
         """Notes the names of the run's checkpoints: this process knows of them."""
         if self._lock is not None and self.saved is not None:
             with contextlib.suppress(OSError):
@@ -155,33 +155,33 @@ class DiskWatch:
             has_ended.set()
 
     def _watch(self, action: str, has_ended: threading.Event) -> None:
-        """Counts looks at the directory, not seconds: a suspended process does not look."""
-        look_secs = self._hang_timeout / _LOOKS_PER_TIMEOUT
+        """Counts checks of the directory, not seconds: a suspended process checks nothing."""
+        check_secs = self._hang_timeout / _CHECKS_PER_TIMEOUT
         sizes: list[int] = []  # every size that was measured, as long as it differed from the one before
-        if has_ended.wait(look_secs):
+        if has_ended.wait(check_secs):
             return
-        measuring = threading.Thread(target=self._measure, args=[sizes, has_ended, look_secs], daemon=True)
+        measuring = threading.Thread(target=self._measure, args=[sizes, has_ended, check_secs], daemon=True)
         measuring.start()
-        num_sizes = num_looks = 0
-        while not has_ended.wait(look_secs):
-            num_looks = num_looks + 1 if len(sizes) == num_sizes else 0
+        num_sizes = num_checks = 0
+        while not has_ended.wait(check_secs):
+            num_checks = num_checks + 1 if len(sizes) == num_sizes else 0
             num_sizes = len(sizes)
             reason = f"nothing in {self._directory!r} has changed for {{:g}} seconds while {action}"
-            if num_looks == _LOOKS_PER_TIMEOUT:
+            if num_checks == _CHECKS_PER_TIMEOUT:
                 end_secs = _TIMEOUTS * self._hang_timeout
                 reason = reason.format(self._hang_timeout)
                 output.say(f"distloop: {reason}. Does the disk answer? After {end_secs:g} seconds this process ends.")
-            elif num_looks >= _TIMEOUTS * _LOOKS_PER_TIMEOUT:
+            elif num_checks >= _TIMEOUTS * _CHECKS_PER_TIMEOUT:
                 self._end(f"{reason.format(_TIMEOUTS * self._hang_timeout)}: the disk does not answer")
                 return
 
-    def _measure(self, sizes: list[int], has_ended: threading.Event, look_secs: float) -> None:
+    def _measure(self, sizes: list[int], has_ended: threading.Event, check_secs: float) -> None:
         """Measures the directory in a thread of its own: on a disk that hangs this does not return either."""
         while not has_ended.is_set():
             size = _size(self._directory)
             if not sizes or size != sizes[-1]:
                 sizes.append(size)
-            has_ended.wait(look_secs)
+            has_ended.wait(check_secs)
 
     def _end(self, reason: str) -> None:
         threading.Timer(5.0, os._exit, [EXIT_CODE]).start()  # telling the others may wait for a device

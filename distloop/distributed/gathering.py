@@ -27,43 +27,42 @@ Model = TypeVar("Model")
 _current = threading.local()  # each replica is traced in a thread of its own
 
 
+@contextlib.contextmanager
+def _scope(**values: Any) -> Iterator[None]:
+    """Enters a scope in which `_current` has these values."""
+    current = vars(_current)
+    before = dict(current)
+    current.update(values)
+    try:
+        yield
+    finally:
+        current.clear()
+        current.update(before)
+
+
 def with_max_rows(fn: Callable[..., T], max_rows: int | None) -> Callable[..., T]:
     """Returns a replica's function inside of which the largest shard has `max_rows` rows; None: unknown."""
 
     def run(*arguments: Any) -> T:
-        _current.max_rows = max_rows
-        try:
+        with _scope(max_rows=max_rows):
             return fn(*arguments)
-        finally:
-            del _current.max_rows
 
     return run
 
 
-@contextlib.contextmanager
-def shard(row_weights: tf.Tensor | None, microbatches: int = 1) -> Iterator[None]:
-    """Describes the rows of this replica to `gather_rows` while `loss_fn` is traced inside.
+def shard(row_weights: tf.Tensor | None, microbatches: int = 1) -> contextlib.AbstractContextManager[None]:
+    """Returns a scope that describes the rows of this replica to `gather_rows` while `loss_fn` is traced inside.
 
     Args:
         row_weights: `[b]`, 0 for padding, which comes last; None: no padding.
         microbatches: number of parts into which the shard was cut.
     """
-    _current.row_weights, _current.microbatches = row_weights, microbatches
-    try:
-        yield
-    finally:
-        del _current.row_weights, _current.microbatches
+    return _scope(row_weights=row_weights, microbatches=microbatches)
 
 
-@contextlib.contextmanager
-def refused(error: Exception) -> Iterator[None]:
-    """Enters a scope in which a call of `gather_rows` raises this error."""
-    before = getattr(_current, "refusal", None)
-    _current.refusal = error
-    try:
-        yield
-    finally:
-        _current.refusal = before
+def refused(error: Exception) -> contextlib.AbstractContextManager[None]:
+    """Returns a scope in which a call of `gather_rows` raises this error."""
+    return _scope(refusal=error)
 
 
 class NeedsRowsError(Exception):
@@ -122,11 +121,8 @@ class RowExchange:
 @contextlib.contextmanager
 def exchanging(exchange: RowExchange) -> Iterator[RowExchange]:
     """Enters the turn of a virtual replica: what is traced inside gives and gets rows by an exchange."""
-    _current.exchange = exchange
-    try:
+    with _scope(exchange=exchange):
         yield exchange
-    finally:
-        del _current.exchange
 
 
 def current_exchange() -> RowExchange | None:

@@ -168,7 +168,7 @@ class Heartbeat:
         self._send()
 
     def _has_to_stay(self) -> bool:
-        """Returns whether a worker runs that can be heard: the chief looks, the others wait for its word."""
+        """Returns whether a worker runs that can be heard: the chief decides, the others wait for its word."""
         table, now = self._table, time.monotonic()
         states = [table.beats[i].state for i in table.heard if not table.is_silent(i, now)]
         return "alive" in states or (table.worker > 0 and "left" in states and not self._is_over)

@@ -23,7 +23,7 @@ from typing import Any
 
 from distloop.atomic_files import start_ticks
 
-_LOOK_SECS = 0.5
+_CHECK_SECS = 0.5
 _SET_DEATH_SIGNAL = 1  # of prctl(2)
 _prctl = getattr(ctypes.CDLL(None), "prctl", None) if sys.platform == "linux" else None  # not looked up after a fork
 
@@ -31,7 +31,7 @@ _prctl = getattr(ctypes.CDLL(None), "prctl", None) if sys.platform == "linux" el
 def end_with(parent: int, grace_secs: float = 5.0) -> None:
     """Sends this process SIGTERM when its caller has ended, however that ended, and SIGKILL after `grace_secs`.
 
-    A thread looks, so that it holds on every system, and also for a parent whose thread has ended before itself. There
+    A thread checks, so that it holds on every system, and also for a parent whose thread has ended before itself. There
     may be others between the two, such as a shell or a fork server, and they may end before.
 
     Args:
@@ -50,7 +50,7 @@ def end_with(parent: int, grace_secs: float = 5.0) -> None:
 
     def watch() -> None:
         while is_there():
-            time.sleep(_LOOK_SECS)
+            time.sleep(_CHECK_SECS)
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(grace_secs)
         os.kill(os.getpid(), signal.SIGKILL)

@@ -21,7 +21,7 @@ from distloop.launcher import processes
 
 _FIRST_PAUSE_SECS, _LAST_PAUSE_SECS = 1.0, 60.0  # what broke may need time; doubled at each fall of a place
 _LASTING_SECS = 600.0  # that a worker ran, after which the next pause of its place is the first one again
-_LOOK_SECS = 1.0  # after which is looked again which places are there
+_CHECK_SECS = 1.0  # after which the run asks again which places are there
 
 # The phases of `notes.phases`, by what the time was spent on.
 _DOING = {
@@ -248,7 +248,7 @@ def _wait_for_places(plan: MembershipPlan, signals: processes.Signals, there: Th
         if line != said if secs == math.inf else not said:
             processes.log(f"{line}.")
         said = line
-        if number := signals.wait(min(secs, left_secs, math.inf if there is None else _LOOK_SECS)):
+        if number := signals.wait(min(secs, left_secs, math.inf if there is None else _CHECK_SECS)):
             processes.log(f"{number.name}, the workers do not start again.")
             return 128 + number
         now = time.monotonic()

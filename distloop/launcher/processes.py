@@ -26,7 +26,7 @@ from distloop.launcher import children
 
 FOLLOW_SECS = 60  # beyond the grace time, for the others when one saved and left: they may be writing a checkpoint
 FAIL_SECS = 5  # beyond the grace time, for the worker that failed when another one has ended because of it
-_HELD_SECS = 0.1  # after which is looked whether there is room for more output
+_HELD_SECS = 0.1  # after which output may have room for more
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _LOST_SIGNALS = (signal.SIGHUP, signal.SIGPIPE)  # the terminal is closed, or nobody reads the output any more
 
@@ -262,8 +262,8 @@ class Group:
         """Waits for a signal, output or a deadline; shows output and notes processes that ended."""
         pipes = [pipe for process in running for pipe in process.outputs if pipe.is_open]
         held = [pipe for pipe in pipes if not pipe.has_room()]  # their workers wait for a slow reader, as without us
-        look_again_at = time.monotonic() + (_HELD_SECS if held else math.inf)
-        remaining_secs = min(self._stop_at, self._kill_at, self._leave_at(), look_again_at)
+        check_again_at = time.monotonic() + (_HELD_SECS if held else math.inf)
+        remaining_secs = min(self._stop_at, self._kill_at, self._leave_at(), check_again_at)
         sources = [self._signals, self._notes, *(pipe for pipe in pipes if pipe not in held)]
         ready = children.wait(sources, remaining_secs - time.monotonic())
         self._notes.read()

@@ -6,7 +6,7 @@
 
 An actor is a place: it reserves its resources for as long as the run lasts, and runs one worker after the other, each
 in a process of its own. Ray tells when a node has gone or come; an actor that is lost is asked for again. The workers'
-lines, notes and ends come with the answers to `look`, of which one is always under way.
+lines, notes and ends come with the answers to `report`, of which one is always under way.
 """
 
 import os
@@ -21,7 +21,7 @@ from distloop.distributed import environment, output
 from distloop.distributed.notes import Membership, Notes
 from distloop.launcher import children, processes
 
-_LOOK_SECS = 0.5  # that an actor waits for something to tell
+_REPORT_SECS = 0.5  # that an actor waits for something to tell
 _IDLE_SECS = 0.1  # without a worker, so that one soon starts
 _GATHER_SECS = 10.0  # for which nobody came, before a run starts with fewer than the most workers
 
@@ -106,7 +106,7 @@ class Place:
         except OSError as error:  # no memory, or too many files
             self._failure = 1, f"as it could not start ({error})"
 
-    def look(self) -> ActorReport:
+    def report(self) -> ActorReport:
         """Returns what is new, once there is something, or after half a second."""
         import ray
 
@@ -117,16 +117,16 @@ class Place:
             time.sleep(_IDLE_SECS)
             failure, self._failure = self._failure, None
             return ActorReport(self._address, [], [], failure)
-        ends_at, end = time.monotonic() + _LOOK_SECS, None
+        ends_at, end = time.monotonic() + _REPORT_SECS, None
         while not (self._lines or self._notes.come or end) and time.monotonic() < ends_at:
             end = self._wait(self._worker)
-        found = ActorReport(self._address, self._lines[:], self._notes.come[:], end)
+        report = ActorReport(self._address, self._lines[:], self._notes.come[:], end)
         self._lines.clear()
         self._notes.come.clear()
         if end:
             self._notes.close()
             self._worker, self._address = None, ""
-        return found
+        return report
 
     def _wait(self, worker: processes.Process) -> tuple[int, str] | None:
         """Takes lines and notes, waiting a little; returns how the worker ended, None if it runs."""
@@ -214,7 +214,7 @@ class Actors:
         self._ray, self.lock = ray, threading.Lock()
         self._remote = ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=0, scheduling_strategy="SPREAD")(Place)
         self.actors = [self._remote.remote() for _ in range(most)]
-        self._looks = [actor.look.remote() for actor in self.actors]  # under way
+        self._reports = [actor.report.remote() for actor in self.actors]  # under way
         self._addresses = [""] * most  # empty: the actor has no place
         self._workers: dict[int, _Worker] = {}  # that run, by place
         self._is_over = threading.Event()
@@ -272,28 +272,28 @@ class Actors:
             if not all(output.console(number).has_room() for number in (1, 2)):
                 self._is_over.wait(_IDLE_SECS)
                 continue
-            self._ray.wait(self._looks, num_returns=1, timeout=_LOOK_SECS)
-            done, _ = self._ray.wait(self._looks, num_returns=len(self._looks), timeout=0)
-            for look in done:
-                self._take(self._looks.index(look), look)
+            self._ray.wait(self._reports, num_returns=1, timeout=_REPORT_SECS)
+            done, _ = self._ray.wait(self._reports, num_returns=len(self._reports), timeout=0)
+            for answer in done:
+                self._take(self._reports.index(answer), answer)
 
-    def _take(self, place: int, look: Any) -> None:
+    def _take(self, place: int, answer: Any) -> None:
         """Takes one answer, and asks again; for another actor in place of one that is lost."""
         try:
-            found = self._ray.get(look)
+            report = self._ray.get(answer)
         except self._ray.exceptions.RayError:
             self.kill(place)  # if it is not gone
-            found = ActorReport("", [], [], (128 + signal.SIGKILL, "as Ray has lost its actor"))
+            report = ActorReport("", [], [], (128 + signal.SIGKILL, "as Ray has lost its actor"))
             self.actors[place] = self._remote.remote()
         with self.lock:
-            self._addresses[place] = found.address
+            self._addresses[place] = report.address
             worker = self._workers.get(place)
             if worker is not None:
-                for descriptor, lines in found.lines if worker.is_shown else ():
+                for descriptor, lines in report.lines if worker.is_shown else ():
                     output.console(descriptor).write(lines)
-                for note in (*found.notes, {}):  # the last one wakes the launcher
+                for note in (*report.notes, {}):  # the last one wakes the launcher
                     worker.notes.tell(**note)
-                worker.end = found.end
-                if found.end:
+                worker.end = report.end
+                if report.end:
                     del self._workers[place]
-        self._looks[place] = self.actors[place].look.remote()
+        self._reports[place] = self.actors[place].report.remote()

@@ -82,7 +82,7 @@ class RunLock:
         self._path = os.path.join(workdir, file)
         self._holder: Holder | None = None  # this process, while it holds the lock
         self._depth = 0
-        self._mutex = threading.Lock()  # held while a thread of this process looks at the file or removes it
+        self._mutex = threading.Lock()  # held while a thread of this process reads the file or removes it
         self._released = threading.Event()
 
     def __enter__(self) -> "RunLock":

@@ -150,13 +150,6 @@ def test_other_facts_are_refused_on_every_worker(run):
         )
 
 
-def test_long_facts_are_compared_by_hash(run):
-    program = "start({{'x': 'a' * 100_000 + '{}'}})"
-    workers = run(program.format("b"), program.format("c"))
-    assert [worker.end() for worker in workers] == [1, 1]
-    assert "Workers were started differently: x is aaa" in workers[0].text and len(workers[0].text) < 2000
-
-
 FAILS = """
 them = start()
 train(them, 10)
