@@ -33,6 +33,20 @@ def save(directory, *steps, keep=10):
     return kept
 
 
+def failing(real, error, fails=lambda *arguments: True):
+    """Returns a function that fails for some arguments, and calls the real one for others."""
+
+    def call(*arguments, **settings):
+        if fails(*arguments):
+            raise error
+        return real(*arguments, **settings)
+
+    return call
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
 def test_a_saved_checkpoint_is_loaded(tmp_path):
     saved = save(tmp_path, 500).load_newest()
     assert saved.step == 500 and saved.notes == {"replicas": 2} and saved.path == str(tmp_path / "500")
@@ -52,7 +66,7 @@ def test_the_newest_are_kept(tmp_path):
 
 def test_no_old_checkpoint_is_deleted_before_the_new_one_is_whole(tmp_path, monkeypatch):
     kept = save(tmp_path, 1, keep=1)
-    monkeypatch.setattr(os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr(os, "fsync", failing(None, FULL))
     kept.save(2, values_of(2), {})
     with pytest.raises(OSError, match="The last checkpoint could not be written .*No space left on device"):
         kept.wait()
@@ -174,25 +188,16 @@ def test_if_all_are_damaged_it_is_an_error(tmp_path):
 # Errors of the disk -------------------------------------------------------------------------------------------------
 
 
-def fail_once_in(monkeypatch, name, error, after=0):
-    """Makes the call of a function of `os` fail, once."""
-    real, calls = getattr(os, name), []
-
-    def failing(*arguments, **settings):
-        calls.append(arguments)
-        if len(calls) == after + 1:
-            raise error
-        return real(*arguments, **settings)
-
-    monkeypatch.setattr(os, name, failing)
+DISK_ERROR, TOO_MANY = OSError(errno.EIO, "Input/output error"), OSError(errno.EMFILE, "Too many")
 
 
 def test_a_directory_that_cannot_be_read_is_not_an_empty_one(tmp_path, monkeypatch):
     kept = save(tmp_path, 4)
     monkeypatch.setattr(checkpoint, "_PAUSES_SECS", (0,))
-    fail_once_in(monkeypatch, "scandir", OSError(errno.EIO, "Input/output error"))
+    times = iter([True, False])
+    monkeypatch.setattr(os, "scandir", failing(os.scandir, DISK_ERROR, lambda path: next(times)))
     assert kept.steps == [4]
-    monkeypatch.setattr(os, "scandir", lambda path: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error")))
+    monkeypatch.setattr(os, "scandir", failing(None, DISK_ERROR))
     with pytest.raises(OSError, match="cannot be read .*Input/output error"):
         kept.load_newest()
 
@@ -200,14 +205,14 @@ def test_a_directory_that_cannot_be_read_is_not_an_empty_one(tmp_path, monkeypat
 def test_a_checkpoint_that_cannot_be_read_is_neither_passed_nor_deleted(tmp_path, monkeypatch, caplog):
     kept = save(tmp_path, 4, 5, keep=1)
     monkeypatch.setattr(checkpoint, "_PAUSES_SECS", ())
-    monkeypatch.setattr(tf.raw_ops, "RestoreV2", lambda **_: (_ for _ in ()).throw(OSError(errno.EMFILE, "Too many")))
+    monkeypatch.setattr(tf.raw_ops, "RestoreV2", failing(None, TOO_MANY))
     with pytest.raises(OSError, match="cannot be read"):
         kept.load_newest()
     monkeypatch.undo()
     assert kept.load_newest().step == 5
 
     monkeypatch.setattr(checkpoint, "_PAUSES_SECS", ())
-    monkeypatch.setattr(os.path, "getsize", lambda path: (_ for _ in ()).throw(OSError(errno.ESTALE, "Stale handle")))
+    monkeypatch.setattr(os.path, "getsize", failing(None, OSError(errno.ESTALE, "Stale handle")))
     with pytest.raises(OSError, match="cannot be read"):
         kept._prune()
     assert kept.steps == [5]
@@ -220,15 +225,7 @@ def test_the_best_stay_if_their_list_cannot_be_read(tmp_path, monkeypatch, caplo
         kept.wait()
     assert kept.steps == [1, 2]
     monkeypatch.setattr(checkpoint, "_PAUSES_SECS", ())
-    real = open
-    monkeypatch.setattr(
-        "builtins.open",
-        lambda path, *a, **k: (
-            (_ for _ in ()).throw(OSError(errno.EMFILE, "Too many"))
-            if "best.json" in str(path)
-            else real(path, *a, **k)
-        ),
-    )
+    monkeypatch.setattr("builtins.open", failing(open, TOO_MANY, lambda path, *_: "best.json" in str(path)))
     kept.save(3, values_of(3), {})
     with pytest.raises(OSError, match="Too many"):
         kept.wait()
@@ -238,14 +235,7 @@ def test_the_best_stay_if_their_list_cannot_be_read(tmp_path, monkeypatch, caplo
 
 def test_old_checkpoints_that_cannot_be_deleted_fail_no_save(tmp_path, monkeypatch, caplog):
     kept = save(tmp_path, 4, keep=1)
-    real = os.rename
-    monkeypatch.setattr(
-        os,
-        "rename",
-        lambda source, target: (
-            (_ for _ in ()).throw(OSError(errno.EIO, "No")) if source.endswith("/4") else real(source, target)
-        ),
-    )
+    monkeypatch.setattr(os, "rename", failing(os.rename, DISK_ERROR, lambda source, _: source.endswith("/4")))
     kept.save(5, values_of(5), {})
     kept.wait()
     assert kept.steps == [4, 5] and "Old checkpoints could not be deleted" in caplog.text
@@ -270,7 +260,7 @@ def test_a_run_that_went_back_goes_on_from_its_own_checkpoint(keep, tmp_path, ca
 
 def test_a_save_that_fails_before_it_is_written_renames_nothing(tmp_path, monkeypatch):
     kept = save(tmp_path, 300, 400)
-    monkeypatch.setattr(tf.raw_ops, "SaveV2", lambda **_: (_ for _ in ()).throw(OSError(28, "No space left")))
+    monkeypatch.setattr(tf.raw_ops, "SaveV2", failing(None, FULL))
     kept.save(350, values_of(350), {})
     with pytest.raises(OSError, match="No space left"):
         kept.wait()
@@ -329,14 +319,11 @@ def test_best_steps_that_were_left_behind_are_not_listed(tmp_path):
 
 
 def test_a_best_one_that_could_not_be_written_leaves_the_one_before_it(tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
     kept = Checkpoints(str(tmp_path), keep=1)
     for step, best in [(200, [200]), (300, [300, 200]), (500, [500, 300]), (600, [500, 300]), (700, [700, 500])]:
         with monkeypatch.context() as patch:
             if step == 500:
-                patch.setattr(store, "write_files", full)
+                patch.setattr(store, "write_files", failing(None, FULL))
             kept.save(step, values_of(step), {}, {"score": best})
             kept.join()
     assert kept.best_steps == {"score": [700, 300]} and kept.steps == [300, 700]
