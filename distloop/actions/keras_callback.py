@@ -125,11 +125,7 @@ class FromCallback(Action):
 
 
 def _plain(value: Any) -> Any:
-    """Returns a copy of a value that JSON can hold.
-
-    Raises:
-        TypeError: if it cannot.
-    """
+    """Returns a copy of a value that JSON can hold; raises TypeError for others."""
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, (bool, int, float, str)):

@@ -21,25 +21,22 @@ def save_steps(rows, every=100, **settings):
     return saved
 
 
-def test_a_step_that_is_best_so_far_is_saved():
-    assert save_steps([(2, 0.5), (4, 0.7), (6, 0.3)]) == [(2, [2]), (6, [6])]
-    assert save_steps([(2, 0.5), (4, 0.7), (6, 0.3)], mode="max") == [(2, [2]), (4, [4])]
+ROWS = [(2, 0.5), (4, 0.7), (6, 0.3)]
 
 
-def test_several_of_the_best_are_kept_the_best_first():
-    assert save_steps([(2, 0.5), (4, 0.7), (6, 0.3)], keep=2) == [(2, [2]), (4, [2, 4]), (6, [6, 2])]
-
-
-def test_a_step_that_is_best_and_due_is_saved_once():
-    assert save_steps([(2, 0.5), (4, 0.3), (6, 0.7)], every=4) == [(2, [2]), (4, [4])]
-
-
-def test_steps_without_a_measurement_or_with_nan_are_no_best():
-    assert save_steps([(2, 0.5), (4, None), (6, math.nan)]) == [(2, [2])]
-
-
-def test_an_equal_value_keeps_the_earlier_step():
-    assert save_steps([(2, 0.5), (4, 0.5)]) == [(2, [2])]
+@pytest.mark.parametrize(
+    ("rows", "settings", "saved"),
+    [
+        (ROWS, {}, [(2, [2]), (6, [6])]),
+        (ROWS, {"mode": "max"}, [(2, [2]), (4, [4])]),
+        (ROWS, {"keep": 2}, [(2, [2]), (4, [2, 4]), (6, [6, 2])]),  # the best first
+        ([(2, 0.5), (4, 0.3), (6, 0.7)], {"every": 4}, [(2, [2]), (4, [4])]),  # best and due: saved once
+        ([(2, 0.5), (4, None), (6, math.nan)], {}, [(2, [2])]),
+        ([(2, 0.5), (4, 0.5)], {}, [(2, [2])]),  # an equal value keeps the earlier step
+    ],
+)
+def test_a_step_that_is_best_so_far_is_saved(rows, settings, saved):
+    assert save_steps(rows, **settings) == saved
 
 
 def test_the_checkpoint_holds_what_later_actions_did_at_the_boundary():

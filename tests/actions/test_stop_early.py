@@ -17,44 +17,33 @@ def report(step=10, until=100, **metrics):
     return Report(step, until, metrics, state=None)
 
 
-def stopped_at(values, patience=3, mode="min", **settings):
-    """Returns at which value `StopEarly("m", ...)` stops, or None."""
-    stop = StopEarly("m", mode=mode, patience=patience, **settings)
-    for place, value in enumerate(values):
+NAN = math.nan
+
+
+@pytest.mark.parametrize(
+    ("values", "patience", "settings", "stop"),
+    [
+        ([3.0, 2.0, 2.5, 2.5, 2.5, 2.5], 3, {}, 4),
+        ([3.0, 2.0, 2.5, 2.5, 2.5, 2.5], 1, {}, 2),
+        ([3.0, 4.0, 2.0, 4.0, 1.0, 4.0], 2, {}, None),  # an improvement resets the patience
+        ([1.0, 1.0, 1.0], 2, {}, 2),  # an equal measurement is no improvement
+        ([1.0, 2.0, 3.0, 4.0], 1, {"mode": "max"}, None),
+        ([4.0, 3.0], 1, {"mode": "max"}, 1),
+        ([1.0, 0.95, 0.9], 2, {"min_delta": 0.2}, 2),
+        ([1.0, 0.7, 0.4], 1, {"min_delta": 0.2}, None),
+        ([1.0, 1.1, 1.15], 2, {"mode": "max", "min_delta": 0.2}, 2),
+        ([NAN, NAN], 2, {}, 1),
+        ([1.0, NAN, NAN], 2, {}, 2),
+    ],
+)
+def test_it_stops_after_patience_measurements_without_improvement(values, patience, settings, stop):
+    early, stops = StopEarly("m", **{"mode": "min", "patience": patience, **settings}), []
+    for i, value in enumerate(values):
         try:
-            stop(report(m=value))
+            early(report(m=value))
         except StopTraining:
-            return place
-    return None
-
-
-def test_it_stops_after_patience_measurements_without_improvement():
-    assert stopped_at([3.0, 2.0, 2.5, 2.5, 2.5, 2.5]) == 4
-    assert stopped_at([3.0, 2.0, 2.5, 2.5, 2.5, 2.5], 1) == 2
-
-
-def test_an_improvement_resets_the_patience():
-    assert stopped_at([3.0, 4.0, 2.0, 4.0, 1.0, 4.0], 2) is None
-
-
-def test_an_equal_measurement_is_no_improvement():
-    assert stopped_at([1.0, 1.0, 1.0], 2) == 2
-
-
-def test_larger_is_better_with_mode_max():
-    assert stopped_at([1.0, 2.0, 3.0, 4.0], 1, mode="max") is None
-    assert stopped_at([4.0, 3.0], 1, mode="max") == 1
-
-
-def test_a_gain_up_to_min_delta_is_no_improvement():
-    assert stopped_at([1.0, 0.95, 0.9], 2, min_delta=0.2) == 2
-    assert stopped_at([1.0, 0.7, 0.4], 1, min_delta=0.2) is None
-    assert stopped_at([1.0, 1.1, 1.15], 2, mode="max", min_delta=0.2) == 2
-
-
-def test_nan_is_never_an_improvement():
-    assert stopped_at([math.nan, math.nan], 2) == 1
-    assert stopped_at([1.0, math.nan, math.nan], 2) == 2
+            stops.append(i)
+    assert stops[:1] == [stop] * (stop is not None)
 
 
 def test_boundaries_without_a_measurement_do_not_count():
@@ -82,18 +71,20 @@ def test_the_reason_names_the_metric_and_its_best_value(values, mode, best):
         stop(report(m=values[1]))
 
 
-def test_the_metric_is_compared_at_every_boundary():
-    assert StopEarly("loss").every is None
-
-
-def test_an_unknown_mode_is_refused():
-    with pytest.raises(ValueError, match="mode='biggest' was given to StopEarly; say 'min' .* 'max'"):
-        StopEarly("m", mode="biggest")
-
-
-def test_no_patience_is_refused():
-    with pytest.raises(ValueError, match="patience=0 was given to StopEarly; it waits for 1 measurement at least"):
-        StopEarly("loss", patience=0)
+@pytest.mark.parametrize(
+    ("arguments", "settings", "message"),
+    [
+        (["m"], {"mode": "biggest"}, "mode='biggest' was given to StopEarly; say 'min' .* 'max'"),
+        (["loss"], {"patience": 0}, "patience=0 was given to StopEarly; it waits for 1 measurement at least"),
+        (["val/reward"], {}, "StopEarly was given the metric 'val/reward'.*give mode='min' or mode='max'"),
+        (["val/los"], {}, "'val/los', whose name .*: did you mean 'loss'. Else give mode='min'"),
+        (["val/auc", "max"], {}, r"was given 'val/auc', 'max'; .*StopEarly\('test/accuracy', patience=5"),
+        ([3], {}, "StopEarly was given 3; it takes the metric's name"),
+    ],
+)
+def test_a_rule_that_makes_no_sense_is_refused(arguments, settings, message):
+    with pytest.raises(ValueError, match=message):
+        StopEarly(*arguments, **settings)
 
 
 @pytest.mark.slow
@@ -121,25 +112,6 @@ def test_the_metrics_name_says_what_is_better():
     assert StopEarly("test/accuracy").mode == StopEarly("val/auc").mode == "max"
     assert StopEarly("test/loss").mode == StopEarly("val_mean_squared_error").mode == "min"
     assert StopEarly("test/accuracy", mode="min").mode == "min"
-
-
-def test_a_name_that_does_not_say_what_is_better_needs_a_mode():
-    refused = pytest.raises(
-        ValueError, match="StopEarly was given the metric 'val/reward'.*give mode='min' or mode='max'"
-    )
-    with refused:
-        StopEarly("val/reward")
-    with pytest.raises(ValueError, match="'val/los', whose name .*: did you mean 'loss'. Else give mode='min'"):
-        StopEarly("val/los")
-
-
-def test_more_than_the_metric_without_a_name_is_refused_with_an_example():
-    with pytest.raises(
-        ValueError, match=r"StopEarly was given 'val/auc', 'max'; .*StopEarly\('test/accuracy', patience=5"
-    ):
-        StopEarly("val/auc", "max", patience=3)
-    with pytest.raises(ValueError, match="StopEarly was given 3; it takes the metric's name"):
-        StopEarly(3)
 
 
 def test_a_run_that_goes_on_after_the_stop_waits_anew():
@@ -187,20 +159,17 @@ def reason_to_stop(actions, stops):
     return run([*actions, SyncStop(gather, actions, Plan())], Report(10, 100, {}, None))[1], sent
 
 
-def test_a_stop_on_another_worker_ends_the_run_here():
-    assert reason_to_stop([action(5)], [0, 0, 1]) == ("an action on worker 2 ended the run", [False])
-
-
-def test_a_stop_here_keeps_its_own_reason():
-    assert reason_to_stop([action(5, stops=True)], [1, 0]) == ("enough", [True])
-
-
-def test_the_run_goes_on_if_no_worker_stops():
-    assert reason_to_stop([action(None)], [0, 0]) == (None, [False])
-
-
-def test_workers_exchange_nothing_where_no_action_is_due():
-    assert reason_to_stop([action(7)], [1, 1]) == (None, [])
+@pytest.mark.parametrize(
+    ("users", "stops", "reason", "sent"),
+    [
+        (action(5), [0, 0, 1], "an action on worker 2 ended the run", [False]),
+        (action(5, stops=True), [1, 0], "enough", [True]),
+        (action(None), [0, 0], None, [False]),
+        (action(7), [1, 1], None, []),  # no action is due, so nothing is exchanged
+    ],
+)
+def test_a_stop_on_one_worker_ends_the_run_on_all(users, stops, reason, sent):
+    assert reason_to_stop([users], stops) == (reason, sent)
 
 
 def test_workers_call_the_same_actions_in_the_same_order():

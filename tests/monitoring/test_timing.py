@@ -85,21 +85,11 @@ def test_the_largest_share_of_the_time_is_the_bottleneck(input_wait, host_share,
     assert (which, pytest.approx(share)) == expected
 
 
-def test_without_measurements_the_bottleneck_is_the_step():
-    assert bottleneck({"loss": 1.0}) == ("step", 1.0)
-
-
-def test_a_run_that_mostly_trains_has_no_hint(now):
+@pytest.mark.parametrize(("secs", "waited_secs"), [(60.0, 6.0), (9.0, 9.0)])
+def test_a_run_that_mostly_trains_and_a_short_one_have_no_hint(now, secs, waited_secs):
     clock = Clock()
-    clock.loop(1000.0, 1060.0, 6.0)
-    now[0] = 1060.0
-    assert clock.advice() is None
-
-
-def test_a_short_run_has_no_hint(now):
-    clock = Clock()
-    clock.loop(1000.0, 1009.0, 9.0)
-    now[0] = 1009.0
+    clock.loop(1000.0, 1000.0 + secs, waited_secs)
+    now[0] += secs
     assert clock.advice() is None
 
 

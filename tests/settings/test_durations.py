@@ -154,30 +154,20 @@ def boundaries(until, everys, steps_per_loop=0, start=0):
     return found
 
 
-def test_the_next_boundary_is_the_nearest_multiple_of_any_period():
-    assert boundaries(10, [4, 3]) == [3, 4, 6, 8, 9, 10]
-
-
-def test_a_boundary_shared_by_two_periods_occurs_once():
-    assert boundaries(12, [2, 6]) == [2, 4, 6, 8, 10, 12]
-
-
-def test_a_period_of_0_or_none_has_no_boundary_but_the_end():
-    assert boundaries(10, [0, None]) == [10]
-    assert boundaries(10, []) == [10]
-
-
-def test_a_period_longer_than_the_run_ends_with_the_run():
-    assert boundaries(5, [100]) == [5]
-
-
-def test_boundaries_are_multiples_of_the_period_wherever_the_run_starts():
-    assert boundaries(12, [5], start=3) == [5, 10, 12]
-    assert boundaries(12, [5], start=5) == [10, 12]
-
-
-def test_steps_per_loop_bounds_the_distance_and_moves_no_boundary():
-    assert boundaries(10, [4], steps_per_loop=3) == [3, 4, 7, 8, 10]
+@pytest.mark.parametrize(
+    ("until", "everys", "settings", "expected"),
+    [
+        (10, [4, 3], {}, [3, 4, 6, 8, 9, 10]),
+        (12, [2, 6], {}, [2, 4, 6, 8, 10, 12]),  # one that two periods share occurs once
+        (10, [0, None], {}, [10]),
+        (5, [100], {}, [5]),
+        (12, [5], {"start": 3}, [5, 10, 12]),
+        (12, [5], {"start": 5}, [10, 12]),
+        (10, [4], {"steps_per_loop": 3}, [3, 4, 7, 8, 10]),
+    ],
+)
+def test_boundaries_are_the_multiples_of_all_periods_and_the_end(until, everys, settings, expected):
+    assert boundaries(until, everys, **settings) == expected
 
 
 def test_steps_per_loop_need_not_divide_anything():
@@ -193,28 +183,9 @@ def test_the_next_boundary_lies_after_the_step_and_not_beyond_the_end():
                 assert step < Plan().next_boundary(step, 20, [every], steps_per_loop) <= 20
 
 
-def test_there_is_no_boundary_after_the_end():
-    with pytest.raises(AssertionError):
-        Plan().next_boundary(10, 10, [1])
-
-
-def test_a_period_is_due_at_its_multiples():
-    assert [step for step in range(1, 12) if Plan().is_due(4, step, 100)] == [4, 8]
-
-
-@pytest.mark.parametrize("every", [0, 3, 7])
-def test_everything_is_due_at_the_end(every):
-    assert Plan().is_due(every, 10, 10)
-
-
-def test_without_a_period_nothing_is_due_before_the_end():
-    assert not any(Plan().is_due(0, step, 10) for step in range(10))
-
-
-def test_every_due_step_is_a_boundary():
-    everys, until = [3, 5, 0], 31
-    due = {step for step in range(1, until + 1) if any(Plan().is_due(every, step, until) for every in everys)}
-    assert due == set(boundaries(until, everys))
+@pytest.mark.parametrize(("every", "steps"), [(4, [4, 8, 10]), (0, [10]), (7, [7, 10])])
+def test_a_period_is_due_at_its_multiples_and_at_the_end(every, steps):
+    assert [step for step in range(1, 11) if Plan().is_due(every, step, 10)] == steps == boundaries(10, [every])
 
 
 def plan(run=Period(steps=100)):  # noqa: B008 - immutable
