@@ -105,7 +105,8 @@ class _Delivery:
             self._media_step = row.step
             media = {name: file for name, item in row.media.items() if (file := item.as_file()) is not None}
             failure = f"did not take {', '.join(media)} of step {row.step}"
-            self._try(failure, self._writer.write_media, row.step, media, row.time, instead=": they are left out")
+            if media:
+                self._try(failure, self._writer.write_media, row.step, media, row.time, instead=": they are left out")
         self._writer.write(row.step, dict(row.numbers), row.time)
         self.step = row.step
 

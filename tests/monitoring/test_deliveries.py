@@ -57,6 +57,14 @@ def deliver(writers, steps, workdir="", start=0):
             opened.flush()
 
 
+def write_metrics(workdir, steps):
+    """Writes the workdir's own rows."""
+    json_writer = JsonWriter(str(workdir / "metrics.jsonl"))
+    for step in steps:
+        json_writer.write(step, {"loss": step / 7, "bad": float("nan")}, 1e9 + step)
+    json_writer.close()
+
+
 PROGRAM = """
 import os, random, sys, traceback
 from distloop.monitoring import deliveries
@@ -163,10 +171,7 @@ def test_a_writer_that_fails_gets_the_row_again_and_its_failure_is_one_line(capl
 
 
 def test_rows_that_were_never_taken_are_counted_and_come_with_the_next_call(tmp_path, capsys):
-    json_writer = JsonWriter(str(tmp_path / "metrics.jsonl"), 0)
-    for step in range(1, 7):
-        json_writer.write(step, {"loss": step / 7, "bad": float("nan")}, 1e9 + step)
-    json_writer.close()
+    write_metrics(tmp_path, range(1, 7))
     writer = Rows(fails_at=[3] * 100)
     deliver([writer], range(1, 7), tmp_path)
     assert "Rows lacks 4 rows after step 2." in capsys.readouterr().err
@@ -326,32 +331,33 @@ def test_a_file_comes_once_and_again_when_it_has_changed_or_the_writer_was_not_c
 
     assert taken(Gallery(fails_to_close=True)) == [2]
     assert "Gallery cannot be closed (ConnectionError: no route)" in capsys.readouterr().err
-    assert taken(Gallery()) == [2]
-    assert taken(unopened := Gallery()) == [] and not unopened.opened
+    assert taken(again := Gallery()) == [2] and len(again.opened) == again.num_closed == 1
+    assert taken(unopened := Gallery()) == [] and not unopened.opened and not unopened.num_closed
     os.utime(tmp_path / "model", ns=(5, 5))
     assert taken(Gallery()) == [2]
     assert taken(Gallery(), [*files, RunFile("model", str(tmp_path / "model"), 3)]) == [3]
 
 
-def test_a_writer_that_was_not_closed_is_opened_again_when_the_run_is_over(tmp_path):
-    deliver([Gallery(fails_to_close=True)], [1, 2], tmp_path)
-    for count in (1, 0):
-        with Deliveries([writer := Gallery()], str(tmp_path)).open(2, {}, is_over=True):
-            pass
-        assert len(writer.opened) == writer.num_closed == count
-
-
 def test_a_writer_that_lost_rows_gets_them_again_from_the_workdir(tmp_path):
-    json_writer = JsonWriter(str(tmp_path / "metrics.jsonl"), 0)
-    for step in range(1, 5):
-        json_writer.write(step, {"loss": 0.5}, 1e9)
-    json_writer.close()
+    write_metrics(tmp_path, range(1, 5))
     deliver([Rows()], range(1, 5), tmp_path)
     forgetful = Rows()
     forgetful.last_step = 1
-    with Deliveries([forgetful], str(tmp_path)).open(4, {}) as opened:
-        opened.write(5, {}, 0.0)
+    deliver([forgetful], [5], tmp_path, start=4)
     assert forgetful.steps == [2, 3, 4, 5]
+
+
+def test_rows_that_are_too_many_to_keep_for_a_writer_that_fails_come_from_the_workdir(tmp_path, monkeypatch):
+    monkeypatch.setattr(deliveries, "_MAX_ROWS", 3)
+    monkeypatch.setattr(deliveries, "_MAX_MEDIA", 1)
+    writer = Rows(fails_at=[2] * 1000)
+    with Deliveries([writer], str(tmp_path)).open(0, {}) as opened:
+        for step in range(1, 10):
+            opened.write(step, {"loss": step / 7}, 1e9 + step)
+            write_metrics(tmp_path, [step])
+            opened.flush()
+        opened._do(writer.fails_at.clear).result()
+    assert writer.steps == list(range(1, 10)) and len(opened._rows) <= 3
 
 
 @pytest.mark.slow
