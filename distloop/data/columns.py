@@ -120,9 +120,9 @@ def _digest(array: Any) -> str:
 
 
 def _name(array: Any) -> str:
-    """Returns what a user calls an array: its file, and its place in it."""
+    """Returns what a user calls an array: its file, and its name in it."""
     file = getattr(array, "filename", None) or getattr(getattr(array, "file", None), "filename", None)
     if file is None:
         return f"the {type(array).__name__} given"
-    place = getattr(array, "name", None)
-    return f"{place} of {str(file)!r}" if isinstance(place, str) else repr(str(file))
+    name = getattr(array, "name", None)
+    return f"{name} of {str(file)!r}" if isinstance(name, str) else repr(str(file))

@@ -89,7 +89,7 @@ class ArrayRows:
 
     @functools.cached_property
     def facts(self) -> dict[str, Any]:
-        """What a place depends on beside the number of rows: the fingerprint, and what arrays in memory hold."""
+        """What a position depends on beside the number of rows: the fingerprint, and what arrays in memory hold."""
         facts = {"fingerprint": self.fingerprint} if self._on_disk else {}
         return facts if len(self._on_disk) == len(self._columns) else {**facts, CONTENT: content_of(self._columns)}
 

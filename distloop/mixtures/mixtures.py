@@ -88,8 +88,6 @@ class Mixture:
         )
         digests = ":".join(self._digests()) if any(self._digests()) else ""
         self.fingerprint = digests if len(digests) <= _MOST_FINGERPRINT else _digest(digests)
-        if any(hasattr(source, "__getitems__") for source in self._sources):
-            self.__getitems__ = self._read_rows
 
     def __len__(self) -> int:
         return sum(len(source) for source in self._sources)
@@ -98,6 +96,15 @@ class Mixture:
         """Returns one row, by its number in all sources one after the other."""
         source, number = self._locate(row)
         return self._sources[source][number]
+
+    def __getitems__(self, rows: Sequence[int]) -> list[Any]:
+        """Returns some rows, read together where their source can."""
+        located, examples = [self._locate(row) for row in rows], {}
+        for index in {index for index, _ in located}:
+            source, numbers = self._sources[index], [number for i, number in located if i == index]
+            read = source.__getitems__(numbers) if hasattr(source, "__getitems__") else map(source.__getitem__, numbers)
+            examples[index] = iter([example for _, example in zip(numbers, read, strict=True)])
+        return [next(examples[index]) for index, _ in located]
 
     def row_name(self, row: int) -> str:
         """Returns which row of which source a number is, for a sentence."""
@@ -125,19 +132,6 @@ class Mixture:
     def _locate(self, row: int) -> tuple[int, int]:
         source = int(np.searchsorted(self._ends, row, side="right"))
         return source, int(row - self._ends[source] + self.rows_of[source])
-
-    def _read_rows(self, rows: list[int]) -> list[Any]:
-        """Returns some rows, read together where their source can."""
-        places = [self._locate(row) for row in rows]
-        examples: list[Any] = [None] * len(rows)
-        for index in {source for source, _ in places}:
-            source = self._sources[index]
-            positions = [position for position, (i, _) in enumerate(places) if i == index]
-            numbers = [places[position][1] for position in positions]
-            read = source.__getitems__(numbers) if hasattr(source, "__getitems__") else [source[n] for n in numbers]
-            for position, example in zip(positions, read, strict=True):
-                examples[position] = example
-        return examples
 
     def _slots(self, weights: Mapping[str, float]) -> tuple[int, ...]:
         """Returns the slots of each source in a block."""

@@ -17,8 +17,18 @@ from typing import Literal
 import numpy as np
 
 from distloop.log import log
-from distloop.records.file_ranges import FileNames, Files, expand
-from distloop.records.record_index import FOOTER_BYTES, HEADER_BYTES, Index, Shard, crc32c, masked, open_index
+from distloop.records.record_index import (
+    FOOTER_BYTES,
+    HEADER_BYTES,
+    FileNames,
+    Files,
+    Index,
+    Shard,
+    crc32c,
+    expand,
+    masked,
+    open_index,
+)
 
 _READ_BYTES = 1 << 22  # neighbours are read at once, about so many bytes of them
 _MAX_NAMED = 32  # shards of which a fingerprint holds a digest each

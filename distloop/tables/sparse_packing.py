@@ -164,5 +164,5 @@ def merge(rows: Rows) -> Rows:
 
     The values of a number are added in the order of the list, so that the same list gives the same bits anywhere.
     """
-    numbers, places = tf.unique(rows.numbers)
-    return Rows(numbers, tf.math.unsorted_segment_sum(rows.values, places, tf.size(numbers)))
+    numbers, segments = tf.unique(rows.numbers)
+    return Rows(numbers, tf.math.unsorted_segment_sum(rows.values, segments, tf.size(numbers)))

@@ -166,7 +166,7 @@ PLACE = {"batches": 5, "skipped": [], "batch_size": 4, "seed": 7, "num_rows": 23
         ({"fingerprint": "ab"}, "had no fingerprint, and the data given has content ab"),
     ],
 )
-def test_a_place_in_other_data_is_refused(change, words):
+def test_a_position_in_other_data_is_refused(change, words):
     facts = {name: PLACE[name] for name in ("batch_size", "seed", "num_rows", "order")}
     assert convert_numbered(PLACE, facts) is PLACE
     with pytest.raises(ValueError, match=words):

@@ -1,4 +1,4 @@
-"""Places in data that has changed since a checkpoint noted them."""
+"""Positions in data that has changed since a checkpoint noted them."""
 
 import numpy as np
 import pytest
@@ -13,32 +13,32 @@ from tests.problems import classification, classifier, everything, on, refused
 ONE = tf.distribute.get_strategy()
 
 
-def place(batches, **facts):
+def position(batches, **facts):
     return {"batches": batches, "skipped": [], **facts_of(**{"num_batches": None, "batch_size": None, **facts})}
 
 
 @pytest.mark.parametrize(
     ("then", "now", "expected"),
     [
-        (place(4, batch_size=4), place(0, batch_size=8), 2),
-        (place(5, batch_size=4), place(0, batch_size=8), 2),  # rounded down: four examples are read again
-        (place(3, batch_size=8), place(0, batch_size=4), 6),
-        (place(13, batch_size=4, num_batches=8), place(0, batch_size=8, num_batches=4), 4 + 2),
-        (place(25, num_batches=10), place(0, num_batches=12), 2 * 12 + 5),
-        (place(29, num_batches=10), place(0, num_batches=6), 3 * 6),  # behind the end of a shorter epoch
-        (place(4, batch_size=4), place(0), 4),  # unknown
-        (place(4, batch_size=4, num_batches=3), place(0, batch_size=4), 4),
-        (place(4, batch_size=4, num_workers=2), place(0, batch_size=2, num_workers=4), 4),  # each worker's batch
-        (place(0, batch_size=4), place(0, batch_size=8), 0),
+        (position(4, batch_size=4), position(0, batch_size=8), 2),
+        (position(5, batch_size=4), position(0, batch_size=8), 2),  # rounded down: four examples are read again
+        (position(3, batch_size=8), position(0, batch_size=4), 6),
+        (position(13, batch_size=4, num_batches=8), position(0, batch_size=8, num_batches=4), 4 + 2),
+        (position(25, num_batches=10), position(0, num_batches=12), 2 * 12 + 5),
+        (position(29, num_batches=10), position(0, num_batches=6), 3 * 6),  # behind the end of a shorter epoch
+        (position(4, batch_size=4), position(0), 4),  # unknown
+        (position(4, batch_size=4, num_batches=3), position(0, batch_size=4), 4),
+        (position(4, batch_size=4, num_workers=2), position(0, batch_size=2, num_workers=4), 4),  # each worker's batch
+        (position(0, batch_size=4), position(0, batch_size=8), 0),
     ],
 )
-def test_a_place_is_after_as_many_examples_of_the_same_epoch(then, now, expected):
+def test_a_position_is_after_as_many_examples_of_the_same_epoch(then, now, expected):
     assert convert_batches(then, now)["batches"] == expected
 
 
-def test_a_place_of_an_older_version_stays():
+def test_a_position_of_an_older_version_stays():
     old = {"batches": 4, "skipped": [1]}
-    assert convert_batches(old, place(0, batch_size=8, num_batches=3)) is old
+    assert convert_batches(old, position(0, batch_size=8, num_batches=3)) is old
 
 
 def rows_of(source, count):
@@ -76,7 +76,7 @@ def test_the_same_data_raises_no_alarm(data, caplog):
     assert again.batches_taken == 3 and "checkpoint's" not in caplog.text
 
 
-def test_a_place_in_arrays_is_none_in_a_dataset():
+def test_a_position_in_arrays_is_none_in_a_dataset():
     arrays = Source(np.arange(32), ONE, batch_size=4)
     arrays.batches_taken = 3
     dataset = Source(tf.data.Dataset.range(32).batch(4), ONE)
@@ -140,7 +140,7 @@ def test_arrays_changed_in_place_between_two_fits_train_on_with_their_new_values
     assert any(not np.array_equal(changed[name], value) for name, value in once.items())
 
 
-def test_arrays_changed_in_place_keep_their_place_in_the_order():
+def test_arrays_changed_in_place_keep_their_position_in_the_order():
     rows = np.arange(40)
     source = Source(rows, ONE, batch_size=8, shuffle_seed=3)
     expected = rows_of(source, 7)

@@ -95,7 +95,7 @@ def test_limit_and_one_epoch():
     assert list(one.seen(7).values()) == (2 * np.array(list(MIXED.seen(3).values())) + [3, 1, 0]).tolist()
 
 
-def test_a_place_depends_on_the_stages_that_have_begun_and_on_no_other():
+def test_a_position_depends_on_the_stages_that_have_begun_and_on_no_other():
     def mixture(order, batch):
         return order.facts_at({"batches": batch})["mixture"]
 
@@ -207,7 +207,7 @@ def test_lengths_that_do_not_fit_are_refused(settings, words):
         distloop.make_dataset(**settings)
 
 
-def test_a_place_in_other_batches_is_refused():
+def test_a_position_in_other_batches_is_refused():
     def facts_of(order):
         return {**order.facts_at({"batches": 9}), "order": 1}
 

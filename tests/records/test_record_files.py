@@ -10,9 +10,8 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.records import file_ranges, record_files
-from distloop.records.file_ranges import Files, expand
-from distloop.records.record_index import index_path
+from distloop.records import record_files, record_index
+from distloop.records.record_index import Files, expand, index_path
 from tests.record_shards import contents, corrupt, position_of, write
 
 
@@ -66,7 +65,7 @@ def test_processes_may_get_the_records_as_a_pickle(shards):
 
 
 def test_threads_share_few_open_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(file_ranges, "MAX_OPEN_FILES", 2)
+    monkeypatch.setattr(record_index, "MAX_OPEN_FILES", 2)
     rows = [contents(20, b"shard %d" % i) for i in range(6)]
     for i in range(6):
         write(tmp_path / f"{i}.tfrecord", rows[i])

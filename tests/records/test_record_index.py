@@ -13,8 +13,7 @@ import pytest
 import distloop
 from distloop import atomic_files
 from distloop.records import record_index
-from distloop.records.file_ranges import Files
-from distloop.records.record_index import index_path, masked, open_index, scan_shards
+from distloop.records.record_index import Files, index_path, masked, open_index, scan_shards
 from tests.record_shards import contents, position_of, write
 
 
