@@ -46,7 +46,7 @@ from distloop.monitoring.deliveries import Deliveries
 from distloop.monitoring.profiler import Profile
 from distloop.monitoring.tensorboard import SummaryWriter
 from distloop.monitoring.timing import Clock, timed, unix_time
-from distloop.monitoring.writers import Writer, check_writers
+from distloop.monitoring.writers import RunFile, Writer, check_writers
 from distloop.optimizers import learning_rates
 from distloop.optimizers.gradients import Clipping
 from distloop.settings import flags
@@ -96,6 +96,7 @@ class Fit:
         self._window: Mapping[str, Any] | None = None  # the open log window of the checkpoint
         self._secs_before: Mapping[str, float] = {}  # of the clock, before a rollback
         self._stop_requests: StopRequests | None = None
+        self._has_finished = False
         self._recorder = Recorder()
         self._say = speaker(self._is_chief, self.config.console)
         workdir, verify = self.config.local_workdir, self.checkpoints.lock.verify
@@ -129,8 +130,7 @@ class Fit:
         """Returns a context in which the user's writers are open."""
         are_used = self._is_chief and not self.config.fast_dev_run
         writers, workdir = self.writers if are_used else (), self.config.local_workdir
-        files = functools.partial(left_files, self.config.workdir, self.actions)
-        self._deliveries = Deliveries(writers, workdir, self.checkpoints.run, files)
+        self._deliveries = Deliveries(writers, workdir, self.checkpoints.run, self._left_files)
         return self._deliveries.open(self._step, flags.run_settings(self.config), is_over=self.is_over)
 
     @contextlib.contextmanager
@@ -186,8 +186,13 @@ class Fit:
                     self._go_back(diverged)
             self._finish()
 
+    def _left_files(self) -> Sequence[RunFile]:
+        """Returns the files that the run has left for writers; none of a run that was interrupted."""
+        return left_files(self.config.workdir, self.actions) if self._has_finished or self.is_over else ()
+
     def _finish(self) -> None:
         """Restores the best checkpoint if an action asks for it."""
+        self._has_finished = True
         for metric in metrics_to_restore(self.actions):
             with may_lack_best():
                 self.checkpoints.restore_best(metric, run_goes_on_from_it=False)
