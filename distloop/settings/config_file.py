@@ -20,6 +20,7 @@ from absl import flags
 
 _IS_FROM_FILE = "is_from_file"  # an attribute of absl's flag
 
+HIDDEN = "***"  # in place of a secret value, which keeps its default
 NAME = "config"
 HELP = "YAML or JSON file of flags by name, such as config.json of a run; flags on the command line take precedence."
 
@@ -27,14 +28,11 @@ HELP = "YAML or JSON file of flags by name, such as config.json of a run; flags 
 flags.disclaim_key_flags()
 
 
-def define(hidden: str) -> None:
-    """Defines `--config`, unless the program has a flag of that name.
-
-    Args:
-        hidden: the text that stands for secret values; they keep their defaults.
-    """
+def define() -> None:
+    """Defines `--config`, unless the program has a flag of that name."""
     if NAME not in flags.FLAGS:
-        flags.DEFINE_flag(_ConfigFlag(hidden), flags.FLAGS)
+        parser: flags.ArgumentParser[str] = flags.ArgumentParser()
+        flags.DEFINE_flag(_ConfigFlag(parser, flags.ArgumentSerializer(), NAME, "", HELP), flags.FLAGS)
 
 
 def is_from_file(flag: flags.Flag[Any]) -> bool:
@@ -45,16 +43,11 @@ def is_from_file(flag: flags.Flag[Any]) -> bool:
 class _ConfigFlag(flags.Flag[str]):
     """A flag that gives other flags the values of a file when it is parsed."""
 
-    def __init__(self, hidden: str):
-        self._hidden = hidden
-        parser: flags.ArgumentParser[str] = flags.ArgumentParser()
-        super().__init__(parser, flags.ArgumentSerializer(), NAME, "", HELP)
-
     def parse(self, argument: str) -> None:  # also called with the default, ""
         super().parse(argument)
         for name, value in (_read(argument) if argument else {}).items():
             flag = flags.FLAGS[name]
-            if flag.present or value is None or value == self._hidden:
+            if flag.present or value is None or value == HIDDEN:
                 continue
             try:
                 flag.parse(_as_argument(flag, value))

@@ -22,10 +22,10 @@ from absl import flags
 from distloop.atomic_files import replacing
 from distloop.settings import config_file
 from distloop.settings.config import CHECKPOINTS, DEVICES, FAILURES, MONITORING, RUN, Config, check_names, fields
+from distloop.settings.config_file import HIDDEN
 from distloop.settings.durations import CountOrAuto
 from distloop.urls import without_credentials
 
-HIDDEN = "***"  # in place of a secret value
 _NOT_OF_TRIALS = (DEVICES, CHECKPOINTS, MONITORING, FAILURES)  # groups of settings that no trial is about
 
 _HELP_WIDTH = 80
@@ -85,7 +85,7 @@ def define_flags(**new_defaults: Any) -> None:
             flags.FLAGS.set_default(name, made[name].default)
         else:
             flags.DEFINE_flag(made[name], flags.FLAGS)
-    config_file.define(HIDDEN)
+    config_file.define()
     # absl sorts flags by name and has no setting for it; an attribute of the instance takes precedence over the method.
     flags.FLAGS.__dict__["main_module_help"] = help_text
 
