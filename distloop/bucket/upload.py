@@ -59,7 +59,8 @@ class Upload:
         tree.write_state(root, self._state)
         self.failure, self.refused = "", dict[str, dict[str, Stamp]]()
         self._named: set[str] = set()  # of those that are refused, in the log
-        self._is_away, self._is_late, self._must_prune = False, False, True  # away: the last pass failed
+        self._num_failed = 0  # passes, since one went well
+        self._is_late, self._must_prune = False, True
         self._sent_at = 0.0  # when something was uploaded last, by `time.monotonic`
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="distloop-upload", daemon=True)
@@ -100,7 +101,7 @@ class Upload:
             time.sleep(_POLL_SECS / 4)
 
     def _run(self) -> None:
-        pass_at, num_failed = 0.0, 0  # when the next pass over all files is due, by `time.monotonic`
+        pass_at = 0.0  # when the next pass over all files is due, by `time.monotonic`
         while True:
             is_ending = self._ending.is_set()  # what is saved until then is in this pass
             try:
@@ -111,30 +112,29 @@ class Upload:
                 if is_ending or time.monotonic() >= pass_at:
                     secs = self._upload_others()
                     pass_at = time.monotonic() + max(PASS_SECS, _SHARE * secs)
-                if self._is_away:
+                if self._num_failed:
                     self._say(f"{self._directory.url} answers again: the upload goes on.")
-                self._is_away, num_failed, pause_secs = False, 0, _POLL_SECS
+                self._num_failed, pause_secs = 0, _POLL_SECS
                 if is_ending and self._is_all_there():
                     return
             except LockLost as error:
                 self.failure = str(error)
                 return
             except Exception as error:  # a full disk too: the next pass tries again
-                is_first, self._is_away, self.failure = not self._is_away, True, str(error)
+                self._num_failed, self.failure = self._num_failed + 1, str(error)
                 if is_ending and (isinstance(error, RemoteError) and error.is_final or self._is_stalled()):
                     return
-                if is_first:
+                if self._num_failed == 1:
                     text = "%s does not take the upload (%s); training goes on, and the upload tries again."
                     log.warning(text, self._directory.url, error)
-                pass_at, pause_secs = 0.0, min(_LONGEST_PAUSE_SECS, PASS_SECS * 2 ** min(num_failed, 10))
-                num_failed += 1
+                pass_at, pause_secs = 0.0, min(_LONGEST_PAUSE_SECS, PASS_SECS * 2 ** min(self._num_failed - 1, 10))
             if is_ending:
                 time.sleep(min(pause_secs, PASS_SECS))
             else:
                 self._ending.wait(pause_secs)
 
     def _is_stalled(self) -> bool:
-        return self._is_away and time.monotonic() - self._sent_at > STALLED_SECS
+        return self._num_failed > 0 and time.monotonic() - self._sent_at > STALLED_SECS
 
     def _upload_others(self) -> float:
         """Uploads all else that has changed; returns the seconds that went to other files than checkpoints."""

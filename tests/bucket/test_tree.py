@@ -72,11 +72,6 @@ def test_a_checkpoint_counts_with_its_manifest_and_the_sizes_that_it_names_else_
     assert whole(remote) == {}
 
 
-def test_what_is_no_list_of_best_steps_lists_none():
-    assert tree.best_steps(b'{"a": [1, 2], "b": [3]}') == {1, 2, 3}
-    assert tree.best_steps(None) == tree.best_steps(b'{"a') == tree.best_steps(b"[1]") == set()
-
-
 def test_a_damaged_checkpoint_is_named_and_the_others_come(url, tmp_path, caplog):
     os.truncate(tmp_path / "run" / "checkpoints" / "20" / "variables.index", 3)
     fetch_workdir(RemoteDirectory(url), str(tmp_path / "copy"))
