@@ -51,6 +51,14 @@ class Lease:
             RemoteError: if the directory cannot be written.
         """
         held.add(self._holder.token)
+        try:
+            self._acquire()
+        except BaseException:  # this process may try again, over a file that it has left
+            held.discard(self._holder.token)
+            raise
+        self._beating.start()
+
+    def _acquire(self) -> None:
         first: LockView | None = None
         content = None
         while not self._directory.create(FILE, self._content()):
@@ -78,8 +86,7 @@ class Lease:
                 self._directory.write(FILE, self._content())
                 time.sleep(_SETTLE_SECS)
                 if self._is_own(self._directory.read(FILE)):
-                    break
-        self._beating.start()
+                    return
 
     def verify(self) -> None:
         """Checks, without a request, that the lease was still this process's when it was read last.

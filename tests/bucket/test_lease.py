@@ -103,3 +103,14 @@ def test_a_directory_that_another_path_leads_to_has_one_lease(directory, tmp_pat
     with pytest.raises(ValueError, match="link' is being written to by another process"):
         Lease(RemoteDirectory(f"file://{tmp_path}/link")).take()
     held.release()
+
+
+def test_who_failed_after_the_lease_was_written_may_take_it_again(directory, monkeypatch):
+    create = directory.create
+    monkeypatch.setattr(directory, "create", lambda *content: create(*content) and 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        Lease(directory).take()
+    monkeypatch.setattr(directory, "create", create)
+    held = Lease(directory)
+    held.take()
+    held.release()
