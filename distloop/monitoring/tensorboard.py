@@ -81,7 +81,6 @@ class SummaryWriter:
         self.path = directory
         self._start = start
         self._evals = frozenset(name for name in evals if name not in _TAKEN and not name.startswith("."))
-        self._places: dict[str, tuple[str, str]] = {}  # run and tag by metric name
         self._files: dict[str, _EventFile] = {}
         self._has_begun = False
 
@@ -132,7 +131,8 @@ class SummaryWriter:
         when = when or time.time()
         events: dict[str, Event] = {}
         for name, value in metrics.items():
-            run, tag = self._place(name)
+            run, rest = self._split(name)
+            tag = group_tag(rest)
             event = events.setdefault(run, Event(wall_time=when, step=step))
             event.summary.value.add(tag=tag, simple_value=float(value), metadata=self._file(run).introduce(tag))
         for run, event in events.items():
@@ -175,13 +175,6 @@ class SummaryWriter:
             files, self._files = self._files, {}
             for file in files.values():
                 file.close()
-
-    def _place(self, name: str) -> tuple[str, str]:
-        """Returns the TensorBoard run that a number belongs to, and its tag there."""
-        if (place := self._places.get(name)) is None:
-            run, rest = self._split(name)
-            place = self._places[name] = run, group_tag(rest)
-        return place
 
     def _split(self, name: str) -> tuple[str, str]:
         """Returns the TensorBoard run that a name belongs to, and the name without an evaluation's prefix."""

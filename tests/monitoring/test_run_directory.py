@@ -57,7 +57,8 @@ def test_a_run_gets_a_directory_with_its_date_and_time(tmp_path):
 
 
 def test_the_same_command_goes_on_with_its_unfinished_run(config):
-    first = begin(config, steps=200)
+    first = begin(config)
+    assert begin(config, steps=200) == first  # it had no row yet
     assert begin(config) == first
     assert begin(dataclasses.replace(config, seed=1)) != first  # another command
     assert begin(config, steps=500) == first
@@ -77,29 +78,18 @@ def test_a_run_whose_checkpoints_were_deleted_has_ended(config):
     assert begin(config) != first
 
 
-def test_a_run_that_died_before_its_first_row_is_found(config):
-    assert begin(config) == begin(config)
-
-
 def test_a_run_that_another_process_trains_is_left_alone(config):
     first = begin(config, steps=200)
     with run_lock.RunLock(first):
         assert begin(config) != first
 
 
-def test_two_runs_that_begin_within_a_second_have_their_own(config, monkeypatch):
-    first = begin(dataclasses.replace(config, seed=1))
-    name = os.path.basename(first).removeprefix("digits-")
-    times = iter([name, "20261123-190000"])
-    monkeypatch.setattr(directory.time, "strftime", lambda form: next(times))
-    assert begin(config).endswith("190000")
-
-
-def test_two_trainers_of_a_second_have_their_own(config, monkeypatch):
-    times = iter(["20261123-180000", "20261123-180000", "20261123-180001"])
-    monkeypatch.setattr(directory.time, "strftime", lambda form: next(times))
-    first, second = (directory.resolve_workdir(config, One()).workdir for _ in range(2))  # neither has trained
-    assert first.endswith("180000") and second.endswith("180001")
+def test_runs_and_trainers_of_one_second_have_their_own(config, monkeypatch):
+    times = iter(["180000", *["180000", "180001"], *["180000", "180001", "180002"]])
+    monkeypatch.setattr(directory.time, "strftime", lambda form: f"20261123-{next(times)}")
+    workdirs = [begin(dataclasses.replace(config, seed=1))]
+    workdirs += [directory.resolve_workdir(config, One()).workdir for _ in range(2)]  # neither has trained
+    assert [workdir[-6:] for workdir in workdirs] == ["180000", "180001", "180002"]
 
 
 def test_a_workdir_without_the_time_stays():
