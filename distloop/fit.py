@@ -19,7 +19,7 @@ from typing import Any
 from distloop.actions.action import Action, Report, check_actions, member, metrics_to_restore, started
 from distloop.actions.action import run as run_actions
 from distloop.actions.built_in import CheckReplicas, DataSeen, Goodput, PipelineUsage, Utilization
-from distloop.actions.evaluate import Evaluate, check_all, earlier_rows
+from distloop.actions.evaluate import Evaluate, earlier_rows
 from distloop.actions.histograms import WeightHistograms
 from distloop.actions.memory import MemoryUse
 from distloop.actions.save import SaveCosts, make_saves, require_metrics
@@ -256,7 +256,8 @@ class Fit:
             self.checkpoints.save()
         batch_size = self.source.info.batch_size
         self._forward = self.forward_pass.trace(self.source.info.element_spec, batch_size)
-        check_all(self.evaluations, self._plan, self._report())
+        for evaluation in self.evaluations:
+            evaluation.check(self._plan, self._report())
         forward_flops = count_flops(self._forward) if batch_size else None
         step_flops = forward_flops and TRAINING_PASSES * forward_flops
         self._flops_per_example = step_flops / batch_size if step_flops and batch_size else None

@@ -153,12 +153,6 @@ class Evaluate(Action):
         self.rows = state
 
 
-def check_all(evaluations: Sequence[Evaluate], plan: Plan, report: Report) -> None:
-    """Checks all evaluations before the first step, as `Evaluate.check`."""
-    for evaluation in evaluations:
-        evaluation.check(plan, report)
-
-
 def trace_first(name: str, source: Source, tracers: Sequence[Callable[[Source], None]], is_repeated: bool) -> None:
     """Traces what an evaluation computes, so that a mistake in its data or functions is said before the first step.
 

@@ -84,40 +84,25 @@ def draw(*groups, length=8, **settings):
     )
 
 
-def test_a_line_goes_from_the_lowest_bar_to_the_highest():
-    assert draw([0, 1, 2, 3, 4, 5, 6, 7]) == ["▁▂▃▄▅▆▇█"]
-    assert draw([7.0, 0.0, -7.0]) == ["█▅▁"]
-
-
-def test_ascii_characters_replace_block_characters():
-    assert draw([0, 1, 2, 3, 4, 5, 6, 7, NAN], length=9, is_ascii=True) == ["_.-~=+*#!"]
-
-
-def test_runs_share_one_scale_and_one_step_axis():
-    assert draw([0, 1, 2, 3], [3, 3]) == ["▁▃▆█", "██"]
-
-
-def test_a_character_shows_the_mean_of_its_range_of_steps():
-    assert draw([0, 4, 6, 10, 2, 2], length=3) == ["▂▇▂"]
-
-
-def test_a_value_counts_for_the_steps_since_the_previous_one():
-    assert draw([0, 1, 2, 3], [(2, 3), (4, 0)]) == ["▁▃▆█", "██▁▁"]
-    assert draw([(0, 1), (4, 0)]) == ["█▁"]
-
-
-def test_a_value_that_is_not_finite_marks_its_range():
-    assert draw([0, NAN, 0, 0, 8, 8, NAN, NAN], length=4) == ["!▁█!"]
-    assert draw([NAN, NAN], [NAN]) == ["!!", "!"]
-
-
-def test_equal_values_are_a_low_line():
-    assert draw([0.5, 0.5], [0.5]) == ["▁▁", "▁"]
-
-
-def test_a_wide_range_of_positive_values_has_a_logarithmic_scale():
-    assert draw([1, 10, 100, 1000]) == ["▁▃▆█"]
-    assert draw([0, 10, 100, 1000]) == ["▁▁▁█"]
+@pytest.mark.parametrize(
+    ("groups", "settings", "lines"),
+    [
+        ([[0, 1, 2, 3, 4, 5, 6, 7]], {}, ["▁▂▃▄▅▆▇█"]),
+        ([[7.0, 0.0, -7.0]], {}, ["█▅▁"]),
+        ([[0, 1, 2, 3, 4, 5, 6, 7, NAN]], {"length": 9, "is_ascii": True}, ["_.-~=+*#!"]),
+        ([[0, 1, 2, 3], [3, 3]], {}, ["▁▃▆█", "██"]),  # runs share one scale and one axis of steps
+        ([[0, 4, 6, 10, 2, 2]], {"length": 3}, ["▂▇▂"]),  # the mean of a range of steps
+        ([[0, 1, 2, 3], [(2, 3), (4, 0)]], {}, ["▁▃▆█", "██▁▁"]),  # a value counts for the steps before it
+        ([[(0, 1), (4, 0)]], {}, ["█▁"]),
+        ([[0, NAN, 0, 0, 8, 8, NAN, NAN]], {"length": 4}, ["!▁█!"]),
+        ([[NAN, NAN], [NAN]], {}, ["!!", "!"]),
+        ([[0.5, 0.5], [0.5]], {}, ["▁▁", "▁"]),
+        ([[1, 10, 100, 1000]], {}, ["▁▃▆█"]),  # a wide range of positive values has a logarithmic scale
+        ([[0, 10, 100, 1000]], {}, ["▁▁▁█"]),
+    ],
+)
+def test_a_line_goes_from_the_lowest_bar_to_the_highest(groups, settings, lines):
+    assert draw(*groups, **settings) == lines
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 31, 32, 33, 100, 1001])
