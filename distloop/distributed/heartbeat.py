@@ -70,6 +70,7 @@ class Heartbeat:
         self.step: Callable[[], int] = lambda: 0
         self._last_step = 0  # read by the sending thread: if a device hangs, reading the step may hang, too
         self._facts = describe_facts(facts, secret, secret_names)
+        self._differences: dict[int, str] = {}  # on the chief: workers with other facts, each with a sentence
         self._refusal = ""  # the reason why the run cannot begin, the same on all workers
         self._missing = ""  # the workers that the chief waits for, in words
         self._is_over = False  # all workers have come to the end of their programs
@@ -92,6 +93,8 @@ class Heartbeat:
         while not self._table.has_met:
             table, now = self._table, time.monotonic()
             missing = table.find_missing(now)
+            if table.worker == 0 and not missing:  # all can hear it
+                self._refusal = next((sentence for _, sentence in sorted(self._differences.items())), "")
             if self._refusal:
                 self._send()
                 raise ValueError(self._refusal)
@@ -251,8 +254,10 @@ class Heartbeat:
             elif "state" in message:
                 self._table = self._table.receive(i, liveness.read_beat(message, now))
             if message is None or self._table.worker == 0:
-                if message and message.get("difference"):
-                    self._refusal = self._facts.explain_difference(i, *message["difference"])
+                if message and "difference" in message:
+                    self._differences.pop(i, None)  # of a process that was there before
+                    if message["difference"]:
+                        self._differences[i] = self._facts.explain_difference(i, *message["difference"])
                 return
             self._refusal = shorten(message.get("refusal", ""), 1000)
             self._missing = shorten(message.get("missing", ""), 200)

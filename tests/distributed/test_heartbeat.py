@@ -141,7 +141,9 @@ def test_heartbeats_without_the_secret_do_not_count_and_are_named(run):
 
 def test_other_facts_are_refused_on_every_worker(run):
     facts = ["{'--batch_size': '16', 'x': '1'}", "{'--batch_size': '16', 'x': '1'}", "{'--batch_size': '32'}"]
-    workers = run(*[f"start({fact})" for fact in facts])
+    workers = run(
+        *[f"time.sleep({late_secs})\nstart({fact})" for fact, late_secs in zip(facts, (0, 1.5, 0), strict=True)]
+    )
     assert [worker.end() for worker in workers] == [1, 1, 1]
     for worker in workers:
         assert worker.text.splitlines()[-1] == (
