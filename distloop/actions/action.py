@@ -15,7 +15,6 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import Any, Protocol
 
 from distloop.distributed.preemption import Interrupted, interrupted_together
@@ -338,38 +337,33 @@ class _Boundary:
 def started(actions: Sequence[Action], report: Callable[[], Report], *, is_chief: bool = True) -> Iterator[None]:
     """Enters a scope in which actions have been started: on exit each is ended, the last one first.
 
+    An error calls `on_error` before `on_end`; if these fail after it, that is logged.
+
     Args:
         actions: in order.
         report: returns a report of the run as it is.
         is_chief: whether this worker calls those that are `chief_only`.
     """
+
+    def end(action: Action, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        try:
+            try:
+                if isinstance(error, Exception) and not isinstance(error, Interrupted):
+                    member(action, "on_error")(error)
+            finally:
+                member(action, "on_end")(report())
+        except Exception as another:
+            if error is None:
+                raise
+            log.error("The action %r failed when the run had failed: %s: %s", action, type(another).__name__, another)
+
     with contextlib.ExitStack() as stack:
         for action in actions:
             if member(action, "chief_only") and not is_chief:
                 continue
-            stack.push(functools.partial(_end, action, report))
+            stack.push(functools.partial(end, action))
             member(action, "on_start")(report())
         yield
-
-
-def _end(
-    action: Action,
-    report: Callable[[], Report],
-    kind: type[BaseException] | None,
-    error: BaseException | None,
-    traceback: TracebackType | None,
-) -> None:
-    """Calls `on_error` if there is an error, then `on_end`; if these fail after an error, that is logged."""
-    try:
-        try:
-            if isinstance(error, Exception) and not isinstance(error, Interrupted):
-                member(action, "on_error")(error)
-        finally:
-            member(action, "on_end")(report())
-    except Exception as another:
-        if error is None:
-            raise
-        log.error("The action %r failed when the run had failed: %s: %s", action, type(another).__name__, another)
 
 
 def check_actions(actions: Sequence[Action]) -> None:
