@@ -97,11 +97,12 @@ def simplify_adam(optimizer: keras.optimizers.Optimizer, sizes: Sequence[tuple[A
         plain = tensorflow_variable(variable)
         dtype = plain.dtype
         key = plain.device, dtype, id(learning_rate)
-        if key not in scalars:
-            scalars[key] = _Scalars.make(optimizer, learning_rate, dtype)
-        size = elements.get(optimizer._var_key(variable), plain.shape.num_elements()) * dtype.size
-        update = _update_in_one if size >= MIN_FUSED_BYTES else _update_in_several
-        update(optimizer, plain, tf.cast(gradient, dtype), scalars[key])
+        with tf.device(plain.device):
+            if key not in scalars:
+                scalars[key] = _Scalars.make(optimizer, learning_rate, dtype)
+            size = elements.get(optimizer._var_key(variable), plain.shape.num_elements()) * dtype.size
+            update = _update_in_one if size >= MIN_FUSED_BYTES else _update_in_several
+            update(optimizer, plain, tf.cast(gradient, dtype), scalars[key])
 
     optimizer._distributed_tf_update_step, optimizer.update_step = update_all_simply, update_simply
 
@@ -205,7 +206,7 @@ def keras_variable(stored: tf.Variable, name: str, path: str) -> keras.Variable:
 
 
 def update_in_place_of(optimizer: keras.optimizers.Optimizer, pairs: Sequence[tuple[Any, Any]]) -> None:
-    """Lets variables decay as those of the model do that they are parts of.
+    """Updates each part of the model's variables on its device, with the weight decay of its variable.
 
     Args:
         optimizer: a plain Keras optimizer that is not built yet, and gets the parts when it is.
@@ -217,7 +218,13 @@ def update_in_place_of(optimizer: keras.optimizers.Optimizer, pairs: Sequence[tu
     def use_for_part(variable: Any) -> Any:
         return use_weight_decay(by_key.get(optimizer._var_key(variable), variable))
 
-    optimizer._use_weight_decay = use_for_part
+    update_step = optimizer.update_step
+
+    def update_on_device(gradient: Any, variable: Any, learning_rate: Any) -> None:
+        with tf.device(tensorflow_variable(variable).device):
+            update_step(gradient, variable, learning_rate)
+
+    optimizer._use_weight_decay, optimizer.update_step = use_for_part, update_on_device
 
 
 class ReplacedCalls:

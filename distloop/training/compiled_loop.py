@@ -30,24 +30,30 @@ MOST_TRACES = 5  # without a warning
 
 
 class _Carry(NamedTuple):
-    """The loop's values that go from one step to the next."""
+    """The loop's values that go from one step to the next, on the device of the first replica.
 
-    done: tf.Tensor  # []: the steps of this call so far, up to the first one that failed
-    is_over: tf.Tensor  # []: whether a step failed, as far as the host has asked: of all of them, or all but the last
-    inputs: tf.Tensor  # [2]: sums over the steps of the row: examples, and seconds waited for data
-    failed: tf.Tensor  # []: whether a step failed; this and what follows is on the device of the first replica
+    A GPU keeps int32 in the host's memory, so the host reads those without a copy.
+    """
+
+    done: tf.Tensor  # [], int32: the steps of this call so far, up to the first one that failed
+    is_over: tf.Tensor  # [], int32: 1 if one of the steps failed at which the host has looked: all, or all but the last
+    failed: tf.Tensor  # []: whether a step failed
     sums: tf.Tensor  # [S]: what the steps of the row add up to; one zero before the first, as tracing it tells S
     diagnosis: tf.Tensor  # [D]: of the step that failed, or the last one; one zero before the first
 
     @classmethod
-    def start(cls, lead: str) -> "_Carry":
-        """Returns what the first step of a call gets; `lead` is the device of the first replica."""
-        on_host = tf.constant(0, tf.int64), tf.constant(False), tf.zeros([2], tf.float64)
-        with tf.device(lead):
-            return cls(*on_host, tf.constant(False), tf.zeros([1], tf.float64), tf.zeros([1]))
+    def start(cls) -> "_Carry":
+        """Returns what the first step of a call gets."""
+        return cls(
+            done=tf.constant(0),
+            is_over=tf.constant(0),
+            failed=tf.constant(False),
+            sums=tf.zeros([1], tf.float64),
+            diagnosis=tf.zeros([1]),
+        )
 
 
-_SHAPES = _Carry(*[tf.TensorShape(shape) for shape in ([], [], [2], [], [None], [None])])
+_SHAPES = _Carry(*[tf.TensorShape(shape) for shape in ([], [], [], [None], [None])])
 
 
 class _Call(NamedTuple):
@@ -63,9 +69,10 @@ class _Call(NamedTuple):
 
     def goes_on(self, carry: _Carry, *, until: tf.Tensor, begun: tf.Tensor | int = 0) -> tf.Tensor:
         """Computes whether another step begins: until so many are done, and in time unless only `begun` are done."""
-        with tf.control_dependencies([carry.is_over]):  # the clock is read when the step before has ended
-            in_time = self.time_limit.is_ahead()
-        return (carry.done < until) & ~carry.is_over & (in_time | (carry.done == begun))
+        with tf.device(HOST):
+            with tf.control_dependencies([carry.is_over]):  # the clock is read when the step before has ended
+                in_time = self.time_limit.is_ahead()
+            return (carry.done < until) & (carry.is_over == 0) & (in_time | (carry.done == begun))
 
 
 class CompiledLoop:
@@ -135,10 +142,11 @@ class CompiledLoop:
 
     def _sums_layout(self) -> RowLayout:
         """Returns the layout of what the steps add up; known once the step was traced."""
-        return RowLayout({"tallies": 2 * len(self._step.names), "replica_secs": self._num_timed_replicas})
+        sizes = {"tallies": 2 * len(self._step.names), "examples": 1, "input_secs": 1}
+        return RowLayout(sizes | {"replica_secs": self._num_timed_replicas})
 
     def _row_layout(self) -> RowLayout:
-        heads = {"steps_done": 1, "end": 1, "numbers": len(self._number_names), "examples": 1, "input_secs": 1}
+        heads = {"steps_done": 1, "end": 1, "numbers": len(self._number_names)}
         return RowLayout(heads | dict(self._sums_layout().sizes))
 
     def _unpack(self, result: Mapping[str, Any], clock: Callable[[Any], np.ndarray]) -> list[Row]:
@@ -182,15 +190,18 @@ class CompiledLoop:
         first = self._state.step.read_value()
         with tf.device(HOST):
             call = _Call(iterator, layout, first, count, log_every, TimeLimit(secs), while_loop)
+            until = tf.cast(count, tf.int32)
             self._step_starts.assign(tf.zeros([count], tf.float64))
+        with tf.device(self._lead):  # TensorFlow moves all that a loop carries through the device that it was built for
             carry, rows = while_loop(
                 # At a log, the host reads what the step before it did.
-                lambda carry, rows: (rows.size() == 0) | (call.goes_on(carry, until=count) & ~carry.failed),
+                lambda carry, rows: (rows.size() == 0) | (call.goes_on(carry, until=until) & ~carry.failed),
                 lambda carry, rows: self._run_to_log(call, carry, rows),
-                (_Carry.start(self._lead), tf.TensorArray(tf.float64, 0, dynamic_size=True, infer_shape=False)),
+                (_Carry.start(), tf.TensorArray(tf.float64, 0, dynamic_size=True, infer_shape=False)),
                 shape_invariants=(_SHAPES, tf.TensorShape(None)),
                 parallel_iterations=1,
             )
+        with tf.device(HOST):
             return {
                 "rows": rows.stack(),
                 "step_starts": self._step_starts.read_value(),
@@ -201,17 +212,17 @@ class CompiledLoop:
 
     def _run_to_log(self, call: _Call, carry: _Carry, rows: tf.TensorArray) -> tuple[_Carry, tf.TensorArray]:
         """Runs the steps up to the next log, and writes their row."""
-        begun = carry.done
-        with tf.device(self._lead):
-            sums = tf.zeros([1], tf.float64)
-        log = tf.minimum(call.count, begun + call.log_every - (call.first + begun) % call.log_every)
         with tf.device(HOST):
-            (carry,) = call.while_loop(
-                lambda carry: call.goes_on(carry, until=log, begun=begun),
-                lambda carry: (self._run_step(call, carry),),
-                (carry._replace(sums=sums, inputs=tf.zeros([2], tf.float64)),),
-                shape_invariants=(_SHAPES,),
-            )
+            begun = tf.cast(carry.done, tf.int64)
+            log = tf.minimum(call.count, begun + call.log_every - (call.first + begun) % call.log_every)
+            log, begun = tf.cast(log, tf.int32), tf.identity(carry.done)
+        (carry,) = call.while_loop(
+            lambda carry: call.goes_on(carry, until=log, begun=begun),
+            lambda carry: (self._run_step(call, carry),),
+            (carry._replace(sums=tf.zeros([1], tf.float64)),),
+            shape_invariants=(_SHAPES,),
+        )
+        with tf.device(HOST):
             sums = tf.identity(carry.sums)  # the host's; the steps have ended when it is there
             with tf.control_dependencies([sums]):
                 row = self._pack(call.layout, carry, sums)
@@ -219,34 +230,38 @@ class CompiledLoop:
 
     def _run_step(self, call: _Call, carry: _Carry) -> _Carry:
         """Takes the next batch, runs a step on it, and adds up what it did."""
-        start = tf.timestamp()
-        with tf.control_dependencies([start]), tf.device(HOST):
-            batch = shards.next_batch(call.iterator, call.layout)
-        with tf.control_dependencies(tf.nest.flatten(batch.rows, expand_composites=True)[:1]):
-            input_secs = tf.timestamp() - start
-        if self._last_batch is not None:
-            self._last_batch.keep(batch)
+        with tf.device(HOST):
+            start = tf.timestamp()
+            with tf.control_dependencies([start]):
+                batch = shards.next_batch(call.iterator, call.layout)
+            with tf.control_dependencies(tf.nest.flatten(batch.rows, expand_composites=True)[:1]):
+                input_secs = tf.timestamp() - start
+            examples = tf.cast(shards.count_examples(batch, self._state.strategy), tf.float64)
+            if self._last_batch is not None:
+                self._last_batch.keep(batch)
         looks_back = self._step.runs_ahead and self._step.may_fail
         with unsaved_draws_refused(self._state):
             outcome = self._step(batch, call.layout, carry.failed if looks_back else None)
         # Where no step can fail, the next one may start before this one has ended.
         failed = outcome.failed if self._step.may_fail else carry.failed
-        is_over = failed
         with tf.device(HOST):
-            examples = tf.cast(shards.count_examples(batch, self._state.strategy), tf.float64)
-            inputs, count = tf.stack([examples, input_secs]), tf.constant(1, tf.int64)
+            is_over = tf.cast(carry.failed if looks_back else failed, tf.int32)
+            count = 1 - is_over if looks_back else tf.constant(1)
             self._step_starts.scatter_update(tf.IndexedSlices(start, carry.done))
-            if looks_back:
-                is_over = tf.identity(carry.failed)
-                inputs, count = tf.where(is_over, tf.zeros_like(inputs), inputs), tf.cast(~is_over, tf.int64)
             # Counted when it is done: if the data of a later step fails, the results of the whole call are lost. A GPU
             # completes what has begun, and the host would wait for it.
             with tf.control_dependencies([] if self._step.runs_ahead else [outcome.applied]):
-                self._state.step.assign_add(count)
+                self._state.step.assign_add(tf.cast(count, tf.int64))
+            done = carry.done + count
         with tf.device(self._lead):
             secs = tf.zeros([0]) if outcome.replica_secs is None else outcome.replica_secs
-            segments = {"tallies": outcome.tallies, "replica_secs": secs}
-            sums = tf.cast(tf.concat(self._sums_layout().pack(segments), 0), tf.float64)
+            segments = {
+                "tallies": tf.cast(outcome.tallies, tf.float64),
+                "examples": examples[tf.newaxis],
+                "input_secs": input_secs[tf.newaxis],
+                "replica_secs": tf.cast(secs, tf.float64),
+            }
+            sums = tf.concat(self._sums_layout().pack(segments), 0)
             diagnosis, skipped = outcome.diagnosis, ~outcome.applied
             if looks_back:
                 failed |= carry.failed
@@ -254,25 +269,16 @@ class CompiledLoop:
                 diagnosis = tf.where(carry.failed, carry.diagnosis, diagnosis)
             if self._step.may_skip:
                 self._state.skipped_steps.assign_add(tf.cast(skipped, tf.int64))
-            return _Carry(
-                done=carry.done + count,
-                is_over=is_over,
-                inputs=carry.inputs + inputs,
-                failed=failed,
-                sums=carry.sums + sums,
-                diagnosis=diagnosis,
-            )
+            return _Carry(done, is_over, failed, carry.sums + sums, diagnosis)
 
     def _pack(self, layout: BatchLayout, carry: _Carry, sums: tf.Tensor) -> tf.Tensor:
         """Lays out the row of a log: what the steps added up, and the numbers as they stand."""
         sums_layout = self._sums_layout()
         segments = sums_layout.unpack(tf.broadcast_to(sums, [sums_layout.width]))  # a loop of no steps has one zero
-        segments["examples"] = carry.inputs[:1]
         if (layout.is_sharded or layout.is_split) and workers.num_workers(self._state.strategy) > 1:
             segments["examples"] = workers.sum_over_workers(self._state.strategy, segments["examples"])
         numbers = self._read_numbers()
         self._number_names = list(numbers)
-        segments["input_secs"] = carry.inputs[1:]
         segments["steps_done"] = tf.cast(carry.done, tf.float64)[tf.newaxis]
         segments["end"] = tf.timestamp()[tf.newaxis]
         segments["numbers"] = tf.stack([tf.cast(number, tf.float64) for number in numbers.values()])
