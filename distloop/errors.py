@@ -160,6 +160,17 @@ def user_line(frames: Iterable[Any] | None) -> str | None:
     return None
 
 
+def innermost_line(frames: Iterable[Any] | None) -> str | None:
+    """Returns the innermost line outside TensorFlow, Keras, NumPy and absl, distloop's as `distloop/fit.py:12`."""
+    for frame in reversed(list(frames or [])):
+        path = os.path.abspath(frame.filename)
+        if not path.startswith(_LIBRARIES[1:]) and not frame.filename.startswith("<"):
+            is_own = path.startswith(_DISTLOOP)
+            name = os.path.join("distloop", path.removeprefix(_DISTLOOP)) if is_own else os.path.basename(path)
+            return f"{name}:{frame.lineno}"
+    return None
+
+
 def show_full_tracebacks() -> None:
     """Makes errors show all frames for the rest of the process: distloop's, Keras's and TensorFlow's, too."""
     keras.config.disable_traceback_filtering()  # which `with_short_tracebacks` follows

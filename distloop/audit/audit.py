@@ -16,7 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from distloop.audit import checks
+from distloop.audit import checks, gpu_checks
 from distloop.audit.checks import Audit, Finding, Unchecked, failure
 from distloop.audit.probe import REPLICAS, Measurement, Probe
 from distloop.comparison import relative_difference
@@ -203,6 +203,7 @@ CHECKS: tuple[Check, ...] = (
     drift,
     same_bits,
     checks.gradients,
+    gpu_checks.host_operations,
 )
 
 

@@ -44,7 +44,7 @@ def collective_implementation(strategy: tf.distribute.Strategy) -> str | None:
 def get_random_state() -> tuple[Any, Any]:
     """Returns TensorFlow's global seed and the generator of operation seeds."""
     eager = context.context()
-    return eager._seed, eager._rng
+    return eager._seed, getattr(eager, "_rng", None)  # there is none before the first seed
 
 
 def set_random_state(state: tuple[Any, Any]) -> None:

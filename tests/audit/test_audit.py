@@ -41,6 +41,12 @@ def planted(change=lambda loss, batch: loss, layers=(), **spec):
     return model_fn
 
 
+def sorted_on_the_host(loss, batch):
+    with tf.device("/CPU:0"):
+        loss = tf.sort(loss)
+    return tf.sqrt(tf.square(loss))
+
+
 class Centered(keras.layers.Layer):
     """Subtracts the mean over the rows that it sees."""
 
@@ -214,6 +220,14 @@ BUGS = {
         ("left out of training", "net/first", "kernel, bias", "trainable = False"),
     ),
     "a layer that the loss does not use": (unused_layer, ("no gradient", "unused/kernel")),
+    "texts on the way to the loss": (
+        planted(lambda loss, batch: loss + 0 * tf.strings.to_number(tf.strings.as_string(loss))),
+        ("runs on the host when this model is on a GPU", "AsString(float32) (test_audit.py:", "GPU kernel"),
+    ),
+    "a part of the loss on the CPU": (
+        planted(sorted_on_the_host),
+        ("goes to the host and back", "(test_audit.py:", "waits until the host"),
+    ),
     "units that are dead": (dead_layer, ("zero gradient", "net/dead/kernel")),
 }
 # Bugs whose traces differ where a model has variables on several replicas; any bug is found on any number of them.

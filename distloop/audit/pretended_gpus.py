@@ -1,0 +1,135 @@
+"""Pretended GPUs: traces the train step, evaluation and prediction of a model for GPUs that are not there.
+
+    for found in trace_on_gpus(model_fn, Config(clip_norm=1.0), dataset, gpus=2):
+        print(found)                                    # a `GpuGraph`
+
+No step runs, and nothing that `distloop` or TensorFlow keeps for the process is another afterwards. Variables are made
+where there is a device; their handles know which one was asked for.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from keras.src.backend.common import global_state
+from tensorflow.python.eager import context
+from tensorflow.python.ops import resource_variable_ops
+
+from distloop.audit.gpu_graph import GpuGraph, look
+from distloop.audit.placed_graph import DEVICE, FIRST_GPU
+from distloop.data.source import Data, Source
+from distloop.distributed import devices, strategies
+from distloop.evaluation.evaluation import EvalLoop
+from distloop.evaluation.prediction import Predictor
+from distloop.fit import make_train_loop, make_training_source
+from distloop.keras_models.fit_arguments import read_arguments
+from distloop.model.spec import ModelSpec
+from distloop.settings.config import Config
+from distloop.trainer import Trainer
+
+_NAMES = "object_name_uids"  # Keras's counts of the layers of each name
+
+
+def trace_on_gpus(model_fn: Callable[[], ModelSpec], config: Config, data: Data, gpus: int) -> list[GpuGraph]:
+    """Returns what the train step, evaluation and, with a `predict_fn`, prediction would do on so many GPUs.
+
+    Args:
+        model_fn: as for `Trainer`; it is called once more.
+        config: its device, number of devices and workdir do not count.
+        data: as for `Trainer.fit`.
+        gpus: how many; with `num_stages`, the stages take them.
+
+    Raises:
+        ValueError: as of `Trainer` and `Trainer.fit`.
+    """
+    strategy = "auto" if config.strategy == "multi_worker" else config.strategy
+    count = 0 if config.num_stages > 1 else gpus
+    here = dataclasses.replace(
+        config, strategy=strategy, device="gpu", num_devices=count, console="quiet", fast_dev_run=False
+    )
+    with pretended_gpus(gpus):
+        trainer = Trainer(model_fn, here, strategy=strategies.make_strategy(here))
+        trainer.build(data)
+        state, arguments = trainer.state, read_arguments(data, None, {})
+        source, loop = make_training_source(arguments, state, here), make_train_loop(state, config)
+        source.iterator()
+        run = functools.partial(loop._compiled.trace, source, strategies.PARALLEL_EXECUTOR)
+        found = [look(_graph_of_first_call(run), "train step")]
+        reading = arguments.source_settings(here.global_batch_size(state.strategy))
+        source = Source(data, state.strategy, repeat=False, virtual_replicas=config.virtual_replicas, **reading)
+        pass_over, limits = EvalLoop(state), (tf.constant(0, tf.int64), tf.constant(np.inf, tf.float64))
+        pass_over.build_metrics(source)
+        run = functools.partial(pass_over._run, source.new_iterator(), source.layout, *limits)
+        found.append(look(_graph_of_first_call(run), "evaluation"))
+        if state.spec.predict_fn is not None:
+            run = functools.partial(Predictor(state)._loop()._run_many, source.new_iterator(), source.layout)
+            found.append(look(_graph_of_first_call(run), "prediction"))
+    return found
+
+
+class _Traced(Exception):  # noqa: N818 - an observation, not an error
+    """A function was traced in place of a call; its argument is the graph."""
+
+
+def _graph_of_first_call(run: Callable[[], Any]) -> Any:
+    """Returns the graph of the first function that something calls; it is traced and not run."""
+    function = type(tf.function(lambda: 0))
+    call = function.__call__
+
+    def trace(self: Any, *arguments: Any, **named: Any) -> Any:
+        if not tf.executing_eagerly():
+            return call(self, *arguments, **named)
+        raise _Traced(self.get_concrete_function(*arguments, **named).graph)
+
+    function.__call__ = trace
+    try:
+        run()
+    except _Traced as traced:
+        return traced.args[0]
+    finally:
+        function.__call__ = call
+    raise AssertionError("it calls a function")
+
+
+@contextlib.contextmanager
+def pretended_gpus(count: int) -> Iterator[None]:
+    """Enters a scope in which distloop sees so many GPUs, and variables are said to be on those."""
+    device_of = resource_variable_ops.BaseResourceVariable.device
+    make = resource_variable_ops.ResourceVariable.__init__
+
+    def note(self: Any, *arguments: Any, **settings: Any) -> None:
+        make(self, *arguments, **settings)
+        setattr(self._handle, DEVICE, context.context().device_name or f"/job:localhost/device:{FIRST_GPU}")
+
+    def listed(of_tensorflow: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+        def devices_of(kind: str | None = None) -> list[Any]:
+            gpus = [types.SimpleNamespace(name=f"/device:GPU:{i}", device_type="GPU") for i in range(count)]
+            others = [device for device in of_tensorflow() if device.device_type != "GPU"]
+            return [device for device in (*others, *gpus) if kind in (None, device.device_type)]
+
+        return devices_of
+
+    names = global_state.get_global_attribute(_NAMES)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(devices.preserved_random_state())
+        stack.callback(global_state.set_global_attribute, _NAMES, names and names.copy())
+        for owner, name, value in (
+            (resource_variable_ops.ResourceVariable, "__init__", note),
+            (
+                resource_variable_ops.BaseResourceVariable,
+                "device",
+                property(lambda self: getattr(self._handle, DEVICE, None) or device_of.fget(self)),
+            ),
+            (tf.config, "list_logical_devices", listed(tf.config.list_logical_devices)),
+            (tf.config, "list_physical_devices", listed(tf.config.list_physical_devices)),
+            (devices, "prepare_process", lambda config: None),  # it would set memory growth, and seed
+            (strategies, "_make_mirrored", strategies._make_mirrored.__wrapped__),  # keeps no strategy
+        ):
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+        yield
