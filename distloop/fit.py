@@ -286,24 +286,11 @@ class Fit:
         if not self._is_chief:
             return writers
         workdir, evals = self.config.local_workdir, [evaluation.name for evaluation in self.evaluations]
-        if workdir:
-            try:
-                restore_secs = self.checkpoints.costs.pop("restore_secs", None)
-                _begin_in(workdir, self.state, restore_secs, self._secs_before)
-                writers.append(SummaryWriter(workdir, evals, self._step))
-                overview.introduce(writers[-1], self.state, self.config, self._forward, self.units.length)
-                again = self._loop.open_boundary is not None or (self.config.eval_first and self._step == 0)
-                path, goes_on = f"{workdir}/metrics.jsonl", restore_secs is not None or bool(self._secs_before)
-                writers.append(rows := JsonWriter(path, self._step, is_written_again=again, goes_on=goes_on))
-                if rows.renamed:
-                    self._say(f"No checkpoint to resume from: starting over at step 0. Earlier rows: {rows.renamed}.")
-            except OSError as error:
-                raise cannot_be_written(workdir, error) from error
+        writers += _open_files(self, workdir, evals) if workdir else []
         if self.config.console != "quiet":
             run, may_draw = self.units.run, self.config.console == "auto"
-            left = max(0.0, run.secs - self._loop.secs)
-            options: dict[str, Any] = {"began": self._began, "evals": evals, "secs_left": left}
-            console = notebook.make_console(run.last_step, self._step, may_draw=may_draw, **options)
+            options: dict[str, Any] = {"evals": evals, "secs_left": max(0.0, run.secs - self._loop.secs)}
+            console = notebook.make_console(run.last_step, self._step, may_draw=may_draw, began=self._began, **options)
             if workdir and self._step and evals:
                 console.remember(earlier_rows(workdir, self.evaluations))  # the best value may have been before
             writers.append(console)
@@ -325,6 +312,23 @@ def check_arguments(actions: Sequence[Action], writers: Any) -> None:
     """Checks what `fit` was given as actions and writers, as `check_actions` and `check_writers`."""
     check_actions(actions)
     check_writers(writers)
+
+
+def _open_files(fit: Fit, workdir: str, evals: Sequence[str]) -> list[Any]:
+    """Returns the writers of the event files and of `metrics.jsonl`."""
+    try:
+        restore_secs = fit.checkpoints.costs.pop("restore_secs", None)
+        _begin_in(workdir, fit.state, restore_secs, fit._secs_before)
+        summaries = SummaryWriter(workdir, evals, fit._step)
+        overview.introduce(summaries, fit.state, fit.config, fit._forward, fit.units.length)
+        again = fit._loop.open_boundary is not None or (fit.config.eval_first and fit._step == 0)
+        path, goes_on = f"{workdir}/metrics.jsonl", restore_secs is not None or bool(fit._secs_before)
+        rows = JsonWriter(path, fit._step, is_written_again=again, goes_on=goes_on)
+        if rows.renamed:
+            fit._say(f"No checkpoint to resume from: starting over at step 0. Earlier rows: {rows.renamed}.")
+    except OSError as error:
+        raise cannot_be_written(workdir, error) from error
+    return [summaries, rows]
 
 
 def _begin_in(workdir: str, state: TrainState, restore_secs: float | None, secs_before: Mapping[str, float]) -> None:

@@ -128,11 +128,8 @@ class Probe:
                 "replicas: give larger batches."
             )
         size = int(shards.batch_size(self.rows))
-        cuts = [size * i // REPLICAS for i in range(REPLICAS + 1)]
-        self.halves = [
-            tf.nest.map_structure(lambda t, start=start, end=end: t[start:end], self.rows)
-            for start, end in zip(cuts, cuts[1:], strict=False)
-        ]
+        bounds = [shards.shard_bounds(i, REPLICAS, size) for i in range(REPLICAS)]
+        self.halves = [tf.nest.map_structure(lambda t, cut=slice(*cut): t[cut], self.rows) for cut in bounds]
         self.layers = [
             layer for layers in state.layers_of_update.values() for top in layers for layer in top._flatten_layers()
         ]
