@@ -22,7 +22,7 @@ KNOWN = {
     r"through: Cast -> StatelessRandomGetKeyCounter \(loss_fn\)": "Keras keeps seeds on the GPU in int64: 8 for a draw",
     r"through: Cast -> FloorMod \(loss_fn\)": "this test's own arithmetic in int32",
     r"(through|waits): (.* -> )?If's condition \(step\.py\)": "the branch around an update is the host's: 1",
-    r"out of: loop variable -> Cast \(compiled_loop\.py\)": "the host counts the skipped steps: 1",
+    r"out of: (loop variable|LogicalOr) -> Cast \(compiled_loop\.py\)": "the host counts the skipped steps: 1",
     r"through: loop variable -> Identity \((step|compiled_loop)\.py\)": "whether a step failed, to that branch: 1",
     r"through: .* -> loop variable \(placement\.py\)|waits: condition of the loop \(placement\.py\)": "the loop over "
     "microbatches holds the batch, which is on the host: 0",

@@ -30,12 +30,7 @@ def _findings(found: GpuGraph) -> Iterator[Finding]:
         )
     for copy in found.through:
         is_users = copy.bytes != 0 and _is_users(copy.line) and copy.line not in fallen
-        if (
-            copy.target == HOST
-            and is_users
-            and copy.line not in fallen
-            and (copy.producer, copy.consumer) not in _OF_KERAS
-        ):
+        if copy.target == HOST and is_users and (copy.producer, copy.consumer) not in _OF_KERAS:
             yield Finding(
                 "goes to the host and back",
                 f"{copy.producer} -> {copy.consumer} ({copy.line})",
