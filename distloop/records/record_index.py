@@ -21,6 +21,7 @@ import glob
 import hashlib
 import json
 import os
+import threading
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -270,8 +271,8 @@ def scan_shards(
         ValueError: if a file is compressed, or no TFRecord.
         OSError: if one cannot be read.
     """
-    pool = concurrent.futures.ThreadPoolExecutor(_NUM_THREADS)
-    futures = [pool.submit(_scan_shard, files, *job) for job in zip(numbers, stats, strict=True)]
+    pool, is_over = concurrent.futures.ThreadPoolExecutor(_NUM_THREADS), threading.Event()
+    futures = [pool.submit(_scan_shard, files, *job, is_over) for job in zip(numbers, stats, strict=True)]
     try:
         if concurrent.futures.wait(futures, _PATIENCE_SECS, concurrent.futures.FIRST_EXCEPTION).not_done:
             num_bytes = sum(num_bytes for num_bytes, _ in stats)
@@ -280,16 +281,20 @@ def scan_shards(
             future.result()
         return [future.result() for future in futures]
     finally:
+        is_over.set()  # after an error or Ctrl-C, the process waits for no other scan
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _scan_shard(files: Files, number: int, stat: tuple[int, str]) -> tuple[Shard, np.ndarray]:
+def _scan_shard(files: Files, number: int, stat: tuple[int, str], is_over: threading.Event) -> tuple[Shard, np.ndarray]:
     """Returns one shard and where its records begin; small records are read through, large ones left out."""
     path, digest, crc, num_bytes = files.paths[number], hashlib.blake2b(digest_size=8), crc32c(), stat[0]
 
     def read(begin: int, end: int) -> bytes:
-        (data,) = files.read([(number, begin, min(end, num_bytes))])
-        if len(data) < min(end, num_bytes) - begin:
+        if is_over.is_set():
+            raise concurrent.futures.CancelledError
+        end = min(end, num_bytes)
+        (data,) = files.read([(number, begin, end)]) if begin < end else [b""]
+        if len(data) < end - begin:
             raise ValueError(f"The shard {path!r} became shorter while it was read: wait until it is written.")
         return data
 

@@ -244,3 +244,30 @@ def test_a_line_says_what_is_read_where_it_takes_longer(tmp_path, monkeypatch, c
     monkeypatch.setattr(record_index, "_PATIENCE_SECS", 0.0)
     scan(tmp_path / "shard", window=64)
     assert capsys.readouterr().out == "distloop: Reading the headers of 1 shards, 0.0 GB, once.\n"
+
+
+def test_an_error_in_a_shard_ends_the_scans_of_others(tmp_path, monkeypatch):
+    write(tmp_path / "shard", contents(2000))
+    (tmp_path / "text").write_text("This is a text.")
+    files, reads = Files([str(tmp_path / "shard"), str(tmp_path / "text")]), []
+    read, files.window_bytes = files.read, 64
+
+    def slow_read(ranges):
+        if ranges[0][0] == 0:
+            time.sleep(0.1)  # longer than the other file takes
+            reads.append(ranges)
+        return read(ranges)
+
+    monkeypatch.setattr(files, "read", slow_read)
+    with pytest.raises(ValueError, match="text' does not begin with a TFRecord"):
+        scan_shards(files, [0, 1], [files.stat(0), files.stat(1)])
+    time.sleep(0.5)
+    assert len(reads) < 5
+
+
+def test_of_an_empty_shard_no_byte_is_asked_for(tmp_path, monkeypatch):
+    (tmp_path / "shard").write_bytes(b"")
+    files = Files([str(tmp_path / "shard")])
+    monkeypatch.setattr(files, "read", lambda ranges: pytest.fail(f"{ranges} was read"))  # which object stores refuse
+    ((shard, positions),) = scan_shards(files, [0], [files.stat(0)])
+    assert shard.damage == "it is empty" and positions.tolist() == [0]
