@@ -6,7 +6,7 @@
     membership.tell(begins=20)                                          # a line through the pipe
     notes.read()                                                        # in the launcher: notes.step is 20
 
-It does not know what follows from a note (`membership`).
+What follows from a note is a matter of `launcher/elastic`.
 """
 
 import contextlib

@@ -32,8 +32,12 @@ from distloop.variables import tensorflow_variable
 
 
 def read(variables: Sequence[Any]) -> list[tf.Tensor]:
-    """Returns the values of some variables; in replica context."""
-    return [tf.identity(v) for v in variables]
+    """Returns the values of some variables, each on its device; in replica context."""
+    values = []
+    for variable in variables:
+        with tf.device(tensorflow_variable(variable).device):  # as of a stage of a pipeline
+            values.append(tf.identity(variable))
+    return values
 
 
 def assign(variables: Sequence[Any], values: Sequence[tf.Tensor], unless: tf.Tensor | None = None) -> None:
@@ -45,7 +49,8 @@ def assign(variables: Sequence[Any], values: Sequence[tf.Tensor], unless: tf.Ten
         unless: a scalar condition under which the variables keep their values; None: they never do.
     """
     for variable, value in zip(variables, values, strict=True):
-        variable.assign(value if unless is None else tf.where(unless, variable, value))
+        with tf.device(tensorflow_variable(variable).device):
+            variable.assign(value if unless is None else tf.where(unless, variable, value))
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ a harmless infinity, such as the mask of an attention layer.
 
 `tf.random.normal`, `tf.nn.dropout` and others count their draws in the kernel of the operation, where nothing can read
 or restore the count. A `tf.random.Generator` counts in a variable, which is saved only if it is in the model. Keras's
-random numbers have their state in the model (`random_streams.py`).
+random numbers have their state in the model (`RandomStreams`).
 """
 
 import contextlib
@@ -36,7 +36,7 @@ ADVICE = (
     "in the dataset"
 )
 
-# Types of operations, as in `operations.DRAWS_FROM_KERNEL`.
+# Types of operations whose draws are counted in a variable.
 _DRAWS_FROM_VARIABLE = re.compile(
     r"Rng(Skip|ReadAndSkip)|Stateful(Uniform|UniformInt|UniformFullInt|StandardNormal|StandardNormalV2|"
     r"TruncatedNormal|RandomBinomial)"

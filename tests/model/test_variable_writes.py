@@ -55,6 +55,29 @@ def test_eagerly_what_is_not_trainable_counts_as_written_and_a_weight_if_it_chan
     assert [id(v) for v in written] == [id(changed), id(statistic)]
 
 
+@pytest.mark.parametrize("unless", [False, True])
+def test_values_stay_on_the_device_of_their_variable(unless):
+    devices = [f"/CPU:{i}" for i in range(2)]
+    stages = []
+    for device in devices:  # as the stages of a pipeline
+        with tf.device(device):
+            stages.append(tf.Variable([1.0, 2.0]))
+
+    @tf.function
+    def run(condition):
+        with tf.device(devices[0]):
+            before = variable_writes.read(stages)
+            read_on.extend(value.device[-5:] for value in before)
+            variable_writes.assign(stages, [value + 1.0 for value in before], condition)
+
+    read_on = []
+    run(tf.constant(unless))
+    assert [v.numpy().tolist() for v in stages] == [[1.0, 2.0] if unless else [2.0, 3.0]] * 2
+    operations = run.get_concrete_function(tf.constant(unless)).graph.get_operations()
+    chosen_on = [op.device[-5:] for op in operations if op.type == "SelectV2"]
+    assert read_on == chosen_on == ["CPU:0", "CPU:1"]
+
+
 def test_writes_are_restored_except_those_of_random_streams():
     weight, seed, statistic = variables()
     untrained = [seed, statistic]
