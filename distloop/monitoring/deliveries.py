@@ -288,10 +288,11 @@ class Deliveries:
 
     def _rows_after(self, step: int) -> list[_Row]:
         """Returns the rows of the run after a step, in order, as far as this process or `metrics.jsonl` has them."""
+        kept = self._rows  # before `_in_file`: a flush may move rows from one to the other meanwhile
         path, until = os.path.join(self._workdir, "metrics.jsonl"), self._in_file
         earlier = map(as_metrics, rows_between(path, step, until) if self._workdir and step < until else ())
         rows = [_Row(int(row.pop("step")), row, row.pop("time", math.nan)) for row in earlier]
-        return rows + [row for row in self._rows if row.step > max([step, *(row.step for row in rows[-1:])])]
+        return rows + [row for row in kept if row.step > max([step, *(row.step for row in rows[-1:])])]
 
     def _read_files(self) -> Sequence[RunFile]:
         try:

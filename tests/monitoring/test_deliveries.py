@@ -360,6 +360,31 @@ def test_rows_that_are_too_many_to_keep_for_a_writer_that_fails_come_from_the_wo
     assert writer.steps == list(range(1, 10)) and len(opened._rows) <= 3
 
 
+def test_rows_that_a_flush_leaves_to_the_workdir_while_a_writer_reads_it_are_not_lost(tmp_path, monkeypatch):
+    monkeypatch.setattr(deliveries, "_MAX_ROWS", 3)
+    monkeypatch.setattr(deliveries, "_MAX_MEDIA", 1)
+    with Deliveries([Rows(fails_at=[1] * 1000)], str(tmp_path)).open(0, {}) as opened:
+
+        def add(steps):
+            for step in steps:
+                opened.write(step, {"loss": step / 7}, 1e9)
+            write_metrics(tmp_path, steps)
+            opened.flush()
+
+        def rows_between(path, after, until, read=deliveries.rows_between):
+            rows = read(path, after, until)
+            if steps := later.pop() if later else ():
+                add(steps)
+            return rows
+
+        add(range(1, 6))
+        opened._do(int).result()  # the thread reads no more
+        later = [range(6, 11)]
+        monkeypatch.setattr(deliveries, "rows_between", rows_between)
+        steps = [row.step for row in opened._rows_after(0)]
+    assert steps == list(range(1, len(steps) + 1)) and len(steps) >= 5
+
+
 @pytest.mark.slow
 def test_fit_hands_over_media_and_when_the_run_is_over_exports_and_the_best_checkpoint(tmp_path):
     def fit(steps, writer, error=None):
