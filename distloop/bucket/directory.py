@@ -247,22 +247,27 @@ class RemoteDirectory:
             RemoteError: if it fails each time; its message begins with `what`.
         """
         silent_secs = _SILENT_SECS + min(size, _PART_BYTES) / _LEAST_BYTES_PER_SEC
-        pauses_secs, began_at = iter(_PAUSES_SECS), time.monotonic()
+        pauses_secs, heard_at = iter(_PAUSES_SECS), time.monotonic()
+
+        def hear() -> None:
+            nonlocal heard_at
+            heard_at = time.monotonic()
+
         while True:
             try:
-                return _call_in_thread(request, silent_secs)
+                return _call_in_thread(request, silent_secs, hear)
             except Exception as error:  # the packages raise errors of many kinds
                 if absent is not _RAISE and isinstance(error, FileNotFoundError):
                     return absent
                 is_final, pause_secs = _is_final(error), next(pauses_secs, None)
-                is_too_late = time.monotonic() > began_at + 2 * silent_secs
+                is_too_late = time.monotonic() > heard_at + 2 * silent_secs
                 if is_final or is_too_late or pause_secs is None:
                     raise RemoteError(f"{what}: {_first_line(error)}", is_final) from error
             time.sleep(pause_secs * random.uniform(0.5, 1.0))
 
 
-def _call_in_thread(request: Callable[[_Progress], _T], silent_secs: float) -> _T:
-    """Calls a request in a thread of its own, which is left behind if nothing is heard from it.
+def _call_in_thread(request: Callable[[_Progress], _T], silent_secs: float, hear: Callable[[], None]) -> _T:
+    """Calls a request in a thread of its own, which is left behind if nothing is heard from it; `hear` at progress.
 
     Raises:
         TimeoutError: if there was no progress for `silent_secs`.
@@ -272,15 +277,16 @@ def _call_in_thread(request: Callable[[_Progress], _T], silent_secs: float) -> _
     heard_at, is_given_up = time.monotonic(), False
     outcome: futures.Future[_T] = futures.Future()
 
-    def hear(*_: Any, **__: Any) -> None:
+    def note(*_: Any, **__: Any) -> None:
         nonlocal heard_at
         if is_given_up:
             raise TimeoutError("the request was given up")
         heard_at = time.monotonic()
+        hear()
 
     def call() -> None:
         try:
-            outcome.set_result(request(Callback(hooks={"progress": hear})))
+            outcome.set_result(request(Callback(hooks={"progress": note})))
         except BaseException as error:  # raised again by whoever waits
             outcome.set_exception(error)
 

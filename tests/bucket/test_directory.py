@@ -55,6 +55,26 @@ def test_a_request_that_hangs_is_tried_again_and_what_it_does_later_moves_nothin
         assert remote.read("rows") == b"newer"
 
 
+def test_a_request_that_fails_after_long_progress_is_tried_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(directory, "_SILENT_SECS", 0.1)
+    (tmp_path / "file").write_bytes(b"content")
+    write, failures = Unreliable.put_file, [OSError("connection reset")]
+
+    def put_file(self, local, path, callback, **options):
+        for _ in range(15 if failures else 0):
+            time.sleep(0.02)
+            callback.relative_update(1)
+        if failures:
+            raise failures.pop()
+        write(self, local, path, callback=callback, **options)
+
+    monkeypatch.setattr(Unreliable, "put_file", put_file)
+    with bucket(share=0.0):
+        remote = RemoteDirectory(URL)
+        remote.upload(str(tmp_path / "file"), "file")
+        assert remote.read("file") == b"content"
+
+
 def test_a_file_that_another_process_replaces_at_once_was_written(tmp_path, monkeypatch):
     remote = RemoteDirectory(f"file://{tmp_path}/run")
     mv = remote._system.mv
