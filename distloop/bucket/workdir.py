@@ -53,7 +53,11 @@ class Workdir(Directory):
             ValueError: if another process writes to it, or it cannot be read or written.
         """
         if self._depth == 0:
-            self._agree(self._begin if self._workers.is_chief else None)
+            try:
+                self._agree(self._begin if self._workers.is_chief else None)
+            except BaseException as error:
+                self._close(error)
+                raise
         self._depth += 1
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
@@ -63,7 +67,11 @@ class Workdir(Directory):
             OSError: if something could not be uploaded, unless another error ends the block.
         """
         self._depth -= 1
-        if self._depth or self._open is None:
+        if self._depth == 0:
+            self._close(error)
+
+    def _close(self, error: BaseException | None) -> None:
+        if self._open is None:
             return
         (lease, upload), self._open = self._open, None
         try:

@@ -48,6 +48,16 @@ def run(url, *steps):
     return before
 
 
+def test_a_start_that_ends_before_all_workers_agree_gives_the_bucket_back(url):
+    class Gone(Alone):
+        def gather(self, value):
+            raise RuntimeError("a worker is gone")
+
+    with pytest.raises(RuntimeError, match="a worker is gone"), Workdir(Config(workdir=url, console="quiet"), Gone()):
+        pass
+    assert run(url, 1) == [] and run(url) == [1]
+
+
 def steps_in(root):
     return Checkpoints(os.path.join(root, "checkpoints")).steps
 
