@@ -52,11 +52,11 @@ class CsvWriter:
         """Appends a row."""
         row = {"step": step, "time": time, **numbers}
         if self.last_step == -1 or not row.keys() <= set(self._columns):
-            self._columns = list(dict.fromkeys([*self._columns, *row]))
-            content = _format([*self._read()[1], row], self._columns)
+            columns = list(dict.fromkeys([*self._columns, *row]))
+            content = _format([*self._read()[1], row], columns)
             with replacing(self._path) as temporary, open(temporary, "wb") as file:
                 file.write(content)
-            self._size = len(content)
+            self._columns, self._size = columns, len(content)
         else:
             line = _format([row], self._columns, has_header=False)
             with open(self._path, "r+b") as file:

@@ -10,6 +10,7 @@ import pytest
 
 import distloop
 from distloop.monitoring.deliveries import Deliveries
+from distloop.trackers import csv_writer
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -35,6 +36,18 @@ def test_a_name_that_comes_later_is_a_column_that_earlier_rows_leave_empty(tmp_p
         "3,1000000003.0,,nan",
     ]
     assert os.listdir(path.parent) == ["rows.csv"]
+
+
+def test_a_column_that_could_not_be_added_is_added_with_the_next_try(tmp_path, monkeypatch):
+    writer = distloop.CsvWriter(path := tmp_path / "rows.csv")
+    writer.open({}, None)
+    writer.write(1, {"loss": 0.5}, 1e9)
+    with monkeypatch.context() as patch:
+        patch.setattr(csv_writer, "replacing", lambda path: open(tmp_path / "gone" / "rows.csv"))
+        with pytest.raises(OSError):
+            writer.write(2, {"loss": 0.5, "accuracy": 1.0}, 1e9)
+    writer.write(2, {"loss": 0.5, "accuracy": 1.0}, 1e9)
+    assert [(row["step"], row["accuracy"]) for row in read(path)] == [("1", ""), ("2", "1.0")]
 
 
 def test_a_resumed_run_goes_on_in_its_file_and_a_new_one_keeps_the_earlier(tmp_path):
