@@ -103,7 +103,7 @@ class Heartbeat:
             if table.worker == 0 and not missing:
                 self._begin()
                 self._send()
-                return
+                continue
             names = table.name(missing) or self._missing or "all others"
             causes = "; ".join(self._star.causes.values())
             if now >= deadline:
@@ -118,8 +118,10 @@ class Heartbeat:
             time.sleep(0.05)
 
     def _begin(self) -> None:
-        """Closes the port for TensorFlow, as all workers are there."""
+        """Closes the port for TensorFlow, if all workers are there still."""
         with self._table_lock:
+            if self._table.find_missing(time.monotonic()):
+                return
             self._star.close_port()
             self._table = self._table._replace(has_met=True)
 

@@ -391,3 +391,18 @@ def test_a_killed_worker_is_named_by_all_others_and_all_leave_together(run):
         (line,) = worker.text.splitlines()[1:]  # and no stacks
         assert line.startswith(f"distloop: the process of worker 5 ({addresses[5]}) is gone without a word")
     assert workers[9].end() == 0
+
+
+def test_a_worker_that_leaves_as_the_chief_has_seen_all_is_waited_for(monkeypatch):
+    chief = heartbeat.Heartbeat([f"127.0.0.1:{port}" for port in choose_ports(2)], 0, {})
+    chief._receive(1, {"state": "alive", "phase": "starting", "step": 0, "error": ""})
+    find_failure = heartbeat.liveness.find_failure
+
+    def leave(table):
+        chief._receive(1, None)
+        return find_failure(table)
+
+    monkeypatch.setattr(heartbeat.liveness, "find_failure", leave)
+    with pytest.raises(ValueError, match=r"worker 1 \(127.0.0.1:\d+\) did not come within 0.2 seconds"):
+        chief.meet(0.2)
+    chief._star.close_port()
