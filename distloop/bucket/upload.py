@@ -161,7 +161,7 @@ class Upload:
         late = {unit.step for unit in units if not self._is_there(unit)}
         if not late & tree.best_steps(tree.read(self._root, BEST)):
             self._upload_file_if_due(BEST)
-        if self._must_prune and units and not late:
+        if self._must_prune and units and units[0].step not in late and not any(map(self._is_due, units)):
             self._prune({unit.path for unit in units})
             self._must_prune = False
 

@@ -204,6 +204,17 @@ def test_a_checkpoint_that_the_bucket_refuses_keeps_no_other_one_back(root, capl
         assert sealed_steps(RemoteDirectory(URL).list()) == [30]
 
 
+def test_a_checkpoint_that_the_bucket_refuses_keeps_no_old_one_there(root, monkeypatch):
+    save(root, 10, 20, best={"score": [20]})
+    with bucket(share=0.0):
+        refuse(monkeypatch, "checkpoints/20/", INVALID)
+        upload = started(root)
+        upload.wait_for(10)
+        save(root, 30, 40, keep=1)
+        assert upload.finish() == ["checkpoints/20", "checkpoints/best.json"]
+        assert sealed_steps(RemoteDirectory(URL).list()) == [40]
+
+
 def test_a_checkpoint_is_uploaded_before_the_files_that_wait(root, monkeypatch):
     for i in range(4):
         (root / f"events.{i}").write_text("x")
