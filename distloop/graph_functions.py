@@ -1,4 +1,4 @@
-"""Graph functions: makes `tf.function`s, and lists the operations of traced ones, and counts their arithmetic.
+"""Graph functions: makes `tf.function`s, lists the operations of traced ones, and counts their arithmetic.
 
     read = graph_function(lambda: strategy.run(read_on_replica))
     for op in with_called(graph.get_operations()):

@@ -1,4 +1,4 @@
-"""Checks of what a model would do on a GPU: functions from a probe to findings."""
+"""GPU checks: finds what would leave a GPU in each step, in the graph of a model's forward and backward pass."""
 
 from collections.abc import Iterator
 

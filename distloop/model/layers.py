@@ -9,8 +9,8 @@
         model(x, training=True)              # BatchNormalization uses its statistics, and does not move them
 
 The replicas' streams of one generator start `SEED_STRIDE` apart and advance together. Of virtual replicas each has a
-stream, and the variable on a replica holds that of its first one. The states of recurrent layers go
-on from batch to batch as they do, and are read and written along with them.
+stream, and the variable on a replica holds that of its first one. The states of recurrent layers go on from batch to
+batch as the streams do, and are read and written along with them.
 
 TensorFlow traces each replica of a process in a thread, and goes from one to the next where replicas exchange values,
 maybe in the middle of the model. Keras has one list of losses a layer, by `add_loss` and activity regularizers, and

@@ -1,4 +1,4 @@
-"""Functions that users hand in: explains their mistakes, refuses new variables, records the entries that they read.
+"""User functions: explains mistakes in `loss_fn` and others, refuses new variables, records which entries are read.
 
     with recorded(created):                      # created: {id(variable): variable}
         spec = model_fn()

@@ -1,7 +1,5 @@
 """Learning rates: schedules over steps, and scaling with the batch size.
 
-It does not know optimizers: give the result to one.
-
     peak = scale_learning_rate(0.1, batch_size=1024)                                    # 0.4
     optimizer = keras.optimizers.SGD(make_schedule(peak, steps=10_000, warmup=500))
 
