@@ -1,11 +1,18 @@
 """GPU checks: finds what would leave a GPU in each step, in the graph of a model's forward and backward pass."""
 
 from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
 
 from distloop.audit.checks import Finding
 from distloop.audit.gpu_graph import GpuGraph, look
 from distloop.audit.placed_graph import HOST
 from distloop.audit.probe import Probe
+from distloop.audit.tracing import as_replica, compiled
+from distloop.data import shards
+from distloop.model.spec import Update
+from distloop.training.forward_backward import ForwardBackward
 
 _OF_KERAS = {("Cast", "StatelessRandomGetKeyCounter"), ("BitwiseAnd", "Less")}  # of its random draws, and its argmax
 
@@ -13,7 +20,19 @@ _OF_KERAS = {("Cast", "StatelessRandomGetKeyCounter"), ("BitwiseAnd", "Less")}  
 def host_operations(probe: Probe) -> Iterator[Finding]:
     """Checks that the forward and the backward pass stay on a GPU, where the model is on one."""
     for update in probe.state.spec.updates:
-        yield from dict.fromkeys(_findings(look(probe.graph_of(update), update.name)))
+        yield from dict.fromkeys(_findings(look(_graph_of(probe, update), update.name)))
+
+
+def _graph_of(probe: Probe, update: Update) -> Any:
+    """Returns the graph of an update's forward and backward pass on one device, which is traced and not run."""
+    update_pass = ForwardBackward(probe.state, update)
+    count = tf.constant(shards.batch_size(probe.rows), tf.float32)
+
+    def compute(rows: Any) -> Any:
+        with as_replica(0, 1, set()), probe.state.placement.unplaced():
+            return update_pass.differentiate.by_path(rows, update_pass.loss_factor(count), training=True)
+
+    return compiled(compute, probe.rows).graph
 
 
 def _findings(found: GpuGraph) -> Iterator[Finding]:

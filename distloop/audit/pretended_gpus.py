@@ -27,6 +27,7 @@ from distloop.distributed import devices, strategies
 from distloop.evaluation.evaluation import EvalLoop
 from distloop.evaluation.prediction import Predictor
 from distloop.fit import make_train_loop, make_training_source
+from distloop.graph_functions import graph_function
 from distloop.keras_models.fit_arguments import read_arguments
 from distloop.model.spec import ModelSpec
 from distloop.settings.config import Config
@@ -78,7 +79,7 @@ class _Traced(Exception):  # noqa: N818 - an observation, not an error
 
 def _graph_of_first_call(run: Callable[[], Any]) -> Any:
     """Returns the graph of the first function that something calls; it is traced and not run."""
-    function = type(tf.function(lambda: 0))
+    function = type(graph_function(lambda: 0))
     call = function.__call__
 
     def trace(self: Any, *arguments: Any, **named: Any) -> Any:

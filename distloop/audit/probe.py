@@ -247,17 +247,6 @@ class Probe:
                 )
         return measurements, collectives
 
-    def graph_of(self, update: Update) -> Any:
-        """Returns the graph of an update's forward and backward pass on one device, which is traced and not run."""
-        update_pass = ForwardBackward(self.state, update)
-        count = tf.constant(shards.batch_size(self.rows), tf.float32)
-
-        def compute(rows: Any) -> Any:
-            with as_replica(0, 1, set()), self.state.placement.unplaced():
-                return update_pass.differentiate.by_path(rows, update_pass.loss_factor(count), training=True)
-
-        return compiled(compute, self.rows).graph
-
     def compare_operations(
         self, update: Update, *, training: bool
     ) -> list[tuple[tf.Operation, tf.Tensor, list[tf.Tensor]]]:

@@ -244,7 +244,7 @@ def _wait_for_places(plan: MembershipPlan, signals: processes.Signals, there: Th
         size = count_workers(present.size(now + secs))
         coming = f"there are places for {size}" if plan.is_elastic else "all workers start again"
         restart = f" (restart {plan.restarts} of {plan.max_restarts})" if plan.restarts else ""
-        line = f"{count}: waiting for more" if secs == math.inf else f"{coming} in {secs:.2g} s{restart}"
+        line = f"{count}: waiting for more" if secs == math.inf else f"{coming} in {round(secs, 2):.2g} s{restart}"
         if line != said if secs == math.inf else not said:
             processes.log(f"{line}.")
         said = line
