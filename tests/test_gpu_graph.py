@@ -16,8 +16,6 @@ from tests.problems import classification, classifier, mostly_wide
 KNOWN = {
     r"late: .* \((shards|metrics)\.py\)|late: .* \(loss_fn\)": "a step cuts and copies its own rows: a replica's rows",
     r"late: .* \((compiled_loop|step)\.py\)": "the examples of a batch and the wait for it join the sums: 16",
-    r"out of: .* -> Identity \(compiled_loop\.py\)": "TensorFlow's loop hands on values under its own device: 50, and "
-    "those of a diagnosis: the gradients",
     r"through: BitwiseAnd -> Less \(loss_fn\)": "Keras's argmax looks for the sign of 0 in int32: 4 for each logit",
     r"through: Cast -> StatelessRandomGetKeyCounter \(loss_fn\)": "Keras keeps seeds on the GPU in int64: 8 for a draw",
     r"through: Cast -> FloorMod \(loss_fn\)": "this test's own arithmetic in int32",
