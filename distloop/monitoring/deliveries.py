@@ -83,7 +83,8 @@ class _Delivery:
         try:
             if not self._is_open:
                 self.open()
-            for row in self._rows_after(self.step):
+            rows = self._rows_after(self.step)
+            for row in rows:
                 failure = f"failed at step {row.step}"
                 self._hand_over(row)
         except Exception as error:
@@ -95,7 +96,7 @@ class _Delivery:
         if self._is_failing:
             log.warning("%s takes rows again.", self.name)
         self._is_failing = False
-        if time.monotonic() - self._noted_at >= _BUFFER_SECS:
+        if rows and time.monotonic() - self._noted_at >= _BUFFER_SECS:  # a writer may keep a row until the next comes
             self.note["step"], self._taken, self._noted_at = self._taken, self.step, time.monotonic()
             self._save()
 
@@ -200,14 +201,16 @@ class Deliveries:
         if self._deliveries:
             threading.Thread(target=self._work, daemon=True, name="distloop writers").start()
         ended_by: BaseException | None = None
+        left: Sequence[RunFile] = ()
         try:
             self._open(step)
             yield self
+            left = self._read_files() if self._deliveries else ()
         except BaseException as error:
             ended_by = error
             raise
         finally:
-            self._close(ended_by)
+            self._close(left, ended_by)
 
     def _open(self, step: int) -> None:
         """Opens the writers; one that takes long, or has rows and cannot be opened, holds up no run."""
@@ -258,10 +261,10 @@ class Deliveries:
     def close(self) -> None:
         """Does nothing: the writers stay open if the run goes back to a checkpoint."""
 
-    def _close(self, error: BaseException | None) -> None:
+    def _close(self, left: Sequence[RunFile], error: BaseException | None) -> None:
         """Waits until the writers have their rows and files, closes them, and logs what they lack."""
         self.flush()
-        lacking = {d: list(filter(d.lacks, self._read_files() if error is None else ())) for d in self._deliveries}
+        lacking = {delivery: list(filter(delivery.lacks, left)) for delivery in self._deliveries}
         closed = {self._do(delivery.close, files, error): delivery for delivery, files in lacking.items()}
         self._tasks.put(None)
         secs = _LEAVE_SECS if error is not None else _FILES_SECS if any(lacking.values()) else _CLOSE_SECS

@@ -158,6 +158,19 @@ def test_every_row_is_there_in_order_however_often_the_process_is_killed(tmp_pat
         assert seed % 2 or rows == first
 
 
+def test_the_last_row_is_noted_when_another_has_come(tmp_path, monkeypatch):
+    monkeypatch.setattr(deliveries, "_BUFFER_SECS", 0.0)
+    noted = []
+    with Deliveries([Rows()], str(tmp_path)).open(0, {}) as opened:
+        for step in (1, 2):
+            opened.write(step, {}, 0.0)
+            for _ in range(3):
+                opened.flush()
+            opened._do(int).result()
+            noted.append(json.loads((tmp_path / "writers.json").read_text())["Rows"]["step"])
+    assert noted == [-1, 1]
+
+
 def test_a_writer_that_fails_gets_the_row_again_and_its_failure_is_one_line(caplog, capsys):
     writer, other = Rows(fails_at=[3, 3, 4]), Rows("other")
     deliver([writer, other], range(1, 7))
@@ -336,6 +349,19 @@ def test_a_file_comes_once_and_again_when_it_has_changed_or_the_writer_was_not_c
     os.utime(tmp_path / "model", ns=(5, 5))
     assert taken(Gallery()) == [2]
     assert taken(Gallery(), [*files, RunFile("model", str(tmp_path / "model"), 3)]) == [3]
+
+
+def test_writers_are_closed_with_the_error_of_an_action_that_cannot_name_its_files():
+    def left_files():
+        calls.append(1)
+        raise KeyError("run_files")
+
+    calls, writers = [], [Gallery(), Rows()]
+    with pytest.raises(KeyError, match="run_files"), Deliveries(writers, "", left_files=left_files).open(0, {}):
+        pass
+    assert len(calls) == 1
+    for writer in writers:
+        assert writer.num_closed == 1 and isinstance(writer.errors[0], KeyError)
 
 
 def test_a_writer_that_lost_rows_gets_them_again_from_the_workdir(tmp_path):
