@@ -52,7 +52,7 @@ def test_whichever_workers_fall_or_come_every_example_counts_once_and_the_weight
     for run in (events, two):
         assert {e["step"]: e["digest"] for e in of_chief(run)} == {e["step"]: e["digest"] for e in of_chief(alone)}
     kill, leave = checker.losses(events)
-    assert leave.steps == 0 and kill.steps < 4
+    assert leave.steps == 0 and kill.steps <= 4  # a checkpoint every 4 steps; 4 if it falls while one is written
     changes = changes_of(str(tmp_path / "elastic" / "disk" / "run"))
     assert [change["membership"] for change in changes] == list(range(2, len(changes) + 2))
     assert [change["workers"] for change in changes] == numbers[: len(changes)] and len(changes) >= 2
