@@ -32,6 +32,7 @@ from distloop.trainer import Trainer
 from distloop.training.forward_backward import ForwardBackward
 from distloop.training.virtual_replicas import side_by_side
 
+_COPY = "copy to undo a step that is skipped"
 _NAMED_BYTES = 10**6  # the least size of an embedding table that is named
 _MAX_NAMES = 5
 _RECOMPUTED = re.compile(rf"(^|/){RECOMPUTED_SCOPE}(_\d+)?/")  # those of a forward pass within the backward pass
@@ -168,6 +169,9 @@ def _estimate(trainer: Trainer, data: FitData) -> MemoryEstimate:
     count, held = int(shards.batch_size(rows)), held_by_device(state)
     batch = sum(variable_bytes(t) for t in tf.nest.flatten(rows, expand_composites=True) if t.dtype != tf.string)
     available = _available(state.strategy, max(sum(parts.values()) for parts in held.values()))
+    may_skip = settings.on_nonfinite == "skip" or bool(state.loss_scalers)
+    if may_skip and strategies.has_gpus(state.strategy):
+        held = {device: parts | {_COPY: sum(parts.values())} for device, parts in held.items()}
     sizes = {path: variable_bytes(table) for path, table in embedding_tables(state.model).items()}
     tables = dict(sorted(((path, n) for path, n in sizes.items() if n >= _NAMED_BYTES), key=lambda item: -item[1]))
     first = microbatches = min(settings.first_microbatches, count)

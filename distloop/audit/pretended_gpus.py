@@ -48,6 +48,7 @@ def trace_on_gpus(model_fn: Callable[[], ModelSpec], config: Config, data: Data,
     Raises:
         ValueError: as of `Trainer` and `Trainer.fit`.
     """
+    config = dataclasses.replace(config, eager=False)
     strategy = "auto" if config.strategy == "multi_worker" else config.strategy
     count = 0 if config.num_stages > 1 else gpus
     here = dataclasses.replace(

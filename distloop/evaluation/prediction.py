@@ -362,12 +362,13 @@ def write_outputs(path: str, batches: Iterable[Any], is_chief: bool) -> None:
         _require_replaceable(path)
         make_directory(os.path.dirname(path))
     with replacing(path) if is_chief else contextlib.nullcontext("") as directory:
-        files: dict[str, _ArrayFile] = {}
-        is_empty = True
+        files, outputs = dict[str, _ArrayFile](), None
         for outputs in batches:
-            is_empty = False
-            for keys, rows in keras.tree.flatten_with_path(outputs) if is_chief else ():
-                name = ".".join(re.sub(r"[^\w\-]", "_", str(key)) for key in keys) or "outputs"
+            flat = keras.tree.flatten_with_path(outputs) if is_chief else ()
+            named = {".".join(re.sub(r"[^\w\-]", "_", str(k)) for k in keys) or "outputs": rows for keys, rows in flat}
+            if len(named) < len(flat):
+                raise ValueError(f"Two outputs of predict_fn would be one of the files {sorted(named)}: rename one.")
+            for name, rows in named.items():
                 if not isinstance(rows, np.ndarray) or rows.dtype.kind not in _KINDS_IN_FILES:
                     raise ValueError(
                         f"The output {name!r} is of {getattr(rows, 'dtype', type(rows).__name__)}, which an .npy file "
@@ -379,7 +380,7 @@ def write_outputs(path: str, batches: Iterable[Any], is_chief: bool) -> None:
                 files[name].append(rows)
             if is_chief:
                 _require_replaceable(path, {f"{name}.npy" for name in files})
-        if is_empty:
+        if outputs is None:
             raise ValueError(_IS_EMPTY)
         for file in files.values():
             file.close()
@@ -387,13 +388,12 @@ def write_outputs(path: str, batches: Iterable[Any], is_chief: bool) -> None:
 
 def _require_replaceable(path: str, files: Collection[str] = ()) -> None:
     """Raises a ValueError unless nothing is at the path, or a directory of `.npy` files, of these names if given."""
-    if not os.path.lexists(path):
-        return
-    if not os.path.isdir(path) or any(not name.endswith(".npy") for name in os.listdir(path)):
+    there = os.listdir(path) if os.path.isdir(path) else []
+    if os.path.lexists(path) and not (os.path.isdir(path) and all(name.endswith(".npy") for name in there)):
         raise ValueError(
             f"{path!r} is not a directory of .npy files alone, and predictions would replace it: give another path."
         )
-    if files and (others := sorted(set(os.listdir(path)) - set(files))):
+    if files and (others := sorted(set(there) - set(files))):
         raise ValueError(
             f"{path!r} holds {others[0]}, which is none of these predictions ({', '.join(sorted(files))}) and "
             "would be lost: give another path."

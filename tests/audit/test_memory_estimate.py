@@ -8,6 +8,7 @@ import tensorflow as tf
 import distloop
 from distloop.actions import memory
 from distloop.audit.memory_estimate import Peak, peak_of
+from distloop.distributed import strategies
 from distloop.monitoring import ledger, run_files
 from tests.problems import assert_equal, classification, classifier, everything, on
 
@@ -49,6 +50,15 @@ def test_weights_slots_averages_batch_activations_and_gradients_are_told():
     assert parts["averages of weights"] == weights
     assert parts["batch"] == ROWS * WIDTH * 4
     assert parts["gradients"] >= 2 * weights  # more than the activations of so few rows
+
+
+@pytest.mark.slow
+def test_on_gpus_a_step_that_may_be_skipped_takes_a_copy_of_what_it_changes(monkeypatch):
+    monkeypatch.setattr(strategies, "has_gpus", lambda strategy: True)
+    changed = ("weights", "optimizer slots", "averages of weights")
+    parts = estimate(average_decay=0.9, on_nonfinite="skip").parts
+    assert parts["copy to undo a step that is skipped"] == sum(parts[name] for name in changed)
+    assert "copy to undo a step that is skipped" not in estimate(average_decay=0.9).parts
 
 
 @pytest.mark.slow

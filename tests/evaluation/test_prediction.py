@@ -119,6 +119,7 @@ def test_what_a_file_cannot_hold_is_refused_in_a_sentence(tmp_path):
             [np.zeros([2, 3]), np.zeros([2, 4])],
             r"Rows of float64 \[4\] follow rows of float64 \[3\], and one file holds",
         ),
+        ([{"a/b": np.zeros(2), "a_b": np.zeros(2)}], r"would be one of the files \['a_b'\]"),
         ([np.array([b"a", "b"], object)], "The output 'outputs' is of object, which an .npy file cannot hold"),
         ([{"x": np.zeros(2, ml_dtypes.bfloat16)}], "The output 'x' is of bfloat16"),
         ([], "is empty; distloop needs one batch at least"),
