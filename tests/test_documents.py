@@ -53,7 +53,7 @@ OTHERS = LAUNCHER | {
 
 LAWS = ["replicas", "microbatches", "order", "overflow", "boundaries", "resume", "durability", "state", "elastic"]
 LAWS += ["evaluation", "prediction", "chief", "bits", "position", "one writer", "elastic run", "sharding", "sparse"]
-LAWS += ["parts"]
+LAWS += ["gpu graph", "parts"]
 
 
 def name_of(page):
