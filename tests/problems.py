@@ -82,6 +82,18 @@ def _array(value):
     return np.copy(value.numpy() if hasattr(value, "numpy") else value)
 
 
+class Lazy(keras.Model):
+    """Knows no input shape until it is called."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = keras.layers.Dense(4, name="first")
+        self.second = keras.layers.Dense(2, name="second")
+
+    def call(self, x, training=False):
+        return self.second(self.first(x))
+
+
 def _l2(strength):
     return keras.regularizers.L2(strength) if strength else None
 

@@ -22,6 +22,7 @@ from distloop.variables import (
     unwrap_model,
     walk,
 )
+from tests.problems import Lazy
 
 
 def make_model(name=None):
@@ -39,18 +40,6 @@ def two_layers():
 
 
 NAMES = ["net/encoder/kernel", "net/encoder/bias", "net/head/kernel", "net/head/bias"]
-
-
-class Lazy(keras.Model):
-    """Knows no input shape until it is called."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = keras.layers.Dense(4, name="first")
-        self.second = keras.layers.Dense(2, name="second")
-
-    def call(self, x, training=False):
-        return self.second(self.first(x))
 
 
 def test_a_walk_yields_the_leaves_of_dicts_lists_and_modules():

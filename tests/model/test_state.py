@@ -11,6 +11,7 @@ from distloop.distributed import strategies
 from distloop.model.spec import ModelSpec, Update
 from distloop.model.state import TrainState
 from distloop.settings.config import Config
+from tests.problems import Lazy
 
 
 @functools.cache
@@ -41,18 +42,6 @@ def spec_of(model, optimizer=None, **more):
 
 def paths_of(made, name=""):
     return [made.paths[id(variable)] for variable in made.variables_of_update[name]]
-
-
-class Lazy(keras.Model):
-    """Knows no input shape until it is called."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = keras.layers.Dense(4, name="first")
-        self.second = keras.layers.Dense(2, name="second")
-
-    def call(self, x, training=False):
-        return self.second(self.first(x))
 
 
 # What is trained.
