@@ -103,6 +103,24 @@ class WarmUp(schedules.LearningRateSchedule):
 
 
 @keras.saving.register_keras_serializable(package="distloop")
+class InverseSqrt(schedules.LearningRateSchedule):
+    """Falls with the inverse square root of the step: `peak * sqrt(offset / (offset + step))`."""
+
+    def __init__(self, peak: float, offset: int):
+        """Stores the learning rate at step 0, and the steps before it."""
+        super().__init__()
+        self.peak, self.offset = peak, offset
+
+    def __call__(self, step: Any) -> Any:
+        """Returns the learning rate at `step`, a scalar tensor."""
+        return self.peak * keras.ops.sqrt(self.offset / (self.offset + keras.ops.cast(step, "float32")))
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the arguments from which `from_config` creates an equal schedule."""
+        return {"peak": self.peak, "offset": self.offset}
+
+
+@keras.saving.register_keras_serializable(package="distloop")
 class RunSchedule(schedules.LearningRateSchedule):
     """A schedule of `make_schedule` whose lengths depend on the run: `fit` puts steps in their place.
 
@@ -223,14 +241,19 @@ def make_schedule(
     final: float = 0.0,
     drop_at: Sequence[int | str] = (),
     drop_factor: float = 0.1,
+    start: float = 0.0,
+    hold_until: int | str = 0,
 ) -> schedules.LearningRateSchedule:
-    """Returns a schedule that rises linearly from 0 to `peak` and then falls.
+    """Returns a schedule that rises linearly from `start` to `peak`, may stay there, and then falls.
 
-    With `w = warmup`: 0 at step 0, `peak * (w - 1) / w` at step `w - 1`, `peak` at step w (step 0 without a
-    warm-up). At `steps` and beyond: `final` for cosine and linear, `peak * drop_factor ** len(drop_at)` for step, and
-    `peak` for constant.
+    With `w = warmup`: `start` at step 0, `start + (peak - start) * (w - 1) / w` at step `w - 1`, `peak` from step w
+    (step 0 without a warm-up) to `hold_until`. At `steps` and beyond: `final` for cosine and linear,
+    `peak * drop_factor ** len(drop_at)` for step, `peak` for constant; inverse_sqrt falls on.
 
         make_schedule(1e-3, "100 %", warmup="1 epoch")      # over the whole run, however long `fit` makes it
+        make_schedule(1e-3, "100 %", warmup="2 %", hold_until="80 %", decay="linear")   # warm-up, stable, decay
+        make_schedule(0.1, "100 %", warmup="30 %", start=0.004, final=1e-5)             # one cycle
+        make_schedule(1e-3, "100 %", warmup=4_000, decay="inverse_sqrt")                # of the first Transformer
 
     Args:
         peak: the highest learning rate.
@@ -238,10 +261,15 @@ def make_schedule(
             of the run, "100 %"; no time, since steps only decide about weights.
         warmup: the length of the warm-up, as `steps`, but a percentage is a share of `steps`; 0: no warm-up.
         decay: "cosine" (half a period: Loshchilov and Hutter 2017, arXiv:1608.03983, without restarts), "linear",
-            "step" or "constant".
+            "step", "constant" or "inverse_sqrt": `peak * sqrt(e / step)`, where e is the end of the warm-up, or
+            `hold_until` (Vaswani et al. 2017, arXiv:1706.03762, equation 3).
         final: the learning rate at `steps`, for cosine and linear.
         drop_at: for "step": when the learning rate is multiplied by `drop_factor`; lengths, as `warmup`.
         drop_factor: for "step": the factor.
+        start: the learning rate at step 0, if there is a warm-up. A warm-up from far below the peak over a third of the
+            run, and a decay to far below `start`, are one cycle (Smith and Topin 2018, arXiv:1708.07120).
+        hold_until: when the peak ends and the decay begins; a length, as `warmup`; 0: with the warm-up. A long one
+            makes warm-up-stable-decay (Hu et al. 2024, arXiv:2404.06395, section 4).
 
     Returns:
         A Keras schedule, to be given to an optimizer.
@@ -251,8 +279,8 @@ def make_schedule(
             on the run, when `fit` knows them.
     """
     arguments: dict[str, Any] = {"peak": peak, "steps": steps, "warmup": warmup, "decay": decay, "final": final}
-    arguments |= {"drop_at": drop_at, "drop_factor": drop_factor}
-    if texts := [value for value in (steps, warmup, *drop_at) if isinstance(value, str)]:
+    arguments |= {"drop_at": drop_at, "drop_factor": drop_factor, "start": start, "hold_until": hold_until}
+    if texts := [value for value in (steps, warmup, hold_until, *drop_at) if isinstance(value, str)]:
         units = {parse(text).unit for text in texts}
         if "secs" in units:
             raise ValueError(
@@ -261,20 +289,25 @@ def make_schedule(
         if units & {"epochs", "examples"} or isinstance(steps, str) and parse(steps).unit == "%":
             return RunSchedule(**{**arguments, "drop_at": list(drop_at)})
         return make_schedule(**_in_steps(arguments, Units()))
-    assert not isinstance(steps, str) and not isinstance(warmup, str)
     _check(arguments)
-    decay_steps = int(steps) - int(warmup)
+    rise, begin = int(warmup), max(int(warmup), int(hold_until))  # of the decay
+    decay_steps = int(steps) - begin
+    schedule: schedules.LearningRateSchedule
     if decay == "cosine":
         schedule = schedules.CosineDecay(float(peak), decay_steps, alpha=final / peak)
     elif decay == "step":
         # Keras changes the value one step after a boundary.
-        boundaries = [int(step) - int(warmup) - 1 for step in drop_at]
+        boundaries = [int(step) - begin - 1 for step in drop_at]
         values = [float(peak * drop_factor**drops) for drops in range(len(drop_at) + 1)]
         schedule = schedules.PiecewiseConstantDecay(boundaries, values)
+    elif decay == "inverse_sqrt":
+        schedule = InverseSqrt(float(peak), begin)
     else:
         end = float(final if decay == "linear" else peak)
         schedule = schedules.PolynomialDecay(float(peak), decay_steps, end, power=1.0)
-    return WarmUp(schedule, warmup) if warmup else schedule
+    if begin > rise:
+        schedule = WarmUp(schedule, begin - rise, float(peak))  # "rises" from the peak to the peak
+    return WarmUp(schedule, rise, start) if rise else schedule
 
 
 def _in_steps(arguments: Mapping[str, Any], units: Units) -> dict[str, Any]:
@@ -294,17 +327,17 @@ def _in_steps(arguments: Mapping[str, Any], units: Units) -> dict[str, Any]:
     amount, unit = parse(arguments["warmup"])
     if unit == "%" and amount < 100:
         warmup = min(warmup, whole.steps - 1)  # rounded up, 10 % of one step would be all of it
-    lengths = {"steps": whole.steps, "warmup": warmup}
+    lengths = {"steps": whole.steps, "warmup": warmup, "hold_until": parts.period(arguments["hold_until"]).steps}
     return {**arguments, **lengths, "drop_at": [parts.period(length).steps for length in arguments["drop_at"]]}
 
 
 def _check(arguments: Mapping[str, Any]) -> None:
     """Raises ValueError for the first wrong argument of `make_schedule`."""
-    peak, steps, warmup, decay, final, drop_at, drop_factor = arguments.values()
+    peak, steps, warmup, decay, final, drop_at, drop_factor, start, hold_until = arguments.values()
     given = "was given to make_schedule;"
-    if decay not in ("cosine", "linear", "step", "constant"):
-        raise ValueError(f"decay={decay!r} {given} give 'cosine', 'linear', 'step' or 'constant'.")
-    for name in ("peak", "warmup", "final", "drop_factor"):
+    if decay not in ("cosine", "linear", "step", "constant", "inverse_sqrt"):
+        raise ValueError(f"decay={decay!r} {given} give 'cosine', 'linear', 'step', 'constant' or 'inverse_sqrt'.")
+    for name in ("peak", "warmup", "final", "drop_factor", "start", "hold_until"):
         if finite_number(arguments[name]) is None:
             raise ValueError(f"{name}={shown(arguments[name])} {given} give a finite number.")
     if not 0 < peak:
@@ -313,20 +346,31 @@ def _check(arguments: Mapping[str, Any]) -> None:
         raise ValueError(f"steps={shown(steps)} {given} give the steps of the whole run, a whole number of 1 or more.")
     if not 0 <= warmup < steps or warmup != int(warmup):
         raise ValueError(f"warmup={warmup!r} {given} give a whole number from 0 to below steps={steps}.")
-    if not 0 <= final <= peak:
-        raise ValueError(f"final={final!r} {given} give a learning rate from 0 to peak={peak}.")
-    if final and decay not in ("cosine", "linear"):
-        raise ValueError(f"final={final!r} {given} decay={decay!r} does not read it: leave it out, or take 'linear'.")
+    for name, is_read in (("start", warmup), ("final", decay in ("cosine", "linear"))):
+        if not 0 <= arguments[name] <= peak:
+            raise ValueError(f"{name}={arguments[name]!r} {given} give a learning rate from 0 to peak={peak}.")
+        if arguments[name] and not is_read:
+            reader, hint = ("warmup=0", "a warmup") if name == "start" else (f"decay={decay!r}", "'linear'")
+            raise ValueError(
+                f"{name}={arguments[name]!r} {given} {reader} does not read it: leave it out, or take {hint}."
+            )
+    if hold_until and (not warmup <= hold_until < steps or hold_until != int(hold_until)):
+        raise ValueError(
+            f"hold_until={hold_until!r} {given} give a whole number from warmup={warmup} to below steps={steps}."
+        )
+    if decay == "inverse_sqrt" and not max(warmup, hold_until):
+        raise ValueError(f"decay='inverse_sqrt' {given} give a warmup too, from whose end on the rate falls.")
     if bool(drop_at) != (decay == "step"):
         raise ValueError(
             f"decay={decay!r} and drop_at={drop_at!r} were given to make_schedule; give both decay='step' and the "
             "steps at which to drop, or neither."
         )
+    begin = max(warmup, hold_until)
     if any(whole_number(step) is None for step in drop_at) or any(
-        low >= high for low, high in zip([warmup, *drop_at], [*drop_at, steps], strict=True)
+        low >= high for low, high in zip([begin, *drop_at], [*drop_at, steps], strict=True)
     ):
         raise ValueError(
-            f"drop_at={shown(drop_at)} {given} give rising whole numbers above warmup={warmup} and below steps={steps}."
+            f"drop_at={shown(drop_at)} {given} give rising whole numbers above warmup={begin} and below steps={steps}."
         )
     if not 0 < drop_factor < 1:
         raise ValueError(f"drop_factor={drop_factor!r} {given} give a factor above 0 and below 1.")

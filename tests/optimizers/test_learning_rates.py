@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import distloop
 from distloop.optimizers.learning_rates import WarmUp, make_schedule, resolve, scale_learning_rate
 from distloop.settings.durations import Period, Units
 
@@ -56,11 +57,14 @@ def test_scaling_refuses_what_makes_no_sense(arguments, words):
         ("linear", {"final": 0.2}, [0, 0.9, 1.0, 0.6, 0.2, 0.2]),
         ("step", {"drop_at": [60], "drop_factor": 0.5}, [0, 0.9, 1.0, 0.5, 0.5, 0.5]),
         ("constant", {}, [0, 0.9, 1.0, 1.0, 1.0, 1.0]),
+        ("inverse_sqrt", {}, [0, 0.9, 1.0, 6**-0.5, 11**-0.5, 1e-5**0.5]),
+        ("linear", {"hold_until": 60}, [0, 0.9, 1.0, 1.0, 0.0, 0.0]),
+        ("cosine", {"hold_until": 10, "start": 0.5, "final": 0.1}, [0.5, 0.95, 1.0, 0.55, 0.1, 0.1]),
     ],
 )
 def test_warm_up_then_decay_has_the_documented_values(decay, arguments, expected):
     schedule = make_schedule(
-        2.0, 110, warmup=10, decay=decay, **{k: 2 * v if k == "final" else v for k, v in arguments.items()}
+        2.0, 110, warmup=10, decay=decay, **{k: 2 * v if k in ("final", "start") else v for k, v in arguments.items()}
     )
     assert rates(schedule, [0, 9, 10, 60, 110, 1_000_000]) == pytest.approx([2 * value for value in expected], abs=1e-7)
 
@@ -74,6 +78,12 @@ def test_cosine_equals_its_formula():
     steps = np.arange(0, 51)
     expected = 0.02 + (0.2 - 0.02) * (1 + np.cos(np.pi * steps / 50)) / 2
     np.testing.assert_allclose(rates(make_schedule(0.2, 50, final=0.02), steps), expected, rtol=1e-5)
+
+
+def test_a_stable_phase_ends_where_it_says_and_decays_like_the_rest_alone():
+    schedule = make_schedule(0.3, 100, warmup=10, hold_until=80, final=0.1)
+    assert rates(schedule, [5, *range(10, 81, 7), 80]) == pytest.approx([0.15] + [0.3] * 12)
+    assert rates(schedule, range(80, 101)) == pytest.approx(rates(make_schedule(0.3, 20, final=0.1), range(21)))
 
 
 def test_step_decay_drops_at_exactly_the_steps_named():
@@ -93,7 +103,7 @@ def test_warm_up_agrees_with_keras():
     assert rates(make_schedule(0.5, 100, warmup=10), steps) == pytest.approx(rates(keras_own, steps), abs=1e-7)
 
 
-@pytest.mark.parametrize("decay", ["cosine", "linear", "step", "constant"])
+@pytest.mark.parametrize("decay", ["cosine", "linear", "step", "constant", "inverse_sqrt"])
 def test_a_schedule_is_float32_in_a_graph_over_int64_steps(decay):
     schedule = make_schedule(1.0, 100, warmup=10, decay=decay, drop_at=[50] if decay == "step" else ())
     traced = tf.function(lambda step: schedule(step))
@@ -109,7 +119,7 @@ def test_steps_beyond_what_float32_counts_keep_their_drops():
     assert rates(schedule, [drop - 1, drop]) == pytest.approx([1.0, 0.1])
 
 
-@pytest.mark.parametrize("decay", ["cosine", "linear", "step", "constant"])
+@pytest.mark.parametrize("decay", ["cosine", "linear", "step", "constant", "inverse_sqrt"])
 def test_a_schedule_survives_its_config(decay):
     schedule = make_schedule(0.7, 100, warmup=10, decay=decay, drop_at=[50] if decay == "step" else ())
     optimizer = keras.optimizers.SGD.from_config(keras.optimizers.SGD(schedule).get_config())
@@ -155,6 +165,11 @@ def test_a_share_of_a_short_run_leaves_a_step_after_the_warm_up():
         ({"decay": "cosin"}, "decay='cosin' was given to make_schedule; give 'cosine', 'linear'"),
         ({"final": 2.0}, "final=2.0 was given .* from 0 to peak=1.0"),
         ({"decay": "constant", "final": 0.5}, "final=0.5 was given .* decay='constant' does not read it"),
+        ({"start": 0.1}, "start=0.1 was given .* warmup=0 does not read it"),
+        ({"start": 2.0, "warmup": 5}, "start=2.0 was given .* from 0 to peak=1.0"),
+        ({"hold_until": 100}, "hold_until=100 was given .* from warmup=0 to below steps=100"),
+        ({"hold_until": 5, "warmup": 10}, "from warmup=10"),
+        ({"decay": "inverse_sqrt"}, "decay='inverse_sqrt' was given .* give a warmup too"),
         ({"decay": "step"}, "decay='step' and drop_at=()"),
         ({"drop_at": [5]}, "decay='cosine' and drop_at="),
         ({"decay": "step", "drop_at": [60, 30]}, "give rising whole numbers"),
@@ -187,6 +202,43 @@ def test_warm_up_refuses_what_makes_no_sense(arguments, words):
 
 def units_of(steps):
     return Units(run=Period(steps=steps))
+
+
+@pytest.mark.parametrize(
+    ("steps", "warmup", "hold_until"),
+    [
+        (400, 40, 200),
+        ("400 steps", "10 %", "50 %"),
+        ("100 %", "10 %", "50 %"),
+        ("10 epochs", "1 epoch", "5 epochs"),
+        ("4000 examples", "400 examples", "2000 examples"),
+        ("100 %", "400 examples", "5 epochs"),
+    ],
+)
+def test_the_rate_at_a_step_is_the_same_for_each_unit(steps, warmup, hold_until):
+    optimizer = keras.optimizers.SGD(make_schedule(2.0, steps, warmup=warmup, hold_until=hold_until, decay="linear"))
+    units = Units(lambda: 40, lambda: 10, run=Period(steps=400))
+    resolve([optimizer], units, lambda: None)
+    expected = {0: 0.0, 20: 1.0, 40: 2.0, 200: 2.0, 300: 1.0, 399: 0.01, 400: 0.0}
+    assert rates(optimizer._learning_rate, expected) == pytest.approx(list(expected.values()), abs=1e-6)
+
+
+def test_a_run_trains_by_the_rates_of_its_epochs():
+    def model_fn():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
+        schedule = make_schedule(1.0, "100 %", warmup="1 epoch", hold_until="50 %", decay="linear")
+        optimizer = keras.optimizers.SGD(schedule)
+        return distloop.ModelSpec(model, optimizer, lambda batch, training: {"loss": model(batch["x"])[:, 0]})
+
+    data = tf.data.Dataset.from_tensor_slices({"x": np.ones((20, 1), np.float32)}).batch(5)
+    trainer = distloop.Trainer(model_fn, distloop.Config(console="quiet", log_every=1))
+    trainer.build(data)
+    weight = float(trainer.model.weights[0].numpy()[0, 0])
+    numbers = trainer.fit(data, epochs=4)
+    rates_of_steps = [0, 0.25, 0.5, 0.75, *[1.0] * 5, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125]
+    after = [*rates_of_steps[1:], 0.0]  # a row has the rate of the step after it
+    assert numbers.history["learning_rate"] == pytest.approx(after, abs=1e-6)
+    assert float(trainer.model.weights[0].numpy()[0, 0]) == pytest.approx(weight - sum(rates_of_steps), abs=1e-5)
 
 
 def test_one_schedule_in_two_optimizers_has_the_length_of_each_ones_run():
