@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from distloop.actions.action import Action, Report, check_actions, member, metrics_to_restore, started
+from distloop.actions.action import Action, Report, member, metrics_to_restore, started
 from distloop.actions.action import run as run_actions
 from distloop.actions.built_in import CheckReplicas, DataSeen, Goodput, PipelineUsage, Utilization
 from distloop.actions.evaluate import Evaluate, earlier_rows
@@ -46,7 +46,7 @@ from distloop.monitoring.deliveries import Deliveries
 from distloop.monitoring.profiler import Profile
 from distloop.monitoring.tensorboard import SummaryWriter
 from distloop.monitoring.timing import Clock, timed, unix_time
-from distloop.monitoring.writers import RunFile, Writer, check_writers
+from distloop.monitoring.writers import RunFile, Writer
 from distloop.optimizers import learning_rates
 from distloop.optimizers.gradients import Clipping
 from distloop.settings import flags
@@ -118,6 +118,9 @@ class Fit:
         self._loop = self.make_loop()
         self._loop.log_every = run_length.log_every(self.config, self.units)
         learning_rates.resolve(self.state.plain_optimizers.values(), self.units, self._loop.trace_again)
+        if self.state.average is not None:
+            first = run_length.first_averaged(self.config, self.units)
+            self.state.average.begin_at(first, self._loop.trace_again)
         self._attach()
 
     @property
@@ -308,12 +311,6 @@ class Fit:
         return workers.is_chief(self.state.strategy)
 
 
-def check_arguments(actions: Sequence[Action], writers: Any) -> None:
-    """Checks what `fit` was given as actions and writers, as `check_actions` and `check_writers`."""
-    check_actions(actions)
-    check_writers(writers)
-
-
 def _open_files(fit: Fit, workdir: str, evals: Sequence[str]) -> list[Any]:
     """Returns the writers of the event files and of `metrics.jsonl`."""
     try:
@@ -371,6 +368,7 @@ def make_train_loop(state: TrainState, config: Config) -> TrainLoop:
         log_every=config.log_every,
         steps_per_loop=config.steps_per_loop,
         eager=config.eager,
+        max_traces=config.max_traces,
         may_halve=config.microbatches == "auto",
         on_trace=report_trace,
     )

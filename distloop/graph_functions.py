@@ -16,8 +16,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
+
+from distloop.log import log
 
 # Types of operations whose kernel counts the draws, where nothing can read or restore the count; by the list of
 # TensorFlow's operations that are stateful and have a seed, cuDNN's layers apart.
@@ -33,6 +36,8 @@ RECOMPUTED_SCOPE = "recomputed"  # of operations of a layer that the backward pa
 _READS = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "VarIsInitializedOp"}
 # TensorFlow's attribute of an operation that calls functions: the numbers of the inputs that these only read.
 _READ_ONLY_INPUTS = "_read_only_resource_inputs"
+
+MOST_TRACES = 5  # without a warning
 
 TRAINING_PASSES = 3  # one forward; backward costs two: gradients of inputs and of weights (arXiv:2001.08361)
 
@@ -57,6 +62,85 @@ def graph_function(fn: Callable[..., Any], *, autograph: bool = False, **options
     traced = tf.function(fn, autograph=autograph, **options)
     traced._omit_frequent_tracing_warning = True  # private: users could not avoid it
     return traced
+
+
+def compiled(fn: Callable[..., Any], eager: bool = False, *, name: str = "function", max_traces: int = 0) -> Any:
+    """Returns `fn` as a `tf.function` of its own, so that TensorFlow counts the traces of each trainer apart.
+
+    Args:
+        fn: without AutoGraph.
+        eager: whether to return `fn` itself instead.
+        name: what it is called in the warning about many traces.
+        max_traces: as `Config.max_traces`.
+    """
+    if eager:
+        return fn
+    traces = Traces(name, max_traces)
+
+    def traced(*arguments: Any) -> Any:
+        traces.add(arguments)
+        return fn(*arguments)
+
+    return graph_function(traced)
+
+
+class Traces:
+    """The traces of one function."""
+
+    def __init__(self, name: str, most: int = 0):
+        """Stores what the function is called in the warning, and the most traces that it may have; 0: any number."""
+        self._name, self._most = name, most
+        self._count = 0
+        self._next_warning = MOST_TRACES + 1
+        self._last: dict[str, str] = {}
+
+    def add(self, arguments: tuple[Any, ...]) -> None:
+        """Counts a trace; warns at the one after `MOST_TRACES`, and whenever their number has doubled since.
+
+        Args:
+            arguments: of the function: iterators, tensors, Python values.
+
+        Raises:
+            ValueError: if it is traced more often than it may be.
+        """
+        described = {name: text for argument in arguments for name, text in describe(argument).items()}
+        self._count += 1
+        changed = ", ".join(
+            f"{name or 'the batch'} from {self._last.get(name, 'nothing')} to {described.get(name, 'nothing')}"
+            for name in sorted(described.keys() | self._last.keys())
+            if described.get(name) != self._last.get(name)
+        )
+        if 0 < self._most < self._count:
+            raise ValueError(
+                f"The {self._name} was to be traced {self._count} times, and max_traces={self._most} was given; the "
+                f"last trace changed {changed or 'nothing but the dataset'}: give batches of one shape, padded or from "
+                "one dataset that declares axes that vary as None, or raise max_traces."
+            )
+        if self._count == self._next_warning:
+            self._next_warning = 2 * self._count
+            log.warning(
+                "The %s was traced %d times, which takes seconds each time. The last time changed %s. Give batches of "
+                "one shape: pad them, or make one dataset of all, so that tf.data declares axes that vary as None.",
+                self._name,
+                self._count,
+                changed or "nothing but the dataset",
+            )
+        self._last = described
+
+
+def describe(argument: Any) -> dict[str, str]:
+    """Returns dtype and shape of each entry of the batches that an argument holds, by path."""
+    spec = getattr(argument, "element_spec", argument)
+    spec = getattr(spec, "rows", spec)  # of a `Batch`
+    return {
+        "/".join(map(str, path)): f"{leaf.dtype.name} {_shape(leaf.shape)}"
+        for path, leaf in keras.tree.flatten_with_path(spec)
+        if isinstance(leaf, tf.TensorSpec | tf.Tensor) and leaf.shape.rank != 0
+    }
+
+
+def _shape(shape: tf.TensorShape) -> list[int | None] | str:
+    return "of unknown shape" if shape.rank is None else list(shape)
 
 
 class TimeLimit:

@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 from typing_extensions import Unpack
 
-from distloop.actions.action import Action
+from distloop.actions.action import Action, check_actions
 from distloop.actions.evaluate import Evaluation
 from distloop.checkpoints import sidecar
 from distloop.checkpoints.resume import RunCheckpoints
@@ -21,7 +21,7 @@ from distloop.distributed import devices, strategies, workers
 from distloop.errors import with_short_tracebacks
 from distloop.evaluation.evaluation import EvalLoop, make_evaluations
 from distloop.evaluation.prediction import Predictor, write_outputs
-from distloop.fit import Fit, check_arguments, make_train_loop, make_training_source
+from distloop.fit import Fit, make_train_loop, make_training_source
 from distloop.installed import import_part
 from distloop.keras_models.compiled_model import weights_returned
 from distloop.keras_models.fit_arguments import KerasArguments, read_arguments
@@ -31,7 +31,7 @@ from distloop.monitoring.console import speaker
 from distloop.monitoring.curves import History
 from distloop.monitoring.directory import resolve_workdir
 from distloop.monitoring.timing import Clock
-from distloop.monitoring.writers import Writer
+from distloop.monitoring.writers import Writer, check_writers
 from distloop.optimizers import loss_scale
 from distloop.settings.config import Config
 from distloop.training import agreement, run_length
@@ -83,7 +83,7 @@ class Trainer:
         self._train_source: Source | None = None
         self._passes = Passes(self.strategy, config.global_batch_size(self.strategy), config.virtual_replicas)
         self._predictor = Predictor(self.state, eager=config.eager)
-        self._eval_loop = EvalLoop(self.state, eager=config.eager)
+        self._eval_loop = EvalLoop(self.state, eager=config.eager, max_traces=config.max_traces)
         self._forward_pass = ForwardPass(self.state, config)
         self._element_spec: Any = None
 
@@ -150,7 +150,8 @@ class Trainer:
         clock, data = Clock(), read_arguments(train, evals, keras_arguments, y)
         if asked := next((name for name in ("audit", "autotune_batch", "memory") if getattr(self.config, name)), ""):
             _tryouts(asked).run_instead(self, data)
-        check_arguments(actions, writers)
+        check_actions(actions)
+        check_writers(writers)
         source = self._train_source = make_training_source(data, self.state, self.config, self._train_source)
         length = run_length.chosen(self.config, self.step, steps=steps, epochs=epochs, until=until)
         evaluations = make_evaluations(data.evals, self.config, self._passes, self._eval_loop, self._predictor)
@@ -376,7 +377,7 @@ def _make_state(model_fn: Callable[[], ModelSpec], strategy: tf.distribute.Strat
         state = TrainState(
             model_fn,
             strategy,
-            config.average_decay,
+            config.average_decay or float(bool(config.average_from)),
             config.virtual_replicas,
             is_loss_scaled=loss_scale.needs_loss_scale(config.precision),
             shard_optimizer=config.shard_optimizer,

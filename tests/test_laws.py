@@ -967,6 +967,25 @@ def test_evaluation_uses_the_average_and_training_does_not():
     assert loss() == now != averaged
 
 
+@pytest.mark.parametrize(
+    ("replicas", "settings"),
+    problems.mostly_wide([(1, {}), (2, {}), (3, {"shard_optimizer": True})], (3, {"shard_optimizer": True})),
+)
+def test_an_equal_average_is_the_mean_of_the_weights_after_each_step_from_its_first(replicas, settings):
+    seen = []
+
+    def remember(report):
+        seen.append(weights(report.state))
+
+    remember.every = 1
+    config = on(replicas, average_from="60 %", **settings)
+    trainer = distloop.Trainer(classifier(), config)
+    trainer.fit(batches(16), steps=10, actions=[remember])
+    with trainer.state.averaged():
+        found = weights(trainer)
+    assert_close(found, {name: np.mean([w[name] for w in seen[5:]], axis=0) for name in found})
+
+
 # prediction -------------------------------------------------------------------------------------------------------
 
 

@@ -25,14 +25,13 @@ from distloop.distributed.preemption import StopRequests
 from distloop.distributed.strategies import tree_sum
 from distloop.errors import TEXT_AS_NUMBER, raise_as_user_error
 from distloop.evaluation.prediction import Predictor
-from distloop.graph_functions import TimeLimit, graph_function, with_called
+from distloop.graph_functions import TimeLimit, compiled, graph_function, with_called
 from distloop.model import broadcasts, metrics
 from distloop.model.keras_metrics import Join, KerasMetrics, check_arguments
 from distloop.model.spec import LossFn
 from distloop.model.state import TrainState
 from distloop.model.user_functions import explaining_mistakes, refusing_new_variables
 from distloop.settings.config import Config
-from distloop.training.compiled_loop import compiled
 from distloop.training.differentiation import tally_outputs
 from distloop.training.out_of_memory import explain_pass
 from distloop.training.step_operations import unsaved_draws_refused
@@ -142,6 +141,7 @@ class EvalLoop:
         state: TrainState,
         *,
         eager: bool = False,
+        max_traces: int = 0,
         loss_fn: LossFn | None = None,
         metrics: Mapping[str, keras.metrics.Metric] | None = None,
     ):
@@ -150,6 +150,7 @@ class EvalLoop:
         Args:
             state: the model, and what `loss_fn` and metrics it is evaluated with.
             eager: as for `TrainLoop`.
+            max_traces: as `Config.max_traces`.
             loss_fn: used in place of the state's; None: those of the state.
             metrics: of this `loss_fn`, copied into the strategy's scope.
 
@@ -157,16 +158,17 @@ class EvalLoop:
             ValueError: if a metric cannot be copied.
         """
         self._state = state
-        self._eager = eager
+        self._eager, self._max_traces = eager, max_traces
         self._step = EvalStep(state, loss_fn, metrics)
-        self._run = compiled(self._part, eager, name="evaluation")
+        self._run = compiled(self._part, eager, name="evaluation", max_traces=max_traces)
         self._most_batches = 1  # of the next part, on several workers
         with tf.device(HOST):  # of the parts before, [2 * M]; one zero before the first batch
             self._tallies = tf.Variable(tf.zeros([1], tf.float64), shape=[None], trainable=False)
 
     def with_values(self, loss_fn: LossFn | None, metrics: Mapping[str, keras.metrics.Metric] | None) -> "EvalLoop":
         """Returns a loop that evaluates the model with another `loss_fn`; None: this one."""
-        return self if loss_fn is None else EvalLoop(self._state, eager=self._eager, loss_fn=loss_fn, metrics=metrics)
+        settings: dict[str, Any] = {"eager": self._eager, "max_traces": self._max_traces}
+        return self if loss_fn is None else EvalLoop(self._state, **settings, loss_fn=loss_fn, metrics=metrics)
 
     def build_metrics(self, source: Source) -> None:
         """Builds the Keras metrics that are not built yet, from a trace of each `loss_fn`, which runs nothing.

@@ -29,10 +29,9 @@ from distloop.distributed import gathering, workers
 from distloop.distributed.devices import HOST
 from distloop.distributed.preemption import StopRequests
 from distloop.errors import raise_as_user_error, require
-from distloop.graph_functions import TimeLimit
+from distloop.graph_functions import TimeLimit, compiled
 from distloop.model.state import TrainState
 from distloop.model.user_functions import explaining_mistakes
-from distloop.training.compiled_loop import compiled
 from distloop.training.out_of_memory import explain_pass
 from distloop.training.virtual_replicas import join_rows, run_forward
 

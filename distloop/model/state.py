@@ -86,7 +86,7 @@ class TrainState(tf.Module):
         Args:
             model_fn: creates models and optimizers and returns a `ModelSpec`.
             strategy: the strategy.
-            average_decay: of the moving average of the weights; 0: no average.
+            average_decay: of the moving average of the weights; 1: an equal average; 0: no average.
             virtual_replicas: as `Config.virtual_replicas`.
             is_loss_scaled: True to put a `LossScaleOptimizer` around each optimizer.
             shard_optimizer: as `Config.shard_optimizer`.

@@ -10,7 +10,7 @@ sparse gradients of large tables sparse; without it they are dense, and train to
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -27,8 +27,13 @@ class MovingAverage(tf.Module):
 
         a += (1 - min(d, (1 + t) / (10 + t))) * (w - a)      after applied step t, from the first weights
 
-    The warm-up of the decay is that of `tf.train.ExponentialMovingAverage`.
+    The warm-up of the decay is that of `tf.train.ExponentialMovingAverage`. With d = 1 it is the equal average of the
+    weights after step `first_step` and after each later one (Izmailov et al. 2018, arXiv:1803.05407, section 3.2):
+
+        a += (w - a) / max(1, t - first_step + 1)
     """
+
+    first_step = 0  # of an equal average; known when a run begins
 
     def __init__(self, variables: Sequence[Any], decay: float):
         """Creates the averages with the variables' values; to be called in the strategy's scope."""
@@ -75,6 +80,12 @@ class MovingAverage(tf.Module):
         """Each variable with its average."""
         return list(zip(self._variables, self.variables, strict=True))
 
+    def begin_at(self, first_step: int, on_change: Callable[[], None]) -> None:
+        """Sets the first step of an equal average, and calls `on_change` if it was another one."""
+        if self.first_step != first_step:
+            self.first_step = first_step
+            on_change()
+
     def touch(self, variables: Sequence[Any], gradients: Sequence[Any]) -> None:
         """Prepares for an update that applies gradients, one a variable, or None; in replica context."""
 
@@ -90,6 +101,8 @@ class MovingAverage(tf.Module):
 
     def _rate(self, applied_steps: tf.Tensor) -> tf.Tensor:
         t = tf.cast(applied_steps, tf.float32)
+        if self.decay == 1.0:
+            return 1.0 / tf.maximum(1.0, tf.cast(applied_steps - self.first_step + 1, tf.float32))
         return 1.0 - tf.minimum(self.decay, (1.0 + t) / (10.0 + t))
 
     @contextlib.contextmanager

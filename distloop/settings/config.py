@@ -130,6 +130,11 @@ class Config:
         OPTIMIZATION, 0.0, "Clip each element of the gradients to this absolute value, instead of clip_norm; 0: none."
     )
     average_decay: float = setting(OPTIMIZATION, 0.0, "Decay per step of the weights' average; 0: no average.", below=1)
+    average_from: int | str = setting(
+        OPTIMIZATION,
+        0,
+        "Average the weights equally from here to the end, in place of average_decay: 75 %, 10 epochs; 0: no average.",
+    )
     shard_optimizer: bool = setting(OPTIMIZATION, False, "Store optimizer slots and averages on one device each.")
 
     precision: str = setting(
@@ -216,6 +221,9 @@ class Config:
         "name",
         "What to do about entries of a batch that no loss_fn reads; name: print a line.",
         choices=("name", "ignore", "warn", "refuse"),
+    )
+    max_traces: int = setting(
+        FAILURES, 0, "The most traces of the train step, and of evaluations, before an error; 0: no limit."
     )
     locate_nonfinite: bool = setting(
         FAILURES, False, "Name the operation that produced the first inf or NaN of a failed step; slower."

@@ -9,6 +9,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from distloop.settings import durations
+
 
 def check(config: Any) -> None:
     """Checks the settings of a `Config` against each other.
@@ -64,6 +66,16 @@ _CONTRADICTIONS: list[tuple[Callable[[Any], Any], str]] = [
         lambda config: sum(map(bool, (config.clip_norm, config.clip_variable_norm, config.clip_value))) > 1,
         "clip_norm={config.clip_norm:g}, clip_variable_norm={config.clip_variable_norm:g} and clip_value="
         "{config.clip_value:g} were given; gradients are clipped in one way: set the others to 0.",
+    ),
+    (
+        lambda config: config.average_from and config.average_decay,
+        "average_from={config.average_from} and average_decay={config.average_decay:g} were both given; there is one "
+        "average of the weights: leave either out.",
+    ),
+    (
+        lambda config: config.average_from and durations.parse(config.average_from).unit == "secs",
+        "average_from={config.average_from!r} was given, a time, and weights depend on steps alone: give steps, "
+        "epochs, examples or percents.",
     ),
     (
         lambda config: config.copy_every and not config.workdir,

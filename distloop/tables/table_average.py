@@ -169,4 +169,6 @@ def make_average(variables: Sequence[Any], decay: float, trained: Sequence[tuple
     whole = {id(v) for optimizer, v in trained if row_updates.why_whole(optimizer, v) is not None}
     sizes = {id(v): tf.as_dtype(v.dtype).size * (tf.TensorShape(v.shape).num_elements() or 0) for _, v in trained}
     tables = {i for i, size in sizes.items() if i not in whole and size > gradients.LARGEST_PACKED_BYTES}
+    if decay == 1.0:  # an equal average forgets all before its first step, which no sum of logarithms can
+        return MovingAverage(variables, decay)
     return AverageByRows(variables, decay, tables)

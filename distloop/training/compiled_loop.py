@@ -7,17 +7,15 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import keras
 import numpy as np
 import tensorflow as tf
 
 from distloop.data import shards
-from distloop.data.shards import Batch, BatchLayout
+from distloop.data.shards import BatchLayout
 from distloop.data.source import Source
 from distloop.distributed import strategies, workers
 from distloop.distributed.devices import HOST
-from distloop.graph_functions import TimeLimit, graph_clock, graph_function
-from distloop.log import log
+from distloop.graph_functions import TimeLimit, compiled, graph_clock
 from distloop.model import metrics
 from distloop.model.state import TrainState
 from distloop.training import diagnosis
@@ -25,8 +23,6 @@ from distloop.training.step import TrainStep
 from distloop.training.step_operations import unsaved_draws_refused
 from distloop.training.window import Row, RowLayout
 from distloop.variables import tensorflow_variable
-
-MOST_TRACES = 5  # without a warning
 
 
 class _Carry(NamedTuple):
@@ -78,18 +74,19 @@ class _Call(NamedTuple):
 class CompiledLoop:
     """Runs train steps until a count is reached or one of them fails; traced once for each kind of data."""
 
-    def __init__(self, state: TrainState, step: TrainStep, *, eager: bool = False):
+    def __init__(self, state: TrainState, step: TrainStep, *, eager: bool = False, max_traces: int = 0):
         """Prepares; nothing is traced yet.
 
         Args:
             state: what is trained.
             step: one step of it.
             eager: whether the steps run as plain Python, for a debugger.
+            max_traces: as for `compiled`.
         """
         self._state = state
         self._step = step
         self._eager = eager
-        self._run = compiled(self._steps_by_log, eager, name="train step")
+        self._run = compiled(self._steps_by_log, eager, name="train step", max_traces=max_traces)
         self._run_one = compiled(functools.partial(self._steps_by_log, while_loop=_call_once), eager)
         self._lead = strategies.lead_device(state.strategy)
         is_timed = strategies.times_replicas(state.strategy)
@@ -299,75 +296,6 @@ class CompiledLoop:
             **_by_update("loss_scale", scales),
             **_by_update("weight_norm", norms),
         }
-
-
-def compiled(fn: Callable[..., Any], eager: bool = False, *, name: str = "function") -> Any:
-    """Returns `fn` as a `tf.function` of its own, so that TensorFlow counts the traces of each trainer apart.
-
-    Args:
-        fn: without AutoGraph.
-        eager: whether to return `fn` itself instead.
-        name: what it is called in the warning about many traces.
-    """
-    if eager:
-        return fn
-    traces = Traces(name)
-
-    def traced(*arguments: Any) -> Any:
-        traces.add(arguments)
-        return fn(*arguments)
-
-    return graph_function(traced)
-
-
-class Traces:
-    """The traces of one function."""
-
-    def __init__(self, name: str):
-        """Stores what the function is called in the warning."""
-        self._name = name
-        self._count = 0
-        self._next_warning = MOST_TRACES + 1
-        self._last: dict[str, str] = {}
-
-    def add(self, arguments: tuple[Any, ...]) -> None:
-        """Counts a trace; warns at the one after `MOST_TRACES`, and whenever their number has doubled since.
-
-        Args:
-            arguments: of the function: iterators, tensors, Python values.
-        """
-        described = {name: text for argument in arguments for name, text in describe(argument).items()}
-        self._count += 1
-        if self._count == self._next_warning:
-            self._next_warning = 2 * self._count
-            changed = [
-                f"{name or 'the batch'} from {self._last.get(name, 'nothing')} to {described.get(name, 'nothing')}"
-                for name in sorted(described.keys() | self._last.keys())
-                if described.get(name) != self._last.get(name)
-            ]
-            log.warning(
-                "The %s was traced %d times, which takes seconds each time. The last time changed %s. Give batches of "
-                "one shape: pad them, or make one dataset of all, so that tf.data declares axes that vary as None.",
-                self._name,
-                self._count,
-                ", ".join(changed) or "nothing but the dataset",
-            )
-        self._last = described
-
-
-def describe(argument: Any) -> dict[str, str]:
-    """Returns dtype and shape of each entry of the batches that an argument holds, by path."""
-    spec = getattr(argument, "element_spec", argument)
-    spec = spec.rows if isinstance(spec, Batch) else spec
-    return {
-        "/".join(map(str, path)): f"{leaf.dtype.name} {_shape(leaf.shape)}"
-        for path, leaf in keras.tree.flatten_with_path(spec)
-        if isinstance(leaf, tf.TensorSpec | tf.Tensor) and leaf.shape.rank != 0
-    }
-
-
-def _shape(shape: tf.TensorShape) -> list[int | None] | str:
-    return "of unknown shape" if shape.rank is None else list(shape)
 
 
 def _limits(count: int, log_every: int, secs: float) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:

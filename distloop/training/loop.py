@@ -93,6 +93,7 @@ class TrainLoop:
         log_every: int | str = 0,
         steps_per_loop: int = 0,
         eager: bool = False,
+        max_traces: int = 0,
         may_halve: bool = False,
         on_trace: Callable[[TrainStep], None] = lambda step: None,
     ):
@@ -104,22 +105,21 @@ class TrainLoop:
             log_every: the attribute.
             steps_per_loop: an upper bound on the steps between two boundaries; 0: none.
             eager: whether the steps run as plain Python, for a debugger.
+            max_traces: as `Config.max_traces`.
             may_halve: whether steps are taken again with smaller microbatches where memory ends.
             on_trace: called with the step when it has been traced.
         """
-        self._state = state
-        self._step = step
+        self._state, self._step = state, step
         self.log_every = log_every
         self._steps_per_loop = steps_per_loop
         self.reported: dict[str, float] = {}
         self.secs = 0.0
         self.open_boundary: Any = None
         self.require_metrics: Callable[[list[str]], None] | None = None
-        self._eager = eager
+        self._eager, self._max_traces = eager, max_traces
         self._on_trace = on_trace
-        self._compiled = CompiledLoop(state, step, eager=eager)
+        self.trace_again()
         self._halving = out_of_memory.Halving(state, step) if may_halve else None
-        self._traced_for: Source | None = None
         self._window = Window()
         self._host = Host()
         self._is_alone = workers.num_workers(state.strategy) == 1
@@ -203,8 +203,8 @@ class TrainLoop:
 
     def trace_again(self) -> None:
         """Has the step traced anew, as its microbatches or another constant of it have changed."""
-        self._compiled = CompiledLoop(self._state, self._step, eager=self._eager)
-        self._traced_for = None
+        self._compiled = CompiledLoop(self._state, self._step, eager=self._eager, max_traces=self._max_traces)
+        self._traced_for: Source | None = None
 
     def _run_to_boundary(self, source: Source, step: int, actions: Sequence[Action]) -> list[Row]:
         """Runs the steps up to the next boundary or the first that fails; returns their rows."""

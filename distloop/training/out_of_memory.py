@@ -19,10 +19,10 @@ from distloop.data import shards
 from distloop.data.shards import Batch
 from distloop.data.source import Source
 from distloop.distributed import workers
+from distloop.graph_functions import compiled
 from distloop.log import log
 from distloop.model.saved_state import SavedState
 from distloop.model.state import TrainState
-from distloop.training.compiled_loop import compiled
 from distloop.training.step import TrainStep
 
 _TENSOR = re.compile(r"allocating tensor with shape\s*\[([\d,]*)\] and type (\w+)")

@@ -326,6 +326,8 @@ def console_lines(state: TrainState, settings: Config, source: Source) -> list[s
     if virtual and strategies.has_gpus(state.strategy):
         lines.append("virtual replicas are untested on GPUs; TensorFlow's deterministic operations are on")
     lines += state.slot_placement.describe(state)
+    if settings.average_from:
+        lines.append(f"averaged weights, from {settings.average_from} on: evaluate, predict and export use them")
     if settings.average_decay:
         lines.append(f"averaged weights, decay {settings.average_decay:g}: evaluate, predict and export use them")
     if settings.microbatches != 1:

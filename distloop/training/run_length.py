@@ -118,6 +118,21 @@ def log_every(config: Config, units: Units) -> int | str:
     return "1 epoch" if units.run_unit == "epochs" else _LOG_STEPS
 
 
+def first_averaged(config: Config, units: Units) -> int:
+    """Returns the step whose weights are the first of an equal average.
+
+    Raises:
+        ValueError: if it is a share of a run that ends by time.
+    """
+    period = units.period(config.average_from)
+    if period.secs:
+        raise ValueError(
+            f"average_from={config.average_from!r} was given, a share of a run that ends by time, so that its steps "
+            "are not known: give steps, epochs or examples."
+        )
+    return period.steps
+
+
 def why_over(units: Units, step: int, secs: float, stop_reason: str | None) -> str:
     """Returns a sentence, without its end, about a run that an action ended for a reason, or that has no step left."""
     run = units.run

@@ -28,6 +28,7 @@ OTHER_VALUES = {
     "limit_eval_batches": 16,
     "autotune_batch": True,
     "microbatches": 4,
+    "max_traces": 3,
     "recompute": "block_[0-9]+",
     "clip_norm": 1e-7,
     "average_decay": 0.1 + 0.2,
@@ -218,7 +219,15 @@ def test_config_json_holds_every_field(tmp_path):
 def test_flags_txt_restores_every_field(fresh_flags, tmp_path):
     flags.define_flags(epochs=2)
     given = Config(**OTHER_VALUES)
-    excluded = {"epochs", "until", "locate_nonfinite", "eager", "overfit_batches", "num_stages"}  # by others
+    excluded = {
+        "average_from",
+        "epochs",
+        "until",
+        "locate_nonfinite",
+        "eager",
+        "overfit_batches",
+        "num_stages",
+    }  # by others
     excluded |= {"clip_variable_norm", "clip_value", "replica_batch_size", "virtual_replicas"}
     assert set(OTHER_VALUES) == set(NAMES) - excluded
     flags.write(given, str(tmp_path))

@@ -9,10 +9,11 @@ import tensorflow as tf
 import distloop
 from distloop.data.shards import Batch, BatchLayout
 from distloop.fit import make_training_source
+from distloop.graph_functions import MOST_TRACES, Traces, compiled, describe
 from distloop.keras_models.fit_arguments import read_arguments
-from distloop.training.compiled_loop import MOST_TRACES, CompiledLoop, Traces, compiled, describe
+from distloop.training.compiled_loop import CompiledLoop
 from distloop.training.step import TrainStep
-from tests.problems import classification, classifier, on
+from tests.problems import classification, classifier, on, refused
 
 
 @pytest.mark.slow
@@ -115,8 +116,20 @@ def test_the_warning_names_what_changed_and_comes_again_when_their_number_has_do
     assert "changed x from float32 [2, 4] to float32 [2, 5]. Give" in caplog.text
 
 
+def test_more_traces_than_the_config_allows_are_an_error_that_names_what_changed(caplog):
+    def data(rows):
+        return tf.data.Dataset.from_tensors({name: np.asarray(v) for name, v in classification(rows).items()})
+
+    trainer = distloop.Trainer(classifier(), on(1, max_traces=1))
+    trainer.fit(data(8), steps=2)
+    trainer.evaluate(data(8))
+    for call in (lambda: trainer.evaluate(data(9)), lambda: trainer.fit(data(9), steps=4)):
+        refused(call, "to be traced 2 times", "max_traces=1", "[8, 8] to float32 [9, 8]", "give batches of one shape")
+    assert trainer.step == 2
+
+
 def test_evaluating_one_shape_after_another_warns(caplog, monkeypatch):
-    monkeypatch.setattr("distloop.training.compiled_loop.MOST_TRACES", 1)
+    monkeypatch.setattr("distloop.graph_functions.MOST_TRACES", 1)
     trainer = distloop.Trainer(classifier(), on(1))
     for rows in (2, 3):
         data = tf.data.Dataset.from_tensors({name: np.asarray(v) for name, v in classification(rows).items()})
