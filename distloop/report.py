@@ -7,6 +7,7 @@
     python -m distloop.report runs --csv=runs.csv   # all rows, for a spreadsheet
     python -m distloop.report s3://bucket/runs      # runs in a bucket
     python -m distloop.report runs --prune          # removes what no run needs
+    python -m distloop.report --environment         # for a bug report
 
 It shows for each run the status, steps, training time (without tracing,
 evaluations, saves and pauses), speed, examples and epochs that it has trained
@@ -88,7 +89,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the report; returns its exit code: 2 if there is nothing to report."""
     try:
         options = _parse(sys.argv[1:] if arguments is None else arguments)
-        runs = _load(options)
+        runs = _load(options) if options.workdirs else []
+        if options.environment:
+            print(import_part("audit.bug_report", "--environment").describe(runs))
+            return 0
         if options.prune:
             return _prune(runs, options.keep, is_agreed=options.yes)
         if options.png:
@@ -162,17 +166,20 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = _ReportParser(prog="python -m distloop.report", description=__doc__, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
-        "workdirs", metavar="WORKDIR", nargs="+", help="workdir of a run, or a directory of workdirs; URLs, too"
+        "workdirs", metavar="WORKDIR", nargs="*", help="workdir of a run, or a directory of workdirs; URLs, too"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
     parser.add_argument("--png", metavar="PATH", help="also write the curves as a picture; needs matplotlib")
     parser.add_argument(
         "--csv", metavar="PATH", help="also write the rows of metrics.jsonl as a table, a column a name"
     )
+    parser.add_argument("--environment", action="store_true", help="print what a bug report needs: versions, devices")
     parser.add_argument("--prune", action="store_true", help="remove what the runs do not need; lists it, and asks")
     parser.add_argument("--keep", metavar="N", type=int, default=1, help="with --prune: newest checkpoints to keep; 1")
     parser.add_argument("--yes", action="store_true", help="with --prune: do not ask")
     options = parser.parse_args(arguments)
+    if not options.workdirs and not options.environment:
+        parser.error("no workdir was given: give one, or several to compare")
     try:
         options.workdirs = list(map(expand, options.workdirs))
         for path in options.workdirs if options.prune else ():

@@ -279,7 +279,7 @@ def test_json_holds_what_the_tables_show(sweep, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "the following arguments are required: WORKDIR; see --help."),
+        ([], "no workdir was given: give one, or several to compare; see --help."),
         (["--jason", "."], "unrecognized arguments: --jason; see --help."),
         (["nope"], "There is no directory 'nope': give workdirs of runs, or a directory of them."),
     ],
