@@ -25,6 +25,7 @@ _MODULES = {
     "ConfusionMatrix": "monitoring.media",
     "Export": "exports.action",
     "GradientStep": "training.gradient_step",
+    "OwnStep": "training.gradient_step",
     "Histogram": "monitoring.media",
     "History": "monitoring.curves",
     "Images": "monitoring.media",
@@ -141,6 +142,7 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not run the code
     from distloop.trackers.trackers import WandbWriter as WandbWriter
     from distloop.trainer import Trainer as Trainer
     from distloop.training.gradient_step import GradientStep as GradientStep
+    from distloop.training.gradient_step import OwnStep as OwnStep
     from distloop.variables import digest as digest
     from distloop.variables import summarize as summarize
 else:

@@ -358,7 +358,9 @@ def make_train_loop(state: TrainState, config: Config) -> TrainLoop:
 
     def report_trace(step: TrainStep) -> None:
         user_functions.report_unread(
-            [update.differentiate.reads for update in step.updates], config.unread_entries, is_shown=is_shown
+            [update.differentiate.reads for update in step.updates if update.update.has_loss],
+            config.unread_entries,
+            is_shown=is_shown,
         )
         overview.report_whole_tables(step.updates, state, is_shown=is_shown)
         agreement.note_traced(state, config)

@@ -35,6 +35,7 @@ PAGES = [README, *(ROOT / name for name in ("WORKSPACE.md", "CHANGELOG.md")), *D
 LAUNCHER = {*launch._NUMBERS, "workers", "hosts", "ray"}
 OTHERS = LAUNCHER | {
     "pretend_gpus",
+    "environment",
     *planning.COSTS,
     "all",
     "help",

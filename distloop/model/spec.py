@@ -19,6 +19,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from distloop.model.user_functions import NoLoss
 from distloop.optimizers.loss_scale import LossScaleOptimizer
 from distloop.variables import is_seed, tensorflow_variable
 
@@ -27,7 +28,7 @@ _OF_UPDATE = ("gradient_fn", "step_fn", "learning_rates", "no_decay")
 
 LossFn = Callable[[Any, bool], Mapping[str, Any]]
 GradientFn = Callable[[dict[str, tf.Tensor]], Mapping[str, tf.Tensor]]
-StepFn = Callable[[Any], Mapping[str, tf.Tensor]]
+StepFn = Callable[[Any], Mapping[str, tf.Tensor] | None]
 
 # Settings of a Keras optimizer that Keras applies on each replica alone, and what to set instead.
 _REPLACED_SETTINGS = {
@@ -46,7 +47,8 @@ class Update:
 
     Attributes:
         name: prefix of the reported values, as in `discriminator/loss`.
-        loss_fn: `(batch, training) -> dict` of values per example, `[B, ...]`; `"loss"` is minimized.
+        loss_fn: `(batch, training) -> dict` of values per example, `[B, ...]`; `"loss"` is minimized. It may be None
+            where `step_fn` does the whole step.
         optimizer: a plain Keras optimizer, or a `LossScaleOptimizer` around one. Updates that train the same variables
             may share one: several steps of it within one train step.
         variables: the variables to train: a list, or a regular expression that is searched in their paths; None: all
@@ -58,6 +60,7 @@ class Update:
         step_fn: `step -> gradients` by path, to be clipped and applied: instead of the loss's, it returns what it makes
             of one or more looks at the gradients, `step.gradients()`, at these weights or, in `with step.moved(by):`,
             at others. `step` is a `GradientStep`. The result must be equal on all replicas, as what it is given is.
+            Where `loss_fn` is None, `step` is an `OwnStep`: it has the rows, and differentiates nothing by itself.
         learning_rates: factors of the learning rate, and of the weight decay, by regular expressions on paths, as in
             `{"^encoder/": 0.1}`; the first that matches a path counts.
         no_decay: a regular expression; variables with a matching path have no weight decay.
@@ -73,6 +76,9 @@ class Update:
     no_decay: str | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
+        loss_fn: Any = self.loss_fn
+        if loss_fn is None and self.step_fn is not None:
+            object.__setattr__(self, "loss_fn", NoLoss())
         if not callable(self.loss_fn):
             raise ValueError(f"loss_fn={self.loss_fn!r} was given; distloop needs a function of (batch, training).")
         _check_optimizer(plain_optimizer(self.optimizer))
@@ -91,6 +97,15 @@ class Update:
                 f"no_decay={self.no_decay!r} was given, but the optimizer has no weight_decay to leave out: give it "
                 "one, as in keras.optimizers.AdamW(1e-3, weight_decay=0.01), or drop no_decay."
             )
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether there is a `loss_fn`; without one, `step_fn` does the whole step."""
+        return not isinstance(self.loss_fn, NoLoss)
+
+    def with_loss(self, change: Callable[[Any], Any]) -> "Update":
+        """Returns this update with what a function makes of its `loss_fn`, if it has one."""
+        return replace(self, loss_fn=change(self.loss_fn)) if self.has_loss else self
 
     def select_variables(self, named: Mapping[str, Any]) -> list[Any]:
         """Returns the variables that the update trains.
@@ -167,7 +182,7 @@ class ModelSpec:
             in training and evaluation; the number of rows stays. `predict_fn` gets batches unchanged, and may call it.
             Objects in it that draw random numbers belong into `model`.
         gradient_fn: as for `Update`.
-        step_fn: as for `Update`.
+        step_fn: as for `Update`; with it, `loss_fn` may be None.
         learning_rates: as for `Update`.
         no_decay: as for `Update`.
         updates: several updates, which run in this order in one step; instead of `optimizer`, `loss_fn`, `trainable`,
@@ -201,8 +216,12 @@ class ModelSpec:
         else:
             object.__setattr__(self, "updates", (self._single_update(),))
         _check_function("batch_fn", self.batch_fn, "a function of (batch, training) that returns a batch")
-        changed = [replace(update, loss_fn=self.prepared(update.loss_fn)) for update in self.updates]
-        object.__setattr__(self, "updates", tuple(changed))
+        object.__setattr__(self, "updates", tuple(update.with_loss(self.prepared) for update in self.updates))
+        if self.metrics and not any(update.has_loss for update in self.updates):
+            raise ValueError(
+                f"ModelSpec was given metrics={sorted(self.metrics)} and no loss_fn that returns their arguments: give "
+                "a loss_fn, or call step.report for what is a mean."
+            )
         for name, metric in (self.metrics or {}).items():
             if not isinstance(metric, keras.metrics.Metric):
                 raise ValueError(
@@ -233,8 +252,7 @@ class ModelSpec:
             change: returns the function in place of a `loss_fn` or `predict_fn`.
         """
         spec = copy.copy(self)  # `replace` would call batch_fn twice
-        updates = [replace(update, loss_fn=change(update.loss_fn)) for update in self.updates]
-        object.__setattr__(spec, "updates", tuple(updates))
+        object.__setattr__(spec, "updates", tuple(update.with_loss(change) for update in self.updates))
         if isinstance(self.predict_fn, Mapping):
             functions = {name: change(function) for name, function in self.predict_fn.items()}
             object.__setattr__(spec, "predict_fn", functions)
@@ -248,12 +266,12 @@ class ModelSpec:
         return loss_fn if batch_fn is None else lambda batch, training: loss_fn(batch_fn(batch, training), training)
 
     def _single_update(self) -> Update:
-        if self.optimizer is None or self.loss_fn is None:
+        if self.optimizer is None or (self.loss_fn is None and self.step_fn is None):
             raise ValueError(
                 "ModelSpec needs an optimizer and a loss_fn, or updates: give ModelSpec(model, optimizer, loss_fn)."
             )
         settings = {name: getattr(self, name) for name in _OF_UPDATE}
-        return Update("", self.loss_fn, self.optimizer, self.trainable, **settings)
+        return Update("", self.loss_fn or NoLoss(), self.optimizer, self.trainable, **settings)
 
     def _check_updates(self) -> None:
         names_of_one = ("optimizer", "loss_fn", "trainable", *_OF_UPDATE)

@@ -153,7 +153,8 @@ class TrainState(tf.Module):
         with self.strategy.scope(), user_functions.recorded(self.created):
             known = set(self.created)
             for update in self.spec.updates:
-                update.loss_fn(rows, False)
+                if update.has_loss:
+                    update.loss_fn(rows, False)
             unbuilt = [layer.name for layer in top_layers(self.spec.model, in_parts=True) if not layer.built]
             if unbuilt:
                 raise ValueError(

@@ -274,6 +274,17 @@ def explaining_fixed_sizes(fn: Callable[..., Any], *, sizes: Mapping[int, str], 
     return call
 
 
+class NoLoss:
+    """Stands for the `loss_fn` of an update whose `step_fn` does the whole step."""
+
+    def __call__(self, batch: Any, training: bool) -> Mapping[str, Any]:
+        """Raises ValueError: there is nothing to call."""
+        raise ValueError(
+            "ModelSpec has a step_fn and no loss_fn, so there are no values per example: give ModelSpec(loss_fn=...), "
+            "or to evaluate, distloop.Evaluation(dataset, loss_fn=...) among fit's evals."
+        )
+
+
 class Reads:
     """The entries of a batch that the traced calls of one `loss_fn` read.
 

@@ -115,6 +115,8 @@ class ShardedApplication(Application):
     def apply(self, update: ForwardBackward, segments: Any, scale: Any, new_values: Any) -> None:
         """Changes weights, slots and averages; segments that were summed apart are each on the device of its part."""
         variables = reached(update)
+        if not variables and not update.overwritten:
+            return  # a step_fn applies nothing
         optimizer = self.state.plain_optimizers[update.name]
         self._sharding.apply(optimizer, variables, self._gradients_of_parts(update, segments, scale))
         if update.overwritten:

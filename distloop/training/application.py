@@ -87,6 +87,8 @@ class Application:
         if self.state.average is not None:
             by_variable = dict(zip(map(id, variables), summed, strict=True))
             self.state.average.touch(update.variables, [by_variable.get(id(v)) for v in update.variables])
+        if not variables and not update.overwritten:
+            return  # a step_fn applies nothing
         # Keras assigns a variable's new value where it would apply a gradient.
         gradients.apply(optimizer, [*summed, *new_values], [*variables, *update.overwritten])
         if self.state.average is not None:

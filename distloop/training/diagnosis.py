@@ -283,7 +283,7 @@ def warn(train_step: TrainStep) -> None:
     state = train_step.state
     for update in train_step.updates:
         unreached = [v for v, is_reached in zip(update.variables, update.trace.reached, strict=True) if not is_reached]
-        if unreached:
+        if unreached and update.update.has_loss:
             log.warning(
                 "The loss does not depend on %s, which stays as it is: leave it out with ModelSpec(trainable=...).",
                 ", ".join(state.paths[id(v)] for v in unreached),

@@ -314,6 +314,14 @@ class ForwardBackward:
         return self.trace.written
 
 
+def note_own_trace(update: ForwardBackward, trace: Trace) -> list[Any]:
+    """Sets the trace of a step that the user computes; returns the variables that it writes, in their order."""
+    if update._trace is not None and trace.names != update._trace.names:
+        raise ValueError(f"step_fn reported {trace.names}, and {update._trace.names} before: report the same names.")
+    update._trace = trace
+    return update.add_written(trace.written)
+
+
 def _of_part(update: ForwardBackward, shard: _Shard, part: Part) -> Sums:
     """Returns what is summed of a part."""
     segments, tallies, fed, new_values = part.result

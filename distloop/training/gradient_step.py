@@ -9,6 +9,8 @@
     summed = call_step_fn(update, batch, layout, factor)        # in replica context: gradients of all replicas
 
 All passes of a step start from the same random streams and statistics, and only the first one changes them.
+
+Without a `loss_fn`, the step is the user's from the rows to the gradients, as in `OwnStep`.
 """
 
 import contextlib
@@ -17,12 +19,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from distloop.data.shards import Batch, BatchLayout
+from distloop.data.shards import Batch, BatchLayout, batch_size, take_shard
+from distloop.distributed import strategies
 from distloop.errors import explaining_merge_call
 from distloop.model import variable_writes
 from distloop.model.spec import StepFn
 from distloop.optimizers import gradients
-from distloop.training.forward_backward import ForwardBackward, Summed
+from distloop.training.differentiation import Trace
+from distloop.training.forward_backward import ForwardBackward, Summed, note_own_trace
 
 
 def call_step_fn(
@@ -43,10 +47,11 @@ def call_step_fn(
     Raises:
         ValueError: if `step_fn` asks for what is not to be had, or returns something else than gradients.
     """
-    step = GradientStep(update, batch, layout, factor)
+    has_loss = update.update.has_loss
+    step = GradientStep(update, batch, layout, factor) if has_loss else OwnStep(update, batch, layout)
     with explaining_merge_call(
-        "step_fn asked for gradients inside a tf.cond, a TensorFlow loop or a tf.function, where replicas cannot add "
-        "them up: ask in plain Python, and choose between results with tf.where."
+        "step_fn asked for gradients or sums inside a tf.cond, a TensorFlow loop or a tf.function, where replicas "
+        "cannot add them up: ask in plain Python, and choose between results with tf.where."
     ):
         with variable_writes.recorded_writes(update.writable) as written:
             returned = step_fn(step)
@@ -149,12 +154,8 @@ class GradientStep:
             )
         returned = checked("step_fn returned", returned, self.weights)
         own = [v for v in assigned if id(v) not in self._written]
-        if not self._has_moved and (trained := {id(v) for v in update.variables} & {id(v) for v in own}):
-            paths = [path for path, variable in self._variables.items() if id(variable) in trained]
-            raise ValueError(
-                f"step_fn assigned {paths[0]}, a weight that the optimizer is to change: use `with step.moved(...)` "
-                "for another look, and return what the optimizer applies."
-            )
+        if not self._has_moved:
+            _refuse_assigned(self._variables, own, "use `with step.moved(...)` for another look, and ")
         own = [v for v in own if id(v) not in {id(v) for v in update.variables}]
         self._after |= {id(v): tf.identity(v) for v in own}
         written = update.add_written([*self._written.values(), *own])
@@ -165,6 +166,121 @@ class GradientStep:
             before=[self._before[id(v)] for v in written],
             after=[self._after.get(id(v), self._before[id(v)]) for v in written],
             are_finite=self._are_finite,
+        )
+
+
+class OwnStep:
+    """What a `step_fn` gets where ModelSpec has no `loss_fn`: rows, sums over all replicas, and a place for numbers.
+
+    A `step_fn` takes gradients by a tape of its own or in any other way, adds up with `sum`, divides, and returns what
+    is to be clipped and applied, by path: of some variables or all. It returns None to apply nothing.
+
+    Attributes:
+        batch: the rows of this replica, `[b, ...]`, without padding; b may be 0.
+        loss_scale: a factor for a loss before a tape differentiates it, and a divisor for the gradients; 1 unless the
+            precision is float16. The step is skipped, and the scale halved, if what is returned is not finite.
+    """
+
+    def __init__(self, update: ForwardBackward, batch: Batch, layout: BatchLayout):
+        """Prepares; `call_step_fn` makes one for each step."""
+        state = update.state
+        settings = {"microbatches": update.microbatches > 1, "virtual_replicas": state.virtual_replicas}
+        settings |= {"num_stages": len(state.placement.devices) > 1, "jit_compile": update.jit_compile}
+        if given := [name for name, is_given in settings.items() if is_given]:
+            raise ValueError(
+                f"{given[0]} was given with a step_fn and no loss_fn, so that distloop cannot cut the step into parts: "
+                f"leave {given[0]} out, or give a loss_fn."
+            )
+        rows, row_weights = take_shard(batch, layout)
+        self.batch = rows if row_weights is None else _without_padding(rows, row_weights)
+        self.loss_scale = tf.constant(1.0) if update.loss_scaler is None else update.loss_scaler.scale_loss(1.0)
+        self._update = update
+        self._size = batch_size(rows) if row_weights is None else tf.reduce_sum(row_weights)
+        self._variables = {state.paths[id(v)]: v for v in update.variables}
+        self._before = update.values()
+        self._reported: dict[str, tuple[tf.Tensor, tf.Tensor]] = {}
+
+    @property
+    def weights(self) -> dict[str, tf.Tensor]:
+        """The value of each variable that the update trains, by path."""
+        return {path: self._before[id(variable)] for path, variable in self._variables.items()}
+
+    def sum(self, values: Any) -> Any:
+        """Returns the sums over all replicas and workers of each tensor in a nested structure; they have no gradient.
+
+        Args:
+            values: tensors of the same shapes on all replicas, such as gradients by path and the number of rows.
+        """
+        tensors = [tf.convert_to_tensor(value) for value in tf.nest.flatten(values)]
+        return tf.nest.pack_sequence_as(values, self._update.reduce(tensors))
+
+    def report(self, name: str, total: Any, weight: Any = 1.0) -> None:
+        """Adds to a number of the run: the sum of all totals, over replicas and steps, by the sum of all weights.
+
+        Args:
+            name: of the number; "loss" is what `on_divergence` watches, else the first one that is reported.
+            total: this replica's part of the sum, a scalar, such as the sum of the losses of `batch`.
+            weight: this replica's part of the divisor, such as the number of rows.
+        """
+        pair = (tf.cast(total, tf.float32), tf.cast(weight, tf.float32))
+        if not isinstance(name, str) or any(part.shape.rank != 0 for part in pair):
+            raise ValueError(
+                f"step.report was given {name!r}, and a total and a weight of the shapes {pair[0].shape} and "
+                f"{pair[1].shape}: give a name and two scalars, sums over the rows of step.batch."
+            )
+        known = self._reported.get(name, (0.0, 0.0))
+        self._reported[name] = (known[0] + pair[0], known[1] + pair[1])
+
+    def _finish(self, returned: Any, assigned: Sequence[Any]) -> Summed:
+        """Returns what is to be applied; the arguments are those of `GradientStep._finish`."""
+        update, paths = self._update, list(self._variables)
+        if not self._reported:
+            raise ValueError('step_fn reported no number: call step.report("loss", total, weight) in it.')
+        _refuse_assigned(self._variables, assigned, "")
+        gradients = {} if returned is None else returned
+        known = self.weights
+        if isinstance(gradients, Mapping) and set(gradients) <= set(known):
+            known = {path: weight for path, weight in known.items() if path in gradients}
+        gradients = checked("step_fn returned", gradients, known)
+        names = sorted(self._reported, key=lambda name: name != "loss")
+        reached = [path in gradients for path in paths]
+        written = note_own_trace(update, Trace(names, set(names), reached, list(assigned), False, lambda tensors: {}))
+        after = [tf.identity(v) for v in written]
+        flat = update.written_values.flatten(written, after, [], self._size, 0)
+        tallies = tf.stack([part for name in names for part in self._reported[name]])
+        sums = self.sum({"tallies": tallies} | ({} if flat is None else {"writes": flat}))
+        after, _ = update.written_values.merge(written, after, sums.get("writes"))
+        filled = [gradients.get(path, tf.zeros(v.shape, v.dtype)) for path, v in self._variables.items()]
+        replicas = update.state.strategy.num_replicas_in_sync
+        return Summed(
+            segments=update.packing.pack(filled),
+            weight=tf.constant(1.0),
+            tallies=sums["tallies"],
+            written=written,
+            before=[self._before[id(v)] for v in written],
+            after=after,
+            new_values=[tf.identity(v) for v in update.overwritten],
+            secs=tf.ones([replicas]) if strategies.times_replicas(update.state.strategy) else None,  # nobody looked
+        )
+
+
+def _without_padding(rows: Any, row_weights: tf.Tensor) -> Any:
+    """Returns the rows whose weight is not 0."""
+
+    def kept(values: Any) -> Any:
+        mask = tf.ragged.boolean_mask if isinstance(values, tf.RaggedTensor) else tf.boolean_mask
+        return mask(values, row_weights > 0)
+
+    return tf.nest.map_structure(kept, rows)
+
+
+def _refuse_assigned(variables: Mapping[str, Any], assigned: Sequence[Any], advice: str) -> None:
+    """Raises ValueError if a trained variable was assigned."""
+    ids = {id(variable) for variable in assigned}
+    for path in (path for path, variable in variables.items() if id(variable) in ids):
+        raise ValueError(
+            f"step_fn assigned {path}, a weight that the optimizer is to change: {advice}return what the optimizer "
+            "applies."
         )
 
 

@@ -1,0 +1,189 @@
+"""A step wholly of the user's own, without a loss_fn, under the laws: three recipes."""
+
+import pathlib
+import re
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import distloop
+from tests import forked
+from tests.problems import assert_close, assert_equal, everything, mostly_wide, on, refused, weights
+
+SIZE, ROWS = 3, 21
+
+
+def data():
+    """Batches of 8, 8 and 5 rows, each with a seed of its own and a task, on fewer or more replicas."""
+    rng = np.random.default_rng(0)
+    rows = {
+        "seed": rng.integers(0, 2**31, (ROWS, 2)).astype(np.int32),
+        "x": rng.normal(size=(ROWS, 6, SIZE)).astype(np.float32),
+        "y": rng.normal(size=(ROWS, 6)).astype(np.float32),
+    }
+    return distloop.make_dataset(rows, 8)
+
+
+def make_net():
+    layer = keras.layers.Dense(1, kernel_initializer=keras.initializers.Constant(0.3), name="line")
+    return keras.Sequential([keras.Input((SIZE,)), layer], name="net")
+
+
+def recipe(name):
+    """A recipe of the page on extending a run: a function from a model to a step_fn."""
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
+    (block,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if f"def {name}(" in block]
+    names = {"tf": tf}
+    exec(block.partition("\n\n\n")[0], names)
+    return names[name]
+
+
+RECIPES = {name: recipe(name) for name in ("evolution", "meta_learning", "reinforce")}
+
+
+def model_fn(recipe, **arguments):
+    def make():
+        net = make_net()
+        return distloop.ModelSpec(net, keras.optimizers.Adam(0.1), step_fn=recipe(net), **arguments)
+
+    return make
+
+
+def train(recipe, replicas, steps=3, **settings):
+    trainer = distloop.Trainer(model_fn(recipe), on(replicas, **settings))
+    return trainer, trainer.fit(data(), steps=steps)
+
+
+@pytest.mark.parametrize(
+    ("name", "replicas"),
+    mostly_wide([(n, r) for n in RECIPES for r in (2, 3)], ("evolution", 3), ("meta_learning", 2), ("reinforce", 2)),
+)
+def test_any_number_of_replicas_trains_to_the_same_weights(name, replicas):
+    one, numbers = train(RECIPES[name], 1)
+    start = {w.path: w.numpy() for w in make_net().weights}
+    assert all(np.abs(w - start[path]).max() > 0.05 for path, w in weights(one).items())
+    several, same_numbers = train(RECIPES[name], replicas)
+    assert_close(weights(several), weights(one))
+    reported = "loss" if name == "meta_learning" else "reward"
+    assert same_numbers[reported] == pytest.approx(numbers[reported], rel=1e-5)
+
+
+def test_an_evolution_step_is_that_of_numpy():
+    trainer = distloop.Trainer(model_fn(RECIPES["evolution"]), on(2, clip_norm=0.0))
+    before, rows = weights(trainer), next(iter(data().as_numpy_iterator()))
+    trainer.optimizer.learning_rate = 0.0
+    numbers = trainer.fit(data(), steps=1)
+    rewards, total = [], 0.0
+    for seed, x, y in zip(rows["seed"], rows["x"], rows["y"], strict=True):
+        noise = [tf.random.stateless_normal(s, seed + i).numpy() for i, s in enumerate(([SIZE, 1], [1]))]
+        kernel, bias = before["net/line/kernel"] + 0.1 * noise[0], before["net/line/bias"] + 0.1 * noise[1]
+        rewards.append(-np.mean((x @ kernel[:, 0] + bias - y) ** 2))
+        total = total - rewards[-1] * np.concatenate([noise[0].ravel(), noise[1]]) / 0.1
+    assert numbers["reward"] == pytest.approx(np.mean(rewards), rel=1e-5)
+    assert numbers["gradient_norm"] == pytest.approx(np.linalg.norm(total / len(rewards)), rel=1e-5)
+
+
+def on_two_workers():
+    return {name: weights(train(recipe, 0)[0]) for name, recipe in RECIPES.items()}
+
+
+@pytest.mark.slow
+def test_two_workers_train_to_the_same_weights():
+    results = forked.run_in_workers(on_two_workers, 2)
+    for name, recipe in RECIPES.items():
+        for found in results:
+            assert_close(found[name], weights(train(recipe, 1)[0]))
+
+
+@pytest.mark.parametrize("name", mostly_wide(RECIPES, "reinforce"))
+def test_float16_trains_alike_and_an_overflow_changes_nothing_but_the_scale(name):
+    one, _ = train(RECIPES[name], 1)
+    half, _ = train(RECIPES[name], 2, precision="mixed_float16")
+    assert_close(weights(half), weights(one), tolerance=0.02)
+
+    def overflowing(net):
+        gradients_of = RECIPES[name](net)
+        return lambda step: {path: g * np.inf for path, g in gradients_of(step).items()}
+
+    trainer = distloop.Trainer(model_fn(overflowing), on(2, precision="mixed_float16"))
+    before = everything(trainer)
+    trainer.fit(data(), steps=1)
+    after = everything(trainer)
+    changed = {path.partition("@")[0].partition("/")[0] for path in before if np.any(before[path] != after[path])}
+    assert changed <= {"loss_scale", "streak", "step", "skipped_steps"} and int(trainer.state.skipped_steps) == 1
+
+
+def test_none_applies_nothing_and_numbers_and_statistics_are_kept():
+    def make():
+        net = keras.Sequential([keras.Input((SIZE,)), keras.layers.BatchNormalization(name="norm")], name="net")
+
+        def step_fn(step):
+            net(step.batch["x"][:, 0], training=True)
+            step.report("rows", tf.cast(tf.shape(step.batch["x"])[0], tf.float32), 1.0)
+
+        return distloop.ModelSpec(net, keras.optimizers.Adam(0.1), step_fn=step_fn)
+
+    trainer = distloop.Trainer(make, on(2))
+    before = weights(trainer)
+    assert trainer.fit(data(), steps=2)["rows"] == 4.0
+    after = weights(trainer)
+    assert {path for path in before if np.any(before[path] != after[path])} == {
+        "net/norm/moving_mean",
+        "net/norm/moving_variance",
+    }
+    assert trainer.optimizer.iterations.numpy() == 0
+    replicas = [{}, {}]
+    for path, value in everything(trainer).items():
+        name, _, replica = path.partition("@")
+        replicas[int(replica)][name] = value
+    assert_equal({path: replicas[0][path] for path in replicas[1]}, replicas[1])
+
+
+def test_variables_that_are_left_out_stay():
+    def bias_only(net):
+        def step_fn(step):
+            step.report("loss", 1.0)
+            return {"net/line/bias": step.sum(tf.ones([1]))}
+
+        return step_fn
+
+    trainer, _ = train(bias_only, 2)
+    assert np.all(weights(trainer)["net/line/kernel"] == np.float32(0.3))
+    assert weights(trainer)["net/line/bias"] < -0.2
+
+
+@pytest.mark.parametrize(
+    ("step_fn", "settings", "parts"),
+    [
+        (lambda step: {}, {}, ["reported no number"]),
+        (lambda step: step.report("loss", tf.zeros([2])), {}, ["step.report", "(2,)", "two scalars"]),
+        (lambda step: (step.report("loss", 1.0), {"x": 1.0})[1], {}, ["returned ['x']", "net/line/kernel"]),
+        (lambda step: None, {"microbatches": 2}, ["microbatches was given", "leave microbatches out"]),
+        (lambda step: None, {"virtual_replicas": 2}, ["virtual_replicas was given"]),
+        (
+            lambda step: tf.cond(tf.constant(True), lambda: step.sum(1.0), lambda: 0.0),
+            {"num_devices": 2},
+            ["inside a tf.cond"],
+        ),
+    ],
+)
+def test_a_wrong_step_is_refused_in_a_sentence(step_fn, settings, parts):
+    trainer = distloop.Trainer(model_fn(lambda net: step_fn), on(settings.pop("num_devices", 1), **settings))
+    refused(lambda: trainer.fit(data(), steps=1), *parts)
+
+
+def test_what_needs_a_loss_says_so():
+    trainer = distloop.Trainer(model_fn(RECIPES["evolution"]), on(1))
+    for call in (lambda: trainer.evaluate(data()), lambda: trainer.fit(data(), steps=1, evals={"test": data()})):
+        refused(call, "no loss_fn", "distloop.Evaluation(dataset, loss_fn=...)")
+    refused(
+        lambda: model_fn(RECIPES["evolution"], metrics={"auc": keras.metrics.AUC()})(), "metrics=['auc']", "no loss_fn"
+    )
+
+    def loss_fn(batch, training):
+        return {"error": batch["y"][:, 0]}
+
+    numbers = trainer.fit(data(), steps=1, evals={"test": distloop.Evaluation(data(), loss_fn=loss_fn)})
+    assert np.isfinite(numbers["test/error"])
