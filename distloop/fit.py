@@ -268,8 +268,9 @@ class Fit:
 
     def _all_actions(self, write: Write, profile: Profile) -> list[Action]:
         """Returns the actions in the order in which numbers flow: measure, decide, write, save."""
-        actions: list[Action] = [Utilization(self._flops_per_example, overview.peak_flops(self.state, self.config))]
-        actions += [DataSeen(self.source), PipelineUsage(self.state.placement.devices, profile), *self._notes]
+        operations = self._flops_per_example, overview.peak_flops(self.state, self.config)
+        actions: list[Action] = [Utilization(*operations, self.state.strategy), DataSeen(self.source)]
+        actions += [PipelineUsage(self.state.placement.devices, profile), *self._notes]
         checks = [CheckReplicas(every)] if (every := self.config.check_replicas_every) else []
         actions += [*checks, *self.evaluations, *self.actions, *filter(None, [self._loop.histograms])]
         if self.actions:
@@ -357,11 +358,8 @@ def make_train_loop(state: TrainState, config: Config) -> TrainLoop:
     is_shown = workers.is_chief(state.strategy) and config.console != "quiet"
 
     def report_trace(step: TrainStep) -> None:
-        user_functions.report_unread(
-            [update.differentiate.reads for update in step.updates if update.update.has_loss],
-            config.unread_entries,
-            is_shown=is_shown,
-        )
+        reads = [update.differentiate.reads for update in step.updates if update.update.has_loss]
+        user_functions.report_unread(reads, config.unread_entries, is_shown=is_shown)
         overview.report_whole_tables(step.updates, state, is_shown=is_shown)
         agreement.note_traced(state, config)
 

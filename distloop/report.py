@@ -16,6 +16,9 @@ starts (with tracing, evaluations and saves); for each metric the last value,
 the best and its step, the least and largest, and a curve; incidents; settings
 that differ.
 
+"busy" is the share of the time in which the GPUs, or without GPUs the cores,
+computed at the last log.
+
 Goodput is the share of the time, from the first process of a run to its last
 log, that went to steps that count: not to steps that a later start did again,
 nor to saving, starting, meeting, restoring, tracing, or waiting for a start.
@@ -251,7 +254,7 @@ def _agrees(question: str) -> bool:
 
 def _runs(runs: Sequence[Run]) -> Table:
     speeds = ["training", "steps/s", "examples/s"]
-    header = ["run", "status", "step", *speeds, "examples", "epochs", "device-hours", "silent"]
+    header = ["run", "status", "step", *speeds, "busy", "examples", "epochs", "device-hours", "silent"]
     rows = [
         [
             run.name,
@@ -260,6 +263,7 @@ def _runs(runs: Sequence[Run]) -> Table:
             _show_secs(run.training_secs),
             _show_known(run.steps_per_sec),
             _show_known(run.examples_per_sec),
+            "-" if run.busy_share is None else show_share(run.busy_share),
             _show_examples(run.seen),
             _show_known(run.seen.get("epochs_seen")),
             _show_known(run.device_hours),

@@ -30,6 +30,7 @@ def sweep(tmp_path):
     write_run(tmp_path / "a", rows, {"steps": 300, "seed": 0, "hidden": 16})
     incident = {"step": 150, "batch": 149, "reason": "The loss jumped.", "action": "rollback", "checkpoint": 100}
     rows = [{**row, "loss": None if row["step"] == 200 else row["loss"] / 4} for row in rows[:2]]
+    rows[1]["gpu_utilization"] = 0.75
     write_run(tmp_path / "b", rows, {"steps": 300, "seed": 0, "hidden": 64}, incidents=[incident])
     return tmp_path
 
@@ -78,6 +79,7 @@ def test_a_pipe_gets_one_line_per_run(sweep, capsys):
     first, second = table(capsys.readouterr().out.splitlines(), "run")
     assert float(second.pop("silent").replace(":", "")) == pytest.approx(10000, abs=100)  # 1:00:00
     common = {"steps/s": "50", "examples/s": "3200", "examples": "-", "epochs": "-", "device-hours": "-"}
+    assert first.pop("busy") == "-" and second.pop("busy") == "75 %"
     assert first == {"run": "a", "status": "complete", "step": "300/300", "training": "6.0s", "silent": "-", **common}
     assert second == {"run": "b", "status": "interrupted", "step": "200/300", "training": "4.0s", **common}
 

@@ -15,7 +15,7 @@ import tensorflow as tf
 from distloop.actions import memory
 from distloop.actions.action import Action, Report
 from distloop.data.source import Source
-from distloop.distributed import workers
+from distloop.distributed import devices, environment, strategies, workers
 from distloop.graph_functions import graph_function
 from distloop.monitoring import ledger
 from distloop.monitoring.profiler import Profile, busy_shares
@@ -23,7 +23,7 @@ from distloop.monitoring.timing import unix_time
 from distloop.variables import tensorflow_variable
 
 _NOTE_SECS = 1.0  # the least time between two notes of the progress
-_MEMORY_SECS = 1.0  # the least time between two queries of the peak memory, which take longer than a small step
+_MACHINE_SECS = 1.0  # the least time between two questions to the machine, which take longer than a small step
 _INTEGERS = {1: tf.uint8, 2: tf.int16, 4: tf.int32, 8: tf.int64}  # by the bytes of an element
 
 
@@ -104,35 +104,69 @@ class Goodput(Action):
 
 
 class Utilization(Action):
-    """Reports the peak memory and, if the model's operations are known, the floating-point operations per second."""
+    """Reports how busy devices are, peak memory and, of known operations, the floating-point operations per second.
+
+    `gpu_utilization` is the mean over all GPUs and `gpu_memory_gb` the largest; of several, those of each are reported
+    as `worker_1/gpu_0/gpu_utilization`, or `gpu_0/...` in a run of one worker. Without GPUs `cpu_utilization` is the
+    share of the first worker's cores that its process has used since the last look.
+    """
 
     every = None
     phase = "logging"
     only_writes = True
     has_fixed_metrics = True
 
-    def __init__(self, flops_per_example: float | None = None, peak_flops: float | None = None):
+    def __init__(
+        self,
+        flops_per_example: float | None = None,
+        peak_flops: float | None = None,
+        strategy: tf.distribute.Strategy | None = None,
+    ):
         """Stores what is known of the model and the devices.
 
         Args:
             flops_per_example: floating-point operations that training on one example takes; None: unknown.
             peak_flops: peak performance of all devices together, in operations per second; None: unknown.
+            strategy: of the run; None: one worker.
         """
         self._flops_per_example = flops_per_example
         self._peak_flops = peak_flops
-        self._memory: dict[str, float] = {}
-        self._memory_time = -math.inf
+        self._gather: Callable[[Any], list[Any]] | None = None
+        if strategy is not None and workers.num_workers(strategy) > 1 and strategies.has_gpus(strategy):
+            self._gather = workers.Workers(strategy).gather
+        self._machine: dict[str, float] = {}
+        self._asked_at = -math.inf
+        self._cpu_secs, self._cpu_time = time.process_time(), time.monotonic()
 
     def __call__(self, report: Report) -> dict[str, float]:
-        """Returns the metrics; queries the memory at most once a second, and at the end."""
-        if report.time > self._memory_time + _MEMORY_SECS or report.step >= report.until:
-            self._memory, self._memory_time = memory.peaks(), report.time
-        metrics = dict(self._memory)
+        """Returns the metrics; asks the machine at most once a second, and at the end."""
+        is_due = report.time > self._asked_at + _MACHINE_SECS or report.step >= report.until
+        if is_due or self._gather is not None:  # the clocks of workers differ
+            self._machine, self._asked_at = memory.peaks() | self._device_use(), report.time
+        metrics = dict(self._machine)
         if self._flops_per_example:
             metrics["model_flops_per_sec"] = self._flops_per_example * report.metrics["examples_per_sec"]
             if self._peak_flops:
                 metrics["model_flops_utilization"] = metrics["model_flops_per_sec"] / self._peak_flops
         return metrics
+
+    def _device_use(self) -> dict[str, float]:
+        """Returns how busy the GPUs are, or else the CPU."""
+        of_workers = [devices.gpu_use()] if self._gather is None else self._gather(devices.gpu_use())
+        uses = {(worker, gpu): use for worker, of in enumerate(of_workers) for gpu, use in enumerate(of)}
+        if not uses:
+            secs, now = time.process_time(), time.monotonic()
+            share = (secs - self._cpu_secs) / max(now - self._cpu_time, 1e-3) / environment.count_cores()
+            self._cpu_secs, self._cpu_time = secs, now
+            return {"cpu_utilization": min(share, 1.0)}
+        numbers = {
+            "gpu_utilization": float(np.mean([busy for busy, _ in uses.values()])),
+            "gpu_memory_gb": max(gb for _, gb in uses.values()),
+        }
+        for (worker, gpu), (busy, gb) in uses.items() if len(uses) > 1 else ():
+            name = f"worker_{worker}/gpu_{gpu}" if len(of_workers) > 1 else f"gpu_{gpu}"
+            numbers |= {f"{name}/gpu_utilization": busy, f"{name}/gpu_memory_gb": gb}
+        return numbers
 
 
 class PipelineUsage(Action):

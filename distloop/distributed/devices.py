@@ -8,9 +8,11 @@ It does not know strategies or other workers.
 """
 
 import contextlib
+import functools
 import os
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import keras
 import numpy as np
@@ -98,6 +100,45 @@ def choose_device_type(config: Config) -> str:
             )
         return config.device.upper()
     return "GPU" if tf.config.list_physical_devices("GPU") else "CPU"
+
+
+def gpu_use() -> list[tuple[float, float]]:
+    """Returns how busy each GPU of this process is, as NVIDIA's driver saw it in the last second or less.
+
+    Returns:
+        For each GPU the fraction of the time in which it computed, and the memory in use on it, of all processes, in GB
+        (10^9 bytes); empty without GPUs, without the package `nvidia-ml-py`, or where the driver does not tell.
+    """
+    nvml, gpus = _nvml_gpus()
+    try:
+        return [
+            (nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100, nvml.nvmlDeviceGetMemoryInfo(gpu).used / 1e9)
+            for gpu in gpus
+        ]
+    except nvml.NVMLError as error:
+        log.debug("NVIDIA's driver does not tell the use of the GPUs: %s", error)
+        return []
+
+
+@functools.cache
+def _nvml_gpus() -> tuple[Any, list[Any]]:
+    """Returns NVML's module, and its handles of the GPUs that TensorFlow sees, in its order."""
+    count = len(tf.config.get_visible_devices("GPU"))
+    if not count:
+        return None, []
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        chosen = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+        names = [name.strip() for name in chosen.split(",")][:count]
+        by_number, by_name = pynvml.nvmlDeviceGetHandleByIndex, pynvml.nvmlDeviceGetHandleByUUID
+        return pynvml, [by_number(int(name)) if name.isdecimal() else by_name(name) for name in names]
+    except ImportError:
+        log.info("The use of the GPUs is not reported: install nvidia-ml-py.")
+    except pynvml.NVMLError as error:
+        log.info("The use of the GPUs is not reported, as NVIDIA's driver does not tell it: %s.", error)
+    return None, []
 
 
 def short_device(device: str) -> str:

@@ -200,6 +200,10 @@ class Console:
             lines[_MAX_METRICS + 1 :] = [left_out] if left_out else []
             for text in [*lines, *filter(None, [timing.show_shares(seconds)])]:
                 print(f"distloop: {text}", file=self._console.file)
+        if busy := {name: v for name, v in self._last.items() if name.endswith("pu_utilization")}:
+            names = {"cpu_utilization": "CPU", "gpu_utilization": "GPUs"}
+            each = [f"{names.get(n) or n.rpartition('/')[0]} {timing.show_share(v)}" for n, v in busy.items()]
+            self._console.print(f"distloop: busy at the last log: {', '.join(each)}", markup=False, soft_wrap=True)
         if advice := clock.advice(against_waiting):
             # On a terminal lines are wrapped between words; elsewhere each stays whole, for grep.
             self._console.print(f"distloop: {advice}", markup=False, soft_wrap=not self._is_terminal)

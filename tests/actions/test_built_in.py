@@ -1,6 +1,8 @@
 """The actions of each run: what it read, its goodput, its use of devices, and whether its replicas are equal."""
 
 import json
+import sys
+import time
 import types
 
 import keras
@@ -14,7 +16,7 @@ from distloop.actions import memory
 from distloop.actions.action import Report
 from distloop.actions.built_in import DataSeen, Goodput, PipelineUsage, Utilization, checksum
 from distloop.data.source import Source
-from distloop.distributed import workers
+from distloop.distributed import devices, environment, strategies, workers
 from distloop.monitoring import ledger
 from tests.problems import classification, classifier, on
 
@@ -130,6 +132,74 @@ def test_the_memory_is_asked_for_once_a_second_and_at_the_end(monkeypatch):
         for step, when in ((10, 5.0), (20, 5.9), (30, 6.1), (40, 6.2))
     ]
     assert peaks == [1, 1, 2, 3]
+
+
+@pytest.fixture
+def nvml(monkeypatch):
+    """A driver with three GPUs, of which `CUDA_VISIBLE_DEVICES` shows two, the last one first."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, GPU-b")
+    fake = types.SimpleNamespace(
+        NVMLError=RuntimeError,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByIndex=lambda number: number,
+        nvmlDeviceGetHandleByUUID={"GPU-b": 1}.__getitem__,
+        nvmlDeviceGetUtilizationRates=lambda gpu: types.SimpleNamespace(gpu=90 + gpu),
+        nvmlDeviceGetMemoryInfo=lambda gpu: types.SimpleNamespace(used=(10 + gpu) * 10**9),
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    see_gpus(monkeypatch, 2)
+    yield fake
+    devices._nvml_gpus.cache_clear()
+
+
+def see_gpus(monkeypatch, count):
+    monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: ["a GPU"] * count)
+    devices._nvml_gpus.cache_clear()
+
+
+def test_each_gpu_is_seen_in_tensorflows_order(nvml):
+    numbers = Utilization()(Report(10, 100, {}, state=None, time=5.0))
+    assert numbers.pop("host_memory_gb") > 0
+    of_each = {"gpu_0/gpu_utilization": 0.92, "gpu_0/gpu_memory_gb": 12.0}
+    of_each |= {"gpu_1/gpu_utilization": 0.91, "gpu_1/gpu_memory_gb": 11.0}
+    assert numbers == pytest.approx({"gpu_utilization": 0.915, "gpu_memory_gb": 12.0} | of_each)
+
+
+def test_the_gpus_of_all_workers_are_gathered_at_each_log(nvml, monkeypatch):
+    monkeypatch.setattr(workers, "num_workers", lambda strategy: 2)
+    monkeypatch.setattr(strategies, "has_gpus", lambda strategy: True)
+    gathering = types.SimpleNamespace(gather=lambda value: [value, [[0.5, 3.0]]])
+    monkeypatch.setattr(workers, "Workers", lambda strategy: gathering)
+    measure = Utilization(strategy=tf.distribute.get_strategy())
+    for step in (10, 20):
+        numbers = measure(Report(step, 100, {}, state=None, time=5.0))
+        assert numbers["worker_1/gpu_0/gpu_utilization"] == 0.5 and numbers["worker_0/gpu_1/gpu_memory_gb"] == 11.0
+        assert numbers["gpu_utilization"] == pytest.approx((0.92 + 0.91 + 0.5) / 3)
+
+
+def test_without_the_package_or_the_driver_the_cores_are_measured(nvml, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("no driver")
+
+    nvml.nvmlDeviceGetUtilizationRates = fail
+    assert set(Utilization()(Report(1, 100, {}, None, time=5.0))) == {"host_memory_gb", "cpu_utilization"}
+    nvml.nvmlInit = fail
+    see_gpus(monkeypatch, 1)
+    assert devices.gpu_use() == []
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    see_gpus(monkeypatch, 1)
+    assert devices.gpu_use() == []
+
+
+def test_a_process_that_computes_uses_a_core_and_one_that_sleeps_none():
+    measure = Utilization()
+    end = time.monotonic() + 0.2
+    while time.monotonic() < end:
+        pass
+    busy = measure(Report(1, 100, {}, None, time=5.0))["cpu_utilization"]
+    time.sleep(0.2)
+    idle = measure(Report(2, 100, {}, None, time=7.0))["cpu_utilization"]
+    assert 0.2 / environment.count_cores() < busy <= 1.0 and idle < busy / 2
 
 
 def test_operations_per_second_follow_from_the_examples_per_second():
