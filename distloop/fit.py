@@ -20,7 +20,6 @@ from distloop.actions.action import Action, Report, member, metrics_to_restore, 
 from distloop.actions.action import run as run_actions
 from distloop.actions.built_in import CheckReplicas, DataSeen, Goodput, PipelineUsage, Utilization
 from distloop.actions.evaluate import Evaluate, earlier_rows
-from distloop.actions.histograms import WeightHistograms
 from distloop.actions.memory import MemoryUse
 from distloop.actions.save import SaveCosts, make_saves, require_metrics
 from distloop.actions.stop_early import SyncStop
@@ -35,9 +34,7 @@ from distloop.distributed.preemption import EXIT_CODE, Interrupted, StopRequests
 from distloop.distributed.strategies import has_gpus
 from distloop.errors import cannot_be_written
 from distloop.graph_functions import TRAINING_PASSES, count_flops
-from distloop.keras_models.fit_arguments import FitData
 from distloop.log import log
-from distloop.model import user_functions
 from distloop.model.state import TrainState
 from distloop.monitoring import ledger, notebook
 from distloop.monitoring.console import Console, say, speaker
@@ -48,14 +45,12 @@ from distloop.monitoring.tensorboard import SummaryWriter
 from distloop.monitoring.timing import Clock, timed, unix_time
 from distloop.monitoring.writers import RunFile, Writer
 from distloop.optimizers import learning_rates
-from distloop.optimizers.gradients import Clipping
 from distloop.settings import flags
 from distloop.settings.config import Config
 from distloop.settings.durations import Plan, Units
 from distloop.training import agreement, overview, run_length
 from distloop.training.agreement import require_same_run, require_same_trainable
 from distloop.training.loop import Diverged, Host, TrainLoop
-from distloop.training.step import TrainStep
 
 _PERIODS = ("log_every", "checkpoint_every", "copy_every", "histograms_every", "check_replicas_every")
 
@@ -118,9 +113,8 @@ class Fit:
         self._loop = self.make_loop()
         self._loop.log_every = run_length.log_every(self.config, self.units)
         learning_rates.resolve(self.state.plain_optimizers.values(), self.units, self._loop.trace_again)
-        if self.state.average is not None:
-            first = run_length.first_averaged(self.config, self.units)
-            self.state.average.begin_at(first, self._loop.trace_again)
+        if (average := self.state.average) is not None:
+            average.begin_at(run_length.first_averaged(self.config, self.units), self._loop.trace_again)
         self._attach()
 
     @property
@@ -227,6 +221,8 @@ class Fit:
 
     def _go_back(self, diverged: Diverged) -> None:
         """Restores a checkpoint from before the batch that failed; raises the failure again if there is none."""
+        hint = f"; --replay={diverged.step} shows the step again." if self.config.workdir else "."
+        diverged = Diverged(str(diverged).removesuffix(".") + hint, diverged.step, diverged.batch)
         if self.config.on_divergence != "rollback":
             raise diverged
         self._goodput.start_again(self._step)
@@ -338,61 +334,3 @@ def _begin_in(workdir: str, state: TrainState, restore_secs: float | None, secs_
         ledger.note_start(workdir, restore_secs, **facts, secs_before=secs_before)
     except OSError as error:
         log.warning("The report will lack the device-hours of this start: %s.", error.strerror or error)
-
-
-def make_train_loop(state: TrainState, config: Config) -> TrainLoop:
-    """Builds what trains; to be called when the weights are those that training begins with."""
-    histograms = None
-    if config.workdir and config.histograms_every:
-        histograms = WeightHistograms(state.variables_of_update, state.paths, config.histograms_every)
-    step = TrainStep(
-        state,
-        microbatches=config.first_microbatches,
-        clipping=Clipping.from_settings(config),
-        skip_nonfinite=config.on_nonfinite == "skip",
-        jit_compile=config.jit_compile,
-        locate_nonfinite=config.locate_nonfinite,
-        loss_jump=config.loss_jump if config.on_divergence == "rollback" else None,
-        histograms=histograms,
-    )
-    is_shown = workers.is_chief(state.strategy) and config.console != "quiet"
-
-    def report_trace(step: TrainStep) -> None:
-        reads = [update.differentiate.reads for update in step.updates if update.update.has_loss]
-        user_functions.report_unread(reads, config.unread_entries, is_shown=is_shown)
-        overview.report_whole_tables(step.updates, state, is_shown=is_shown)
-        agreement.note_traced(state, config)
-
-    return TrainLoop(
-        *(state, step),
-        log_every=config.log_every,
-        steps_per_loop=config.steps_per_loop,
-        eager=config.eager,
-        max_traces=config.max_traces,
-        may_halve=config.microbatches == "auto",
-        on_trace=report_trace,
-    )
-
-
-def make_training_source(data: FitData, state: TrainState, config: Config, latest: Source | None = None) -> Source:
-    """Returns the source of the data to train on: the latest one if it is asked for again.
-
-    Raises:
-        ValueError: if the data breaks a rule, or a pipeline gets more microbatches than a batch has rows.
-    """
-    if latest is not None and data.is_asked_for(latest.asked_for):
-        latest.refresh(data.train)
-        return latest
-    source = Source(
-        *(data.train, state.strategy),
-        shuffle_seed=config.seed,
-        microbatches=config.first_microbatches,
-        virtual_replicas=config.virtual_replicas,
-        may_go_back=config.on_divergence == "rollback" or config.microbatches == "auto",
-        limit=config.overfit_batches or config.limit_train_batches,
-        is_cached=bool(config.overfit_batches),
-        **data.source_settings(config.global_batch_size(state.strategy)),
-    )
-    if source.info.batch_size is not None:
-        state.placement.check_microbatches(config.first_microbatches, source.info.batch_size)
-    return source

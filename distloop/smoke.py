@@ -20,9 +20,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from distloop.comparison import relative_difference
 from distloop.data.make_dataset import make_dataset
 from distloop.distributed import strategies
+from distloop.evaluation.comparison import relative_difference
 from distloop.graph_functions import graph_function
 from distloop.installed import import_part
 from distloop.model.spec import ModelSpec

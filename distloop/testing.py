@@ -32,10 +32,10 @@ import numpy as np
 import tensorflow as tf
 
 from distloop.actions.action import Action, Report
-from distloop.comparison import relative_difference
 from distloop.data.iterators import fresh_copy
 from distloop.data.source import Data
 from distloop.distributed import strategies, workers
+from distloop.evaluation.comparison import relative_difference
 from distloop.launcher import children
 from distloop.model.saved_state import SavedState
 from distloop.model.spec import GradientFn, ModelSpec

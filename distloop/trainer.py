@@ -13,6 +13,7 @@ from typing_extensions import Unpack
 
 from distloop.actions.action import Action, check_actions
 from distloop.actions.evaluate import Evaluation
+from distloop.assembly import make_state, make_train_loop, make_training_source
 from distloop.checkpoints import sidecar
 from distloop.checkpoints.resume import RunCheckpoints
 from distloop.data.arrays import with_labels
@@ -21,12 +22,11 @@ from distloop.distributed import devices, strategies, workers
 from distloop.errors import with_short_tracebacks
 from distloop.evaluation.evaluation import EvalLoop, make_evaluations
 from distloop.evaluation.prediction import Predictor, write_outputs
-from distloop.fit import Fit, make_train_loop, make_training_source
+from distloop.fit import Fit
 from distloop.installed import import_part
 from distloop.keras_models.compiled_model import weights_returned
 from distloop.keras_models.fit_arguments import KerasArguments, read_arguments
 from distloop.model.spec import ModelSpec, check_model_fn
-from distloop.model.state import TrainState
 from distloop.monitoring.console import speaker
 from distloop.monitoring.curves import History
 from distloop.monitoring.directory import resolve_workdir
@@ -34,7 +34,7 @@ from distloop.monitoring.timing import Clock
 from distloop.monitoring.writers import Writer, check_writers
 from distloop.optimizers import loss_scale
 from distloop.settings.config import Config
-from distloop.training import agreement, run_length
+from distloop.training import run_length
 from distloop.training.loop import TrainLoop
 from distloop.training.overview import ForwardPass
 from distloop.urls import expand
@@ -77,7 +77,7 @@ class Trainer:
         settings = _tryouts("fast_dev_run").dry_settings(config, owner=self) if config.fast_dev_run else config
         self.config = config = resolve_workdir(settings, self.workers)
         self._say = speaker(self.workers.is_chief, config.console)
-        self.state = _make_state(model_fn, self.strategy, config)
+        self.state = make_state(model_fn, self.strategy, config)
         self._checkpoints = RunCheckpoints(self.state, config)
         workers.report_steps(self.strategy, lambda: self.step)
         self._train_source: Source | None = None
@@ -86,6 +86,7 @@ class Trainer:
         self._eval_loop = EvalLoop(self.state, eager=config.eager, max_traces=config.max_traces)
         self._forward_pass = ForwardPass(self.state, config)
         self._element_spec: Any = None
+        self.has_replayed = False
 
     def __repr__(self) -> str:
         return f"Trainer(step {self.step}, {strategies.describe(self.strategy)})"
@@ -148,6 +149,11 @@ class Trainer:
             SystemExit: with code 75 after an interruption; with `audit`, `memory` or `autotune_batch` without training.
         """
         clock, data = Clock(), read_arguments(train, evals, keras_arguments, y)
+        if (step := self.config.replay) and not self.has_replayed:
+            print(self.replay(train, y, step=step, steps=steps, epochs=epochs, until=until, **keras_arguments))
+            raise SystemExit(0)
+        if self.has_replayed:
+            raise ValueError("fit was called after replay, which has set the weights back: make another Trainer.")
         if asked := next((name for name in ("audit", "autotune_batch", "memory") if getattr(self.config, name)), ""):
             _tryouts(asked).run_instead(self, data)
         check_actions(actions)
@@ -183,6 +189,32 @@ class Trainer:
     def _train_loop(self) -> TrainLoop:
         """What trains: traced once for each kind of data, so it serves every call of `fit`."""
         return make_train_loop(self.state, self.config)
+
+    def replay(self, train: Data, y: Any = None, *, step: int, **arguments: Any) -> Any:
+        """Takes a step of the workdir's run again, from the newest checkpoint before it; the workdir is only read.
+
+        One process replays a run of any number of devices and workers. The weights are then those after the step.
+
+        Args:
+            train: as for `fit`, of the run.
+            y: as for `fit`.
+            step: its number, from 1 to the last one that the run has reached.
+            **arguments: `steps`, `epochs`, `until` and Keras's arguments, as for `fit`, if they were given to it.
+
+        Returns:
+            A `distloop.Replay`; `print` shows the largest losses and gradients.
+
+        Raises:
+            ValueError: if there is no such step, nothing to start from, another model, or the trainer has trained.
+        """
+        replays = import_part("replay.replay", "replay")
+        lengths = {name: arguments.pop(name, None) for name in ("steps", "epochs", "until")}
+        replays.check(self)
+        source = make_training_source(read_arguments(train, None, arguments, y), self.state, self.config)
+        units = run_length.make_units(source, run_length.chosen(self.config, 0, **lengths))
+        self._build(source)
+        self.has_replayed = True
+        return replays.replay(self.state, self.config, source, units, step)
 
     def save(self) -> None:
         """Saves a checkpoint to the workdir and waits until it is complete.
@@ -366,22 +398,3 @@ class Trainer:
 def _tryouts(given: str) -> Any:
     """Returns the module by which the part `audit` is known; `given` is the setting or the method that needs it."""
     return import_part("audit.tryouts", given)
-
-
-def _make_state(model_fn: Callable[[], ModelSpec], strategy: tf.distribute.Strategy, config: Config) -> TrainState:
-    """Returns the state of a run, made under its precision."""
-    if config.recompute:
-        recomputation = import_part("recompute.recomputation", f"recompute={config.recompute!r}")
-        model_fn = recomputation.with_recomputation(model_fn, config.recompute)
-    with agreement.divisible(strategy, config), loss_scale.policy(config.precision):
-        state = TrainState(
-            model_fn,
-            strategy,
-            config.average_decay or float(bool(config.average_from)),
-            config.virtual_replicas,
-            is_loss_scaled=loss_scale.needs_loss_scale(config.precision),
-            shard_optimizer=config.shard_optimizer,
-        )
-    loss_scale.check_precision(state.model, config.precision)
-    state.placement.require_stages(config.num_stages)
-    return state

@@ -84,10 +84,10 @@ def launch(arguments: Sequence[str], *, env: Mapping[str, str], timeout: float) 
     return run(["-m", "tests.nemesis.forking_launch", *arguments], env=env, timeout=timeout)
 
 
-def run_in_workers(fn: Callable, workers: int, **settings) -> list:
+def run_in_workers(fn: Callable, workers: int, *arguments, **settings) -> list:
     """Does what `distloop.testing.run_in_workers` does, in forks."""
     with unittest.mock.patch.object(testing, "subprocess", types.SimpleNamespace(run=_run_forks)):
-        return testing.run_in_workers(fn, workers, **settings)
+        return testing.run_in_workers(fn, workers, *arguments, **settings)
 
 
 def run_on_devices(fn: Callable, devices: int, *arguments) -> Any:

@@ -14,9 +14,9 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.comparison import relative_difference
 from distloop.data import shards
 from distloop.distributed import devices, strategies
+from distloop.evaluation.comparison import relative_difference
 from distloop.testing import tiny_classification as classification  # noqa: F401 - for the tests
 
 

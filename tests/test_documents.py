@@ -54,7 +54,7 @@ OTHERS = LAUNCHER | {
 
 LAWS = ["replicas", "microbatches", "order", "overflow", "boundaries", "resume", "durability", "state", "elastic"]
 LAWS += ["evaluation", "prediction", "chief", "bits", "position", "one writer", "elastic run", "sharding", "sparse"]
-LAWS += ["gpu graph", "parts"]
+LAWS += ["gpu graph", "replay", "parts"]
 
 
 def name_of(page):

@@ -23,6 +23,7 @@ PARTS = {
     "pipeline": lambda: distloop.split,
     "recompute": lambda: distloop.Trainer(classifier(), on(1, recompute="hidden")),
     "records": lambda: distloop.open_records,
+    "replay": lambda: distloop.Replay,
     "tables": lambda: distloop.LazyAdam,
     "sharding": lambda: distloop.Trainer(classifier(), on(2, shard_optimizer=True)),
     "trackers": lambda: distloop.CsvWriter,

@@ -19,12 +19,12 @@ import tensorflow as tf
 from distloop.audit import checks, gpu_checks
 from distloop.audit.checks import Audit, Finding, Unchecked, failure
 from distloop.audit.probe import REPLICAS, Measurement, Probe
-from distloop.comparison import relative_difference
 from distloop.data import shards
 from distloop.data.arrays import as_dataset, with_labels
 from distloop.data.iterators import fresh_copy
 from distloop.data.source import Data
 from distloop.distributed import devices, workers
+from distloop.evaluation.comparison import relative_difference
 from distloop.log import log
 from distloop.model.spec import Update
 from distloop.trainer import Trainer

@@ -20,13 +20,13 @@ from keras.src.backend.common import global_state
 from tensorflow.python.eager import context
 from tensorflow.python.ops import resource_variable_ops
 
+from distloop.assembly import make_train_loop, make_training_source
 from distloop.audit.gpu_graph import GpuGraph, look
 from distloop.audit.placed_graph import DEVICE, FIRST_GPU
 from distloop.data.source import Data, Source
 from distloop.distributed import devices, strategies
 from distloop.evaluation.evaluation import EvalLoop
 from distloop.evaluation.prediction import Predictor
-from distloop.fit import make_train_loop, make_training_source
 from distloop.graph_functions import graph_function
 from distloop.keras_models.fit_arguments import read_arguments
 from distloop.model.spec import ModelSpec

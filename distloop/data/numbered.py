@@ -135,6 +135,12 @@ class NumberedDataset(tf.data.Dataset):
     def state_at(self, num_batches: int) -> Any:
         """Returns None: the number of the batch is all there is to know."""
 
+    def examples_of(self, batch: int) -> np.ndarray:
+        """Returns the numbers of the examples in a batch, `[b]`, from its number over all epochs; reads nothing."""
+        number = batch % self.order.batches_per_epoch if self._is_one_epoch else batch
+        rows: np.ndarray = self.order.rows(tf.constant(number, tf.int64))[0].numpy()
+        return rows
+
     def first_rows(self) -> Any:
         """Returns the first batch."""
         return next(iter(self.starting_at(0)))

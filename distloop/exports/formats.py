@@ -21,9 +21,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from distloop.comparison import relative_difference
 from distloop.distributed import workers
 from distloop.errors import cause
+from distloop.evaluation.comparison import relative_difference
 from distloop.evaluation.prediction import DEFAULT_SIGNATURE, Predictor
 from distloop.exports.export import (
     call_on_ones,

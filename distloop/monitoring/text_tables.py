@@ -8,7 +8,7 @@ It does not know what a table is about.
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 import rich.console
 import rich.table
@@ -104,11 +104,11 @@ def _show_columns(table: Table, widths: Mapping[int, int], console: rich.console
     console.print()
 
 
-def print_lines(table: Table) -> None:
+def print_lines(table: Table, file: TextIO | None = None) -> None:
     """Prints a table as for a pipe or a file: each row in one line, and an empty line after the table."""
     table = _printable(table)
     lines = [table.header, *table.rows]
     widths = [max(map(cell_len, column)) + GAP for column in zip(*lines, strict=True)]
     for line in lines:
-        print("".join(set_cell_size(cell, width) for cell, width in zip(line, widths, strict=True)).rstrip())
-    print()
+        print("".join(set_cell_size(cell, width) for cell, width in zip(line, widths, strict=True)).rstrip(), file=file)
+    print(file=file)

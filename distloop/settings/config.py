@@ -259,6 +259,9 @@ class Config:
     memory: bool = setting(
         TRYOUT, False, "Estimate the memory of a step on each device, then exit: code 1 if it does not fit, else 0."
     )
+    replay: int = setting(
+        TRYOUT, 0, "Take this step of the workdir's run again, print what it computed, and exit; 0: train."
+    )
     fast_dev_run: bool = setting(
         TRYOUT, False, "Try each part of a run for one step, in a temporary directory; the workdir is not changed."
     )

@@ -74,7 +74,15 @@ class _Call(NamedTuple):
 class CompiledLoop:
     """Runs train steps until a count is reached or one of them fails; traced once for each kind of data."""
 
-    def __init__(self, state: TrainState, step: TrainStep, *, eager: bool = False, max_traces: int = 0):
+    def __init__(
+        self,
+        state: TrainState,
+        step: TrainStep,
+        *,
+        eager: bool = False,
+        max_traces: int = 0,
+        keeps_batch: bool = False,
+    ):
         """Prepares; nothing is traced yet.
 
         Args:
@@ -82,7 +90,9 @@ class CompiledLoop:
             step: one step of it.
             eager: whether the steps run as plain Python, for a debugger.
             max_traces: as for `compiled`.
+            keeps_batch: whether the last batch is kept, as it is with `locate_nonfinite`.
         """
+        self._keeps_batch = keeps_batch
         self._state = state
         self._step = step
         self._eager = eager
@@ -103,7 +113,7 @@ class CompiledLoop:
             source: the data.
             executor: what runs the operations, as for `run`.
         """
-        if self._step.locate_nonfinite:
+        if self._step.locate_nonfinite or self._keeps_batch:
             self._last_batch = shards.LastBatch(source.iterator())
         if not self._eager:
             with tf.experimental.function_executor_type(executor):
@@ -134,7 +144,7 @@ class CompiledLoop:
         return self._unpack(result, clock)
 
     def last_batch(self) -> Any:
-        """Returns a copy of the last batch, to be looked at again; None unless `locate_nonfinite` is on."""
+        """Returns a copy of the last batch, to be looked at again; None unless it is kept."""
         return None if self._last_batch is None else self._last_batch.get()
 
     def _sums_layout(self) -> RowLayout:

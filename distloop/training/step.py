@@ -81,7 +81,7 @@ class TrainStep:
         state: what is trained.
         updates: the forward and backward pass of each update, in order.
         application: how an update's gradients change the weights.
-        microbatches, jit_compile, skip_nonfinite, locate_nonfinite, loss_jump, histograms: the arguments.
+        microbatches, jit_compile, skip_nonfinite, locate_nonfinite, loss_jump, histograms, look: the arguments.
         own_names: the tallies that the step adds to each update's.
         may_skip: whether a step may leave everything unchanged.
         may_fail: whether a step may be an error.
@@ -100,6 +100,7 @@ class TrainStep:
         loss_jump: float | None = None,
         histograms: GradientRecorder | None = None,
         runs_ahead: bool | None = None,
+        look: Callable[[ForwardBackward, Sequence[Segment], tf.Tensor], None] | None = None,
     ):
         """Prepares; nothing is traced yet.
 
@@ -114,21 +115,20 @@ class TrainStep:
             loss_jump: how far above its usual value a loss makes the step an error, as for `LossWatch.check`; then a
                 loss that is not finite is an error too, even if the loss is scaled; None: losses are not watched.
             histograms: records the gradients of each step; None: nothing does.
+            look: gets each update, its summed gradients before clipping, packed, and the factor that divides them.
             runs_ahead: whether the host may look at a step after the next one has begun; None: it may on GPUs.
         """
-        self.state = state
-        self.skip_nonfinite = skip_nonfinite
-        self.jit_compile = jit_compile
+        self.state, self.skip_nonfinite, self.jit_compile = state, skip_nonfinite, jit_compile
         self.locate_nonfinite = locate_nonfinite
         self.loss_jump = loss_jump
-        self.histograms = histograms
+        self.histograms, self.look = histograms, look
         self.may_skip = skip_nonfinite or locate_nonfinite or bool(state.loss_scalers)
         self.may_fail = not skip_nonfinite or bool(state.loss_scalers) or loss_jump is not None
         self.application = make_application(state)
         runs_ahead = strategies.has_gpus(state.strategy) if runs_ahead is None else runs_ahead
         self.runs_ahead = runs_ahead and not locate_nonfinite  # `explain` needs the last batch and its weights
         self._lead = strategies.lead_device(state.strategy)
-        self._needs_whole_gradients = bool(clipping.variable_norm) or histograms is not None
+        self._needs_whole_gradients = bool(clipping.variable_norm) or histograms is not None or look is not None
         self.set_microbatches(microbatches)
         self.own_names = [GRADIENT_NORM, CLIPPED_SHARE] if clipping else [GRADIENT_NORM]
         self._strategy = state.strategy
@@ -230,6 +230,8 @@ class TrainStep:
         """Computes norm and factor of summed gradients, and whether all is finite; on a replica, or for all at once."""
         add = self.application.sum_over_owners(update)
         squares, norm, scale = norm_and_scale(summed.segments, summed.weight, add)
+        if self.look is not None:
+            self.look(update, summed.segments, scale)
         finite = tf.math.is_finite(norm + summed.tallies[0])
         for condition in (*summed.are_finite, *(tf.reduce_all(tf.math.is_finite(v)) for v in summed.new_values)):
             finite &= condition

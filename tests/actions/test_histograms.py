@@ -81,7 +81,7 @@ def test_gradients_are_of_the_last_step_and_updates_since_the_previous_histogram
     rate = 0.5
     model_fn = problems.classifier(optimizer=lambda: keras.optimizers.SGD(rate))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("distloop.fit.WeightHistograms", Watch)
+        patch.setattr("distloop.assembly.WeightHistograms", Watch)
         train(tmp_path, model_fn, replicas, steps=7, actions=[look], histograms_every=3)
     assert [step for step, _ in seen] == [3, 6, 7]
     for step, found in seen:

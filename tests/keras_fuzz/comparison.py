@@ -21,7 +21,7 @@ from keras.src.backend.common import global_state
 from keras.src.trainers import compile_utils
 
 import distloop
-from distloop.comparison import relative_difference
+from distloop.evaluation.comparison import relative_difference
 from distloop.model.metrics import RESERVED_NAMES, flatten_results
 from tests.keras_fuzz.programs import RANDOM, Program
 

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from distloop.comparison import relative_difference
 from distloop.distributed import strategies
+from distloop.evaluation.comparison import relative_difference
 from distloop.optimizers import gradients, keras_hooks
 from distloop.settings.config import Config
 

@@ -29,6 +29,7 @@ OTHER_VALUES = {
     "autotune_batch": True,
     "microbatches": 4,
     "max_traces": 3,
+    "replay": 8,
     "recompute": "block_[0-9]+",
     "clip_norm": 1e-7,
     "average_decay": 0.1 + 0.2,

@@ -7,8 +7,8 @@ import pytest
 import tensorflow as tf
 
 import distloop
+from distloop.assembly import make_training_source
 from distloop.data.shards import Batch, BatchLayout
-from distloop.fit import make_training_source
 from distloop.graph_functions import MOST_TRACES, Traces, compiled, describe
 from distloop.keras_models.fit_arguments import read_arguments
 from distloop.training.compiled_loop import CompiledLoop

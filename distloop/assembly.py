@@ -1,0 +1,110 @@
+"""Assembly: builds the state, the step, the loop and the data of a run from its settings.
+
+    state = make_state(model_fn, strategy, config)
+    source = make_training_source(data, state, config)
+    loop = make_train_loop(state, config)           # once the weights are those that training begins with
+
+It knows which setting goes where, and nothing of what is built.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from distloop.actions.histograms import WeightHistograms
+from distloop.data.source import Source
+from distloop.distributed import workers
+from distloop.installed import import_part
+from distloop.keras_models.fit_arguments import FitData
+from distloop.model import user_functions
+from distloop.model.spec import ModelSpec
+from distloop.model.state import TrainState
+from distloop.optimizers import loss_scale
+from distloop.optimizers.gradients import Clipping
+from distloop.settings.config import Config
+from distloop.training import agreement, overview
+from distloop.training.loop import TrainLoop
+from distloop.training.step import TrainStep
+
+
+def make_state(model_fn: Callable[[], ModelSpec], strategy: tf.distribute.Strategy, config: Config) -> TrainState:
+    """Returns the state of a run, made under its precision."""
+    if config.recompute:
+        recomputation = import_part("recompute.recomputation", f"recompute={config.recompute!r}")
+        model_fn = recomputation.with_recomputation(model_fn, config.recompute)
+    with agreement.divisible(strategy, config), loss_scale.policy(config.precision):
+        state = TrainState(
+            model_fn,
+            strategy,
+            config.average_decay or float(bool(config.average_from)),
+            config.virtual_replicas,
+            is_loss_scaled=loss_scale.needs_loss_scale(config.precision),
+            shard_optimizer=config.shard_optimizer,
+        )
+    loss_scale.check_precision(state.model, config.precision)
+    state.placement.require_stages(config.num_stages)
+    return state
+
+
+def make_train_loop(state: TrainState, config: Config) -> TrainLoop:
+    """Builds what trains; to be called when the weights are those that training begins with."""
+    histograms = None
+    if config.workdir and config.histograms_every:
+        histograms = WeightHistograms(state.variables_of_update, state.paths, config.histograms_every)
+    step = make_step(state, config, histograms=histograms)
+    is_shown = workers.is_chief(state.strategy) and config.console != "quiet"
+
+    def report_trace(step: TrainStep) -> None:
+        reads = [update.differentiate.reads for update in step.updates if update.update.has_loss]
+        user_functions.report_unread(reads, config.unread_entries, is_shown=is_shown)
+        overview.report_whole_tables(step.updates, state, is_shown=is_shown)
+        agreement.note_traced(state, config)
+
+    return TrainLoop(
+        *(state, step),
+        log_every=config.log_every,
+        steps_per_loop=config.steps_per_loop,
+        eager=config.eager,
+        max_traces=config.max_traces,
+        may_halve=config.microbatches == "auto",
+        on_trace=report_trace,
+    )
+
+
+def make_step(state: TrainState, config: Config, **looks: Any) -> TrainStep:
+    """Builds one step as the settings say; `looks` are `histograms` and `look` of `TrainStep`."""
+    return TrainStep(
+        state,
+        microbatches=config.first_microbatches,
+        clipping=Clipping.from_settings(config),
+        skip_nonfinite=config.on_nonfinite == "skip",
+        jit_compile=config.jit_compile,
+        locate_nonfinite=config.locate_nonfinite,
+        loss_jump=config.loss_jump if config.on_divergence == "rollback" else None,
+        **looks,
+    )
+
+
+def make_training_source(data: FitData, state: TrainState, config: Config, latest: Source | None = None) -> Source:
+    """Returns the source of the data to train on: the latest one if it is asked for again.
+
+    Raises:
+        ValueError: if the data breaks a rule, or a pipeline gets more microbatches than a batch has rows.
+    """
+    if latest is not None and data.is_asked_for(latest.asked_for):
+        latest.refresh(data.train)
+        return latest
+    source = Source(
+        *(data.train, state.strategy),
+        shuffle_seed=config.seed,
+        microbatches=config.first_microbatches,
+        virtual_replicas=config.virtual_replicas,
+        may_go_back=config.on_divergence == "rollback" or config.microbatches == "auto",
+        limit=config.overfit_batches or config.limit_train_batches,
+        is_cached=bool(config.overfit_batches),
+        **data.source_settings(config.global_batch_size(state.strategy)),
+    )
+    if source.info.batch_size is not None:
+        state.placement.check_microbatches(config.first_microbatches, source.info.batch_size)
+    return source

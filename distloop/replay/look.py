@@ -1,0 +1,176 @@
+"""A look into one step: the values of each example and the gradients, brought to the host while the step runs.
+
+    look = Look(state)
+    step = look.watch(lambda: TrainStep(state, look=look.gradients))
+    ...                                                 # the step runs
+    look.values(batch, layout), look.gradients_by_path
+
+Nothing of the step changes: it computes what it computes, and the host is handed copies.
+"""
+
+import copy
+import dataclasses
+import functools
+import io
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from distloop.data.shards import Batch, BatchLayout, batch_size, shard_bounds
+from distloop.model.metrics import Weighted
+from distloop.model.state import TrainState
+from distloop.monitoring.records import show_number
+from distloop.monitoring.text_tables import Table, print_lines
+
+_MOST_EXAMPLES, _MOST_GRADIENTS = 20, 10  # that are shown
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Replay:
+    """A step of a run, taken again, as NumPy arrays; `print` shows its largest losses and gradients.
+
+    Attributes:
+        step: its number.
+        batch: the rows of the global batch, in the structure of the data, without padding.
+        rows: the numbers of its examples, `[B]`, of data by number; None: the data has none.
+        values: what `loss_fn` returned for each example, `[B, ...]`, by name; the weights of `weighted` as
+            `<name>/weight`; of several updates, `<update>/<name>`. Arguments of Keras metrics are left out.
+        gradients: of the whole batch, summed and divided, before clipping, by the variable's path; of several updates,
+            `<update>/<path>`.
+        weights_before, weights_after: the variables of the model by path, before the step and after it.
+        learning_rate: of the step; of several updates, by name.
+        is_finite: whether the step was applied, as its loss and gradients were finite.
+        differences: a sentence on the first row of the run, on the way, that the replay does not have; else none.
+        failure: a sentence on what in the step was not finite, if that is an error; else empty.
+    """
+
+    step: int
+    batch: Any
+    rows: np.ndarray | None
+    values: dict[str, np.ndarray]
+    gradients: dict[str, np.ndarray]
+    weights_before: dict[str, np.ndarray]
+    weights_after: dict[str, np.ndarray]
+    learning_rate: float | dict[str, float]
+    is_finite: bool
+    differences: list[str]
+    failure: str
+
+    def __repr__(self) -> str:
+        return f"Replay(step {self.step}, {len(self.values)} values, {len(self.gradients)} gradients)"
+
+    def __str__(self) -> str:
+        stream = io.StringIO()
+        for table in (*self._losses(), self._largest_gradients()):
+            print_lines(table, stream)
+        lines = [f"step {self.step}: {'applied' if self.is_finite else 'not applied, as numbers were not finite'}"]
+        return "\n".join([*lines, *self.differences, *filter(None, [self.failure]), "", stream.getvalue().rstrip()])
+
+    def _losses(self) -> list[Table]:
+        tables = []
+        for name in [name for name in self.values if name.rpartition("/")[2] == "loss"]:
+            losses = np.asarray(self.values[name], np.float64)
+            losses = losses.reshape(len(losses), -1).mean(1)
+            order = np.argsort(-np.where(np.isnan(losses), np.inf, losses), kind="stable")[:_MOST_EXAMPLES]
+            rows = [[str(i), "-" if self.rows is None else str(self.rows[i]), show_number(losses[i])] for i in order]
+            tables.append(Table(f"Largest of {name}", ["in the batch", "row of the data", name], rows))
+        return tables
+
+    def _largest_gradients(self) -> Table:
+        norms = {path: float(np.linalg.norm(gradient)) for path, gradient in self.gradients.items()}
+        order = sorted(norms, key=lambda path: -np.inf if np.isnan(norms[path]) else -norms[path])[:_MOST_GRADIENTS]
+        rows = [[path, show_number(norms[path]), show_number(self._norm(path))] for path in order]
+        return Table("Largest gradients", ["gradient", "norm", "norm of the weight"], rows)
+
+    def _norm(self, path: str) -> float:
+        weight = self.weights_before.get(path, self.weights_before.get(path.partition("/")[2]))
+        return float("nan") if weight is None else float(np.linalg.norm(weight))
+
+
+class Look:
+    """Collects what a step computes.
+
+    Attributes:
+        gradients_by_path: as `Replay.gradients`, once the step has run.
+    """
+
+    def __init__(self, state: TrainState):
+        """Prepares for a step of a state."""
+        self._state = state
+        self.gradients_by_path: dict[str, np.ndarray] = {}
+        self._parts: dict[str, dict[int, list[np.ndarray]]] = {}  # by name and replica, in the order of their rows
+
+    def watch(self, make_step: Callable[[], Any]) -> Any:
+        """Returns a step whose `loss_fn`s hand over what they return."""
+        spec = self._state.spec
+        watched = copy.copy(spec)
+        updates = [update.with_loss(functools.partial(self._watched, update.name)) for update in spec.updates]
+        object.__setattr__(watched, "updates", tuple(updates))
+        self._state.spec = watched
+        try:
+            return make_step()
+        finally:
+            self._state.spec = spec
+
+    def gradients(self, update: Any, segments: Any, scale: tf.Tensor) -> None:
+        """Hands over the gradients of an update, which are the same on each replica; while a step is traced."""
+        names = [update.full_name(self._state.paths[id(variable)]) for variable in update.variables]
+        gradients = map(tf.convert_to_tensor, update.packing.unpack(segments, scale))
+
+        def keep(*arrays: np.ndarray) -> None:
+            self.gradients_by_path |= dict(zip(names, arrays, strict=True))
+
+        _hand_over(keep, list(gradients))
+
+    def values(self, batch: Batch, layout: BatchLayout) -> dict[str, np.ndarray]:
+        """Returns the values of each example by name, in the order of the batch."""
+        total, replicas = int(batch_size(batch.rows)), self._state.strategy.num_replicas_in_sync
+        values = {}
+        for name, of_replicas in self._parts.items():
+            pieces = []
+            for replica in range(replicas):
+                start, _ = shard_bounds(replica * layout.turns, replicas * layout.turns, total)
+                _, end = shard_bounds((replica + 1) * layout.turns - 1, replicas * layout.turns, total)
+                pieces.append(np.concatenate(of_replicas[replica])[: int(end) - int(start)])  # of the first pass
+            values[name] = np.concatenate(pieces)[: None if batch.size is None else int(batch.size)]
+        return values
+
+    def _watched(self, update: str, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(loss_fn)
+        def call(batch: Any, training: bool) -> Any:
+            outputs = loss_fn(batch, training)
+            if isinstance(outputs, Mapping):
+                named = _tensors(f"{update}/" if update else "", outputs)
+                replica = tf.convert_to_tensor(tf.distribute.get_replica_context().replica_id_in_sync_group)
+
+                def keep(replica: np.ndarray, *arrays: np.ndarray) -> None:
+                    for name, array in zip(named, arrays, strict=True):
+                        self._parts.setdefault(name, {}).setdefault(int(replica), []).append(array)
+
+                _hand_over(keep, [replica, *named.values()])
+            return outputs
+
+        return call
+
+
+def _tensors(prefix: str, outputs: Mapping[str, Any]) -> dict[str, tf.Tensor]:
+    """Returns the values that a `loss_fn` returned, and the weights of those that have some, by name."""
+    tensors = {}
+    for name, value in outputs.items():
+        if isinstance(value, Weighted):
+            tensors[f"{prefix}{name}/weight"] = value.weights
+            value = value.values
+        if isinstance(value, tuple):
+            continue  # arguments of a Keras metric
+        tensors[prefix + name] = value
+    dense = {
+        n: t.to_tensor() if isinstance(t, tf.RaggedTensor) else tf.convert_to_tensor(t) for n, t in tensors.items()
+    }
+    return {n: tf.cast(t, tf.float32) if t.dtype.is_floating and t.dtype.size < 4 else t for n, t in dense.items()}
+
+
+def _hand_over(keep: Callable[..., None], tensors: list[tf.Tensor]) -> None:
+    """Has the host called with arrays whenever the step comes here."""
+    tf.numpy_function(lambda *arrays: keep(*map(np.array, arrays)), tensors, [], stateful=True)

@@ -1,0 +1,374 @@
+"""Takes a step of a run again, from the checkpoint before it, and returns what went in and what came out.
+
+    result = replay(state, config, source, units, step=1234)     # a `Replay`: batch, values, gradients, weights
+    print(result)                                                # the largest losses and gradients
+
+The run's directory is only read, and no lock is taken, so the run may be training meanwhile. The steps up to the one
+before are taken as they were, and each row of `metrics.jsonl` on the way is compared.
+"""
+
+import contextlib
+import dataclasses
+import os
+import tempfile
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from distloop.assembly import make_step
+from distloop.checkpoints.checkpoint import DamagedError
+from distloop.checkpoints.resume import RunCheckpoints
+from distloop.checkpoints.warm_start import warm_start
+from distloop.data.numbered import NumberedDataset
+from distloop.data.source import Source
+from distloop.graph_functions import TRAINING_PASSES, count_flops, graph_function
+from distloop.model.saved_state import SavedState
+from distloop.model.state import TrainState
+from distloop.monitoring import notebook, records
+from distloop.monitoring.console import speaker
+from distloop.monitoring.directory import fetch_reports
+from distloop.optimizers import learning_rates
+from distloop.replay.look import Look, Replay
+from distloop.settings import durations
+from distloop.settings.config import Config
+from distloop.settings.durations import Units
+from distloop.trainer import Trainer
+from distloop.training import run_length
+from distloop.training.compiled_loop import CompiledLoop
+from distloop.training.diagnosis import explain
+from distloop.training.overview import ForwardPass
+from distloop.training.window import Row, Window
+from distloop.variables import named_variables
+
+_TOLERANCE = 1e-6  # of a row, relative, where the bits need not be those of the run
+_LOOP_SECS = 1.0  # after which a loop of steps ends, to show the progress
+
+
+@dataclasses.dataclass
+class _Recorded:
+    """What the files of a run tell of it.
+
+    Attributes:
+        rows: of `metrics.jsonl`, by step, from the checkpoint before the step on.
+        furthest: the last step of which its rows, or what it notes of its progress, tell.
+        incidents: the rows of `incidents.jsonl`.
+        checkpoints: the notes of each checkpoint, by step, in ascending order.
+        settings: of `config.json`.
+        began: the step at which its first process began; 0, or that of a checkpoint which was given to `restore`.
+    """
+
+    rows: dict[int, dict[str, float]]
+    furthest: int
+    incidents: list[dict[str, Any]]
+    checkpoints: dict[int, dict[str, Any]]
+    settings: dict[str, Any]
+    began: int
+
+    @property
+    def last_step(self) -> int:
+        """The last step of which a file tells."""
+        return max([self.furthest, *self.checkpoints, *(int(row["step"]) for row in self.incidents)])
+
+    def skipped_at(self, step: int) -> set[int] | None:
+        """Returns the batches that the run had left out when it took a step; None: those that a checkpoint says.
+
+        A step at which the run diverged is the one that failed, on the batch that was left out after it.
+        """
+        if any(int(row["step"]) == step for row in self.incidents):
+            return {row["left_out"] for row in self.incidents if row["step"] < step and "left_out" in row}
+        later = next((notes for at, notes in self.checkpoints.items() if at >= step), None)
+        return None if later is None else set(later["input"]["skipped"])
+
+
+def check(trainer: Trainer) -> None:
+    """Checks whether a trainer can replay.
+
+    Raises:
+        ValueError: if it has no workdir, has trained, or is one of several workers.
+    """
+    if not trainer.config.workdir:
+        raise ValueError("replay was asked for without a workdir, whose run it takes up: give Config(workdir=...).")
+    if trainer.workers.count > 1:
+        raise ValueError(
+            f"replay was asked for on {trainer.workers.count} workers; one process replays a run of any number: start "
+            "the program without the launcher, and without TF_CONFIG."
+        )
+    if trainer.step and not trainer.has_replayed:
+        raise ValueError(
+            f"replay was called on a Trainer at step {trainer.step}, whose weights it would set back: make another one."
+        )
+
+
+def replay(state: TrainState, config: Config, source: Source, units: Units, step: int) -> Replay:
+    """Takes a step of the run in `config.workdir` again; changes the state, and no file.
+
+    Args:
+        state: of a built model.
+        config: of the run, as far as it is about numbers.
+        source: the data that the run trained on, at its beginning.
+        units: of the run's durations.
+        step: its number, from 1.
+
+    Raises:
+        ValueError: if the run has no such step, cannot be taken up before it, or is of another model or other data.
+    """
+    say = speaker(is_chief=True, console=config.console)
+    with _files(config.workdir) as directory:
+        run = _read(directory, step)
+    _require_step(run, config, step)
+    # `on_divergence` needs a workdir, and only decides what comes after a step.
+    settings = dataclasses.replace(
+        config, workdir="", copy_every=0, histograms_every=0, profile="", on_divergence="none"
+    )
+    checkpoints = RunCheckpoints(state, settings)
+    start = _start(run, config, checkpoints, state, step)
+    progress = _Steps(state, settings, source, units, run, start)
+    progress.restore(checkpoints)
+    if (skipped := run.skipped_at(step)) is not None:
+        source.skipped_batches = skipped
+    say(_announcement(run, state, start, step))
+    progress.take(step - 1, say)
+    return progress.look(step)
+
+
+class _Steps:
+    """The steps from a checkpoint on, in loops as those of the run, without its actions."""
+
+    def __init__(self, state: TrainState, config: Config, source: Source, units: Units, run: _Recorded, start: int):
+        self._state, self._config, self._source, self._run, self._at = state, config, source, run, start
+        self._units, self._log_steps = units, units.period(run_length.log_every(config, units)).steps
+        self._step = make_step(state, dataclasses.replace(config, locate_nonfinite=False))
+        self._loop, self._start = CompiledLoop(state, self._step, keeps_batch=True), start
+        graph = ForwardPass(state, config).trace(source.info.element_spec, source.info.batch_size)
+        flops = count_flops(graph) if source.info.batch_size else None  # the last bits may depend on the executor
+        flops = flops and TRAINING_PASSES * flops
+        self._executor = state.placement.choose_executor(state.strategy, config.executor, flops)
+        self._window, self._differences = Window(), list[str]()
+        self._notes = run.checkpoints.get(start, {})
+
+    def restore(self, checkpoints: RunCheckpoints) -> None:
+        """Restores the position in the data, the log window and the constants of a step."""
+        state, units = self._state, self._units
+        learning_rates.resolve(state.plain_optimizers.values(), units, lambda: None)
+        if state.average is not None:
+            state.average.begin_at(run_length.first_averaged(self._config, units), lambda: None)
+        part: Any = types.SimpleNamespace(open_boundary=None, reported={}, secs=0.0)  # of a loop with actions
+        if (window := checkpoints.attach(self._source, part, [], durations.Period())) is not None:
+            self._window = Window(window)
+
+    def take(self, until: int, say: Any) -> None:
+        """Takes the steps up to one, and compares the rows on the way."""
+        console = notebook.make_console(until, self._at, may_draw=self._config.console == "auto")
+        with contextlib.closing(console):
+            if self._at < until:
+                console.show_progress(self._at, "tracing the train step ...")
+                self._loop.trace(self._source, self._executor)
+            while self._at < until:
+                count = min(until - self._at, self._source.start_loop() or until)
+                if self._state.keras_metrics and self._log_steps:  # their results are read at the end of a loop
+                    count = min(count, self._log_steps - self._at % self._log_steps)
+                options: dict[str, Any] = dict(executor=self._executor, is_single=False, secs=_LOOP_SECS)
+                for row in self._loop.run(self._source, count, self._log_steps, **options):
+                    self._add(row, say)
+                    if row.diagnosis is not None:
+                        raise ValueError(
+                            f"{explain(self._step, self._at, row.diagnosis)} No step after it can be replayed: replay "
+                            f"step {self._at}."
+                        )
+                console.show_progress(self._at)
+
+    def look(self, number: int) -> Replay:
+        """Takes one step as the run took it, and once more with a look into it; returns what it was given and computed.
+
+        What the host is handed keeps TensorFlow from joining some operations, which changes last bits. So the weights
+        are those of the first.
+        """
+        state, source, saved_state = self._state, self._source, SavedState(self._state)
+        source.start_loop()
+        examples = source.feed.examples_of(source.batches_taken) if isinstance(source.feed, NumberedDataset) else None
+        before, weights_before, skipped = saved_state.snapshot(), _weights(state), int(state.skipped_steps)
+        rates = {name: float(optimizer.learning_rate.numpy()) for name, optimizer in state.plain_optimizers.items()}
+        if self._at == self._start:
+            self._loop.trace(source, self._executor)
+        (row,) = self._loop.run(source, 1, self._log_steps, executor=self._executor, is_single=False)
+        self._add(row, lambda text: None)
+        batch, after, weights_after = self._loop.last_batch(), saved_state.snapshot(), _weights(state)
+        is_finite = row.diagnosis is None and int(state.skipped_steps) == skipped
+        saved_state.restore(before)
+        look = Look(state)
+        # XLA and the host do not go together, so this step is compiled without.
+        settings = dataclasses.replace(self._config, jit_compile=False)
+        step = look.watch(lambda: make_step(state, settings, look=look.gradients))
+        take = lambda batch: step(batch, source.layout).applied  # noqa: E731
+        (take if self._config.eager else graph_function(take))(batch)
+        failure = ""
+        if row.diagnosis is not None:
+            saved_state.restore(before)
+            last = (batch, source.layout) if self._config.locate_nonfinite else None
+            failure = explain(self._step, number, row.diagnosis, last)
+        saved_state.restore(after)
+        size = None if batch.size is None else int(batch.size)
+        return Replay(
+            step=number,
+            batch=tf.nest.map_structure(lambda rows: np.asarray(rows.numpy())[:size], batch.rows),
+            rows=examples,
+            values=look.values(batch, source.layout),
+            gradients=look.gradients_by_path,
+            weights_before=weights_before,
+            weights_after=weights_after,
+            learning_rate=rates.get("", rates),
+            is_finite=is_finite,
+            differences=self._differences,
+            failure=failure,
+        )
+
+    def _add(self, row: Row, say: Any) -> None:
+        """Adds the steps of a row to the position and the window, and compares the window at a log."""
+        state = self._state
+        self._source.batches_taken += row.steps
+        self._window.add(row)
+        self._at += row.steps
+        if self._log_steps and self._at % self._log_steps == 0:
+            recorded = self._run.rows.get(self._at)
+            if (
+                recorded
+                and not self._differences
+                and (found := self._compare(recorded, self._window.metrics(self._step.names)))
+            ):
+                self._differences.append(found)
+                say(found)
+            self._window = Window(examples_seen=self._window.examples_seen)
+            state.keras_metrics.reset()
+
+    def _compare(self, recorded: Mapping[str, float], found: Mapping[str, float]) -> str:
+        """Returns a sentence about the first number that differs from that of the run's row; empty: none does."""
+        for name, value in found.items():
+            before = recorded.get(name)
+            if before is None or name.rpartition("/")[2] in records.OF_THE_MACHINE:
+                continue
+            is_same = before == value or (np.isnan(before) and np.isnan(value))
+            if not is_same and (self._is_exact or not np.isclose(value, before, _TOLERANCE, 0.0)):
+                reasons = self._reasons()
+                why = f": {', '.join(reasons)}" if reasons else ""
+                there = f"in the row of step {self._at}: {name} was {before!r} and is {value!r}"
+                return f"The replay parts from the run {there}{why}."
+        return ""
+
+    @property
+    def _is_exact(self) -> bool:
+        return bool(self._state.virtual_replicas)
+
+    def _reasons(self) -> list[str]:
+        """Returns what is known to make a difference."""
+        state, reasons = self._state, []
+        notes = self._notes or next(iter(self._run.checkpoints.values()), {})
+        replicas, now = notes.get("replicas"), state.strategy.num_replicas_in_sync
+        if replicas not in (None, now) and state.seeds and not state.virtual_replicas:
+            reasons.append(f"{now} replicas draw other random numbers than {replicas}, as in dropout")
+        versions = {"tensorflow": tf.__version__, "keras": keras.__version__}
+        for name, version in notes.get("versions", {}).items():
+            if versions.get(name, version) != version:
+                reasons.append(f"the run had {name} {version}, and this is {versions[name]}")
+        return reasons + different_settings(self._run.settings, self._config)
+
+
+def different_settings(recorded: Mapping[str, Any], config: Config) -> list[str]:
+    """Returns the settings about numbers that were others in the run, each as a part of a sentence."""
+    names = "batch_size seed precision microbatches clip_norm clip_variable_norm clip_value average_decay on_nonfinite"
+    names += " log_every virtual_replicas jit_compile limit_train_batches"
+    pairs = {name: (recorded.get(name), getattr(config, name)) for name in names.split() if name in recorded}
+    return [
+        f"the run had {name}={before!r}, and this is {now!r}" for name, (before, now) in pairs.items() if before != now
+    ]
+
+
+@contextlib.contextmanager
+def _files(workdir: str) -> Iterator[str]:
+    """Yields a local directory with the files of a run that tell of it; those of a URL are brought."""
+    with tempfile.TemporaryDirectory(prefix="distloop_") as root:
+        yield fetch_reports(workdir, root)
+
+
+def _read(directory: str, step: int) -> _Recorded:
+    """Reads what the files of a run tell of it."""
+    folder, notes = os.path.join(directory, "checkpoints"), {}
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    for at in sorted(int(name) for name in names if name.isdecimal()):
+        path = os.path.join(folder, str(at), "manifest.json")
+        manifest = records.read_json(path, records.as_object, instead="the checkpoint is not used")
+        if manifest is not None and "notes" in manifest:
+            notes[at] = manifest["notes"]
+    path = os.path.join(directory, "metrics.jsonl")
+    before = max((at for at in notes if at < step), default=0)
+    rows = {int(row["step"]): records.as_metrics(row) for row in records.rows_between(path, before, step)}
+    progress = records.read_json(os.path.join(directory, "progress.json"), records.as_object, instead="it is not read")
+    furthest = max(int((told or {}).get("step", 0)) for told in (records.last_row(path), progress))
+    incidents = records.read_rows_if_any(os.path.join(directory, "incidents.jsonl"), instead="it counts as empty")
+    starts = records.read_rows_if_any(os.path.join(directory, "starts.jsonl"), instead="it counts as empty")
+    settings = records.read_json(
+        os.path.join(directory, "config.json"), records.as_object, instead="it is not compared"
+    )
+    began = int(starts[0]["step"]) if starts else 0
+    return _Recorded(rows, furthest, incidents, notes, settings or {}, began)
+
+
+def _require_step(run: _Recorded, config: Config, step: Any) -> None:
+    if not run.last_step:
+        raise ValueError(f"workdir={config.workdir!r} holds no run that has come to a step: give the workdir of one.")
+    number = durations.whole_number(step)
+    if number is None or not 1 <= number <= run.last_step:
+        raise ValueError(
+            f"The replay of step {durations.shown(step)} was asked for, and the run in {config.workdir!r} has reached "
+            f"step {run.last_step}: give a step from 1 to {run.last_step}."
+        )
+
+
+def _start(run: _Recorded, config: Config, checkpoints: RunCheckpoints, state: TrainState, step: int) -> int:
+    """Restores the newest whole checkpoint before a step, or leaves the state at step 0; returns where it is."""
+    left_out = {row["left_out"]: row for row in run.incidents if int(row["step"]) == step and "left_out" in row}
+    for at in sorted((at for at in run.checkpoints if at < step), reverse=True):
+        if left_out and not set(run.checkpoints[at]["input"]["skipped"]).isdisjoint(left_out):
+            continue  # of after the failure, whose batch it leaves out
+        try:
+            checkpoints.restore(f"{config.workdir.rstrip('/')}/checkpoints/{at}")
+            return at
+        except DamagedError:
+            continue
+    if run.began:
+        raise ValueError(
+            f"The replay of step {step} has nothing to start from: the run in {config.workdir!r} began at step "
+            f"{run.began} of another run's checkpoint, and has no checkpoint before step {step}: give a later step, or "
+            "set keep_checkpoints higher in the next run."
+        )
+    if int(state.step):
+        raise ValueError(
+            f"The replay of step {step} starts from step 0, and this Trainer's weights are those after another replay: "
+            "make another Trainer."
+        )
+    if config.init_from:
+        warm_start(state, config.init_from, config.init_rename)
+    return 0
+
+
+def _announcement(run: _Recorded, state: TrainState, start: int, step: int) -> str:
+    """Returns a sentence on where the replay begins, how long it takes about, and how equal it will be."""
+    speeds = [row["steps_per_sec"] for row in run.rows.values() if row.get("steps_per_sec", 0.0) > 0.0]
+    secs = f", about {(step - start) / float(np.median(speeds)):.1f} s at the run's speed" if speeds else ""
+    count = step - start
+    replicas = run.checkpoints.get(start, {}).get("replicas", state.strategy.num_replicas_in_sync)
+    same = "with the bits of the run"
+    if not state.virtual_replicas and replicas != state.strategy.num_replicas_in_sync:
+        same = f"equal to 1e-6{', but for random numbers such as dropout' if state.seeds else ''}"
+    steps = f"{count} step{'s' * (count != 1)}"
+    return f"replay: from {f'checkpoint {start}' if start else 'step 0'}, {steps}{secs}, {same}"
+
+
+def _weights(state: TrainState) -> dict[str, np.ndarray]:
+    return {
+        path: np.array(tf.convert_to_tensor(variable).numpy())
+        for path, variable in named_variables(state.model).items()
+    }

@@ -1,0 +1,340 @@
+"""Law replay: a step that is replayed has the batch, values, gradients and weights that it had; nothing is written."""
+
+import itertools
+import json
+import pathlib
+import re
+import shutil
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import distloop
+from distloop.checkpoints.checkpoint import load
+from distloop.monitoring.run_lock import RunLock
+from tests import forked
+from tests.problems import assert_close, assert_equal, classification, classifier, mostly_wide, on, refused, weights
+
+STEPS, SIZE, ROWS = 12, 16, 61  # 4 batches an epoch, the last one odd
+
+
+def data(size=SIZE, **changes):
+    return distloop.make_dataset({**classification(ROWS), **changes}, size, shuffle=True, seed=3)
+
+
+def settings(replicas, workdir, **changes):
+    defaults = {"log_every": 2, "checkpoint_every": 5, "keep_checkpoints": 100, "steps": STEPS}
+    return on(replicas, workdir=str(workdir), **{**defaults, **changes})
+
+
+class Remember:
+    """The weights after each step."""
+
+    every = 1
+
+    def __init__(self):
+        self.weights = {}
+
+    def __call__(self, report):
+        self.weights[report.step] = weights(report.state)
+
+
+def train(model_fn, config, dataset=None):
+    """Returns the weights after each step of a run."""
+    actions = [remember := Remember()]
+    trainer = distloop.Trainer(model_fn, config)
+    remember.weights[0] = weights(trainer)
+    trainer.fit(data() if dataset is None else dataset, actions=actions)
+    return remember.weights
+
+
+def files_of(workdir):
+    """The bytes and the time of each file."""
+    paths = [path for path in sorted(pathlib.Path(workdir).rglob("*")) if path.is_file()]
+    return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in paths}
+
+
+def batch_by_hand(step):
+    """The batch of a step, by passes over the data."""
+    dataset = data()
+    passes = (batch for _ in range(step) for batch in dataset)
+    return tf.nest.map_structure(lambda t: t.numpy(), next(itertools.islice(passes, step - 1, None)))
+
+
+@pytest.mark.parametrize(
+    ("trained_on", "replayed_on", "step"),
+    mostly_wide([(2, 1, 8), (4, 2, 12), (2, 4, 1), (1, 2, 5), (3, 3, 6)], (2, 1, 8), (2, 4, 1)),
+)
+def test_a_step_has_the_batch_values_gradients_and_weights_that_it_had(tmp_path, trained_on, replayed_on, step):
+    model_fn = classifier(is_weighted=True, l2=0.01)
+    seen = train(model_fn, settings(trained_on, tmp_path, clip_norm=0.3, average_decay=0.9))
+    before = files_of(tmp_path)
+    with RunLock(str(tmp_path)):  # of the run, which is training
+        held = files_of(tmp_path)
+        trainer = distloop.Trainer(model_fn, settings(replayed_on, tmp_path, clip_norm=0.3, average_decay=0.9))
+        result = trainer.replay(data(), step=step)
+        assert files_of(tmp_path) == held
+    assert {path for path in before if before[path] != files_of(tmp_path)[path]} <= {str(tmp_path / "run.lock")}
+    assert_close(result.weights_before, seen[step - 1])
+    assert_close(result.weights_after, seen[step])
+    batch = batch_by_hand(step)
+    assert_equal(dict(result.batch), batch)
+    assert np.array_equal(np.asarray(classification(ROWS)["x"])[result.rows], batch["x"])
+    assert result.differences == [] and result.is_finite and result.failure == ""
+
+    spec = classifier(is_weighted=True, l2=0.01)()
+    for variable in spec.model.variables:
+        variable.assign(result.weights_before[variable.path])
+    with tf.GradientTape() as tape:
+        outputs = spec.loss_fn({name: tf.constant(value) for name, value in batch.items()}, True)
+        mean = tf.reduce_sum(outputs["loss"].values * outputs["loss"].weights) / tf.reduce_sum(outputs["loss"].weights)
+        total = mean + sum(spec.model.losses)
+    gradients = tape.gradient(total, spec.model.trainable_variables)
+    assert_close(
+        result.gradients, {v.path: g.numpy() for v, g in zip(spec.model.trainable_variables, gradients, strict=True)}
+    )
+    expected = {"loss": outputs["loss"].values.numpy(), "loss/weight": batch["weight"]}
+    assert_close({name: result.values[name] for name in expected}, expected)
+    text = str(result)
+    assert f"step {step}: applied" in text and str(result.rows[np.argmax(result.values["loss"])]) in text
+
+
+BITS = [
+    ("virtual replicas", 2, 1, {"virtual_replicas": 4}, {"dropout": 0.3, "batch_norm": "plain"}),
+    ("microbatches", 2, 2, {"microbatches": 3}, {"dropout": 0.3}),
+    ("float16", 2, 2, {"precision": "mixed_float16"}, {"dropout": 0.3}),
+    ("statistics", 1, 1, {}, {"batch_norm": "plain", "dropout": 0.3}),
+    ("sharded", 2, 2, {"shard_optimizer": True, "clip_norm": 0.3}, {"dropout": 0.3}),
+]
+
+
+@pytest.mark.parametrize("name", mostly_wide([case[0] for case in BITS], "virtual replicas", "microbatches"))
+def test_weights_have_their_bits(tmp_path, name):
+    _, trained_on, replayed_on, changes, of_model = next(case for case in BITS if case[0] == name)
+    model_fn = classifier(**of_model)
+    seen = train(model_fn, settings(trained_on, tmp_path, **changes))
+    result = distloop.Trainer(model_fn, settings(replayed_on, tmp_path, **changes)).replay(data(), step=8)
+    same = [path for path in seen[7] if not path.startswith("seeds/")]  # of other replicas
+    assert_equal({p: result.weights_before[p] for p in same}, {p: seen[7][p] for p in same})
+    assert_equal({p: result.weights_after[p] for p in same}, {p: seen[8][p] for p in same})
+    assert result.differences == [] and len(result.values["loss"]) == len(result.batch["x"])
+
+
+def run_on_workers(workdir):
+    config = distloop.Config(workdir=workdir, log_every=2, checkpoint_every=5, keep_checkpoints=100, steps=STEPS)
+    distloop.Trainer(classifier(), config).fit(data())
+
+
+@pytest.mark.slow
+def test_one_process_replays_a_run_of_two_workers(tmp_path):
+    forked.run_in_workers(run_on_workers, 2, str(tmp_path))
+    result = distloop.Trainer(classifier(), settings(1, tmp_path)).replay(data(), step=10)
+    saved = load(str(tmp_path / "checkpoints" / "10")).values
+    assert_close(result.weights_after, {path: saved[f"model/{path}"].numpy() for path in result.weights_after})
+    assert result.differences == [] and len(result.rows) == SIZE
+
+
+def with_a_bad_row(row):
+    """The rows, of which one has a number that is not finite."""
+    x = np.array(classification(ROWS)["x"])
+    x[row, 0] = np.nan
+    return {"x": x}
+
+
+@pytest.mark.slow
+def test_a_step_that_float16_skipped_is_seen_as_it_was(tmp_path):
+    model_fn, changes = classifier(batch_norm="plain"), with_a_bad_row(7)
+    seen = train(model_fn, settings(2, tmp_path, precision="mixed_float16", log_every=1), data(**changes))
+    skipped = next(
+        step for step in seen if step and all(np.array_equal(seen[step][p], seen[step - 1][p]) for p in seen[0])
+    )
+    trainer = distloop.Trainer(model_fn, settings(2, tmp_path, precision="mixed_float16", log_every=1))
+    result = trainer.replay(data(**changes), step=skipped)
+    assert not result.is_finite and 7 in result.rows and result.differences == []
+    assert not np.isfinite(result.values["loss"][list(result.rows).index(7)])
+    assert_equal(result.weights_after, result.weights_before)
+    for step in (7, 10):  # the same trainer looks at other steps
+        later = trainer.replay(data(**changes), step=step)
+        assert_equal(later.weights_before, seen[step - 1])
+        assert_equal(later.weights_after, seen[step])
+
+
+@pytest.mark.slow
+def test_a_rollback_that_left_a_batch_out_is_replayed_before_it_at_it_and_after_it(tmp_path, capsys):
+    changes = with_a_bad_row(7)
+    config = settings(1, tmp_path, on_divergence="rollback")
+    seen = train(classifier(), config, data(**changes))
+    incidents = [json.loads(line) for line in (tmp_path / "incidents.jsonl").read_text().splitlines()]
+    failed = incidents[0]["step"]
+    hint = f"--replay={failed} shows the step again"
+    assert hint in incidents[0]["reason"] and hint in capsys.readouterr().out
+    trainer = distloop.Trainer(classifier(), config)
+    for step in sorted({failed + 2, STEPS} - {row["step"] for row in incidents}):
+        result = trainer.replay(data(**changes), step=step)
+        assert_equal(result.weights_after, seen[step])
+        assert result.is_finite and 7 not in result.rows and result.differences == []
+    result = trainer.replay(data(**changes), step=failed)
+    assert (
+        not result.is_finite
+        and 7 in result.rows
+        and f"Step {failed} is the first that was not finite" in result.failure
+    )
+
+
+@pytest.mark.slow
+def test_the_operation_is_named_by_a_replay_alone(tmp_path):
+    changes, config = with_a_bad_row(7), settings(1, tmp_path, checkpoint_every=1)
+    with pytest.raises(FloatingPointError, match=r"--replay=(\d+)") as error:
+        train(classifier(), config, data(**changes))
+    step = int(re.search(r"--replay=(\d+)", str(error.value))[1])
+    trainer = distloop.Trainer(classifier(), settings(1, tmp_path, checkpoint_every=1, locate_nonfinite=True))
+    result = trainer.replay(data(**changes), step=step)
+    assert "the batch itself holds such numbers, in x, first in row" in result.failure and 7 in result.rows
+
+
+@pytest.mark.slow
+def test_a_run_that_went_on_with_another_batch_size_is_replayed_after_that(tmp_path):
+    train(classifier(), settings(1, tmp_path, steps=5))
+    seen = train(classifier(), settings(1, tmp_path), data(12))
+    trainer = distloop.Trainer(classifier(), settings(1, tmp_path))
+    result = trainer.replay(data(12), step=9)
+    assert_equal(result.weights_after, seen[9])
+    assert len(result.rows) == 12
+    refused(lambda: trainer.replay(data(12), step=4), "starts from step 0", "make another Trainer")
+    trainer = distloop.Trainer(classifier(), settings(1, tmp_path))
+    other = trainer.replay(data(12), step=4)  # of the smaller batches, which it did not have
+    assert len(other.differences) == 1 and "parts from the run in the row of step 2: loss was" in other.differences[0]
+
+
+@pytest.mark.slow
+def test_a_row_that_is_not_that_of_the_run_is_named_with_what_explains_it(tmp_path):
+    train(classifier(), settings(1, tmp_path))
+    path = tmp_path / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows[7]["accuracy"] += 0.125
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    trainer = distloop.Trainer(classifier(), settings(1, tmp_path, on_nonfinite="skip"))
+    (sentence,) = trainer.replay(data(), step=9).differences
+    assert (
+        "in the row of step 8: accuracy was" in sentence
+        and "the run had on_nonfinite='raise', and this is 'skip'" in sentence
+    )
+
+
+def test_several_updates_and_a_step_of_several_looks_are_replayed(tmp_path):
+    def model_fn():
+        nets = {
+            name: keras.Sequential([keras.Input((8,)), keras.layers.Dense(4, name="d")], name=name) for name in "ab"
+        }
+
+        def loss_of(name):
+            def loss_fn(batch, training):
+                logits = nets[name](batch["x"], training=training)
+                return {"loss": keras.losses.sparse_categorical_crossentropy(batch["label"], logits, from_logits=True)}
+
+            return loss_fn
+
+        def twice(step):
+            first = step.gradients()
+            with step.moved(first):
+                return step.gradients()
+
+        updates = [
+            distloop.Update("one", loss_of("a"), keras.optimizers.SGD(0.1), "^a/"),
+            distloop.Update("two", loss_of("b"), keras.optimizers.SGD(0.2), "^b/", step_fn=twice),
+        ]
+        return distloop.ModelSpec(nets, updates=updates)
+
+    seen = train(model_fn, settings(2, tmp_path))
+    result = distloop.Trainer(model_fn, settings(2, tmp_path)).replay(data(), step=6)
+    assert_equal(result.weights_after, seen[6])
+    assert {"one/loss", "two/loss"} == set(result.values) and len(result.values["two/loss"]) == SIZE
+    moved = {path: seen[5][path] - seen[6][path] for path in seen[6]}
+    for path, gradient in result.gradients.items():
+        name, _, variable = path.partition("/")
+        np.testing.assert_allclose(moved[variable], {"one": 0.1, "two": 0.2}[name] * gradient, rtol=2e-3, atol=1e-6)
+    assert result.learning_rate == pytest.approx({"one": 0.1, "two": 0.2})
+
+
+def test_the_command_of_the_run_prints_the_step_and_ends(tmp_path, capsys):
+    train(classifier(), settings(1, tmp_path))
+    capsys.readouterr()
+    trainer = distloop.Trainer(classifier(), settings(1, tmp_path, replay=7))
+    with pytest.raises(SystemExit) as end:
+        trainer.fit(data())
+    out = capsys.readouterr().out
+    assert end.value.code == 0 and "replay: from checkpoint 5, 2 steps, about" in out and "step 7: applied" in out
+    refused(lambda: trainer.fit(data()), "fit was called after replay", "make another Trainer")
+
+
+@pytest.mark.slow
+def test_with_eager_the_step_alone_is_plain_python(tmp_path):
+    train(classifier(), settings(1, tmp_path))
+    eager = []
+
+    def model_fn():
+        return classifier(on_trace=lambda training: eager.append(tf.executing_eagerly()))()
+
+    result = distloop.Trainer(model_fn, settings(1, tmp_path, eager=True)).replay(data(), step=7)
+    assert eager.count(True) == 1 and result.values["loss"].shape == (SIZE,)
+
+
+def test_plain_datasets_and_batches_of_unknown_size_have_no_row_numbers(tmp_path):
+    def plain():
+        return tf.data.Dataset.from_tensor_slices({k: np.asarray(v) for k, v in classification(ROWS).items()}).batch(
+            SIZE
+        )
+
+    seen = train(classifier(), settings(2, tmp_path), plain())
+    result = distloop.Trainer(classifier(), settings(2, tmp_path)).replay(plain(), step=8)  # an odd batch
+    assert result.rows is None and len(result.values["loss"]) == ROWS - 3 * SIZE
+    assert_equal(result.weights_after, seen[8])
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("finished")
+    train(classifier(), settings(1, workdir))
+    return workdir
+
+
+def other_model():
+    return classifier(batch_norm="plain")()
+
+
+@pytest.mark.parametrize(
+    ("make", "step", "parts"),
+    [
+        (lambda run: (classifier(), settings(1, run)), 13, ["step 13", "has reached step 12", "a step from 1 to 12"]),
+        (lambda run: (classifier(), settings(1, run)), 0, ["step 0", "a step from 1 to 12"]),
+        (lambda run: (classifier(), settings(1, run)), 2.5, ["step 2.5"]),
+        (lambda run: (other_model, settings(1, run)), 8, ["is of another model"]),
+        (lambda run: (classifier(), settings(1, "")), 8, ["without a workdir"]),
+        (lambda run: (classifier(), settings(1, run / "none")), 8, ["none", "holds no run that has come to a step"]),
+    ],
+)
+def test_what_cannot_be_replayed_is_refused_in_a_sentence(finished, make, step, parts):
+    trainer = distloop.Trainer(*make(finished))
+    refused(lambda: trainer.replay(data(), step=step), *parts)
+
+
+def test_a_trainer_that_has_trained_and_a_run_without_a_beginning_are_refused(finished, tmp_path):
+    trainer = distloop.Trainer(classifier(), settings(1, tmp_path))
+    trainer.restore(str(finished / "checkpoints" / "5"))
+    refused(lambda: trainer.replay(data(), step=3), "on a Trainer at step 5", "make another one")
+    trainer.fit(data())
+    again = distloop.Trainer(classifier(), settings(1, tmp_path))
+    refused(lambda: again.replay(data(), step=3), "nothing to start from", "began at step 5", "keep_checkpoints")
+
+
+def test_a_damaged_checkpoint_is_passed_over(finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "run")
+    (file,) = (tmp_path / "run" / "checkpoints" / "5").glob("variables.data-*")
+    content = bytearray(file.read_bytes())
+    content[100] ^= 1
+    file.write_bytes(content)
+    result = distloop.Trainer(classifier(), settings(1, tmp_path / "run")).replay(data(), step=7)
+    expected = distloop.Trainer(classifier(), settings(1, finished)).replay(data(), step=7)
+    assert_equal(result.weights_after, expected.weights_after)
