@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import os
 import tempfile
-import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -24,6 +23,7 @@ from distloop.checkpoints.checkpoint import DamagedError
 from distloop.checkpoints.resume import RunCheckpoints
 from distloop.checkpoints.warm_start import warm_start
 from distloop.data.numbered import NumberedDataset
+from distloop.data.shards import Batch
 from distloop.data.source import Source
 from distloop.graph_functions import TRAINING_PASSES, count_flops, graph_function
 from distloop.model.saved_state import SavedState
@@ -55,6 +55,7 @@ class _Recorded:
     Attributes:
         rows: of `metrics.jsonl`, by step, from the checkpoint before the step on.
         furthest: the last step of which its rows, or what it notes of its progress, tell.
+        speed: steps a second, as of the last row; 0: unknown.
         incidents: the rows of `incidents.jsonl`.
         checkpoints: the notes of each checkpoint, by step, in ascending order.
         settings: of `config.json`.
@@ -63,6 +64,7 @@ class _Recorded:
 
     rows: dict[int, dict[str, float]]
     furthest: int
+    speed: float
     incidents: list[dict[str, Any]]
     checkpoints: dict[int, dict[str, Any]]
     settings: dict[str, Any]
@@ -127,7 +129,7 @@ def replay(state: TrainState, config: Config, source: Source, units: Units, step
     checkpoints = RunCheckpoints(state, settings)
     start = _start(run, config, checkpoints, state, step)
     progress = _Steps(state, settings, source, units, run, start)
-    progress.restore(checkpoints)
+    progress.restore()
     if (skipped := run.skipped_at(step)) is not None:
         source.skipped_batches = skipped
     say(_announcement(run, state, start, step))
@@ -150,15 +152,15 @@ class _Steps:
         self._window, self._differences = Window(), list[str]()
         self._notes = run.checkpoints.get(start, {})
 
-    def restore(self, checkpoints: RunCheckpoints) -> None:
+    def restore(self) -> None:
         """Restores the position in the data, the log window and the constants of a step."""
         state, units = self._state, self._units
         learning_rates.resolve(state.plain_optimizers.values(), units, lambda: None)
         if state.average is not None:
             state.average.begin_at(run_length.first_averaged(self._config, units), lambda: None)
-        part: Any = types.SimpleNamespace(open_boundary=None, reported={}, secs=0.0)  # of a loop with actions
-        if (window := checkpoints.attach(self._source, part, [], durations.Period())) is not None:
-            self._window = Window(window)
+        if notes := self._run.checkpoints.get(self._start):
+            self._source.restore_position(notes["input"])
+            self._window = Window(notes["window"])
 
     def take(self, until: int, say: Any) -> None:
         """Takes the steps up to one, and compares the rows on the way."""
@@ -203,8 +205,13 @@ class _Steps:
         # XLA and the host do not go together, so this step is compiled without.
         settings = dataclasses.replace(self._config, jit_compile=False)
         step = look.watch(lambda: make_step(state, settings, look=look.gradients))
-        take = lambda batch: step(batch, source.layout).applied  # noqa: E731
-        (take if self._config.eager else graph_function(take))(batch)
+
+        def look_again(batch: Batch) -> None:
+            for update in step.updates[:-1]:
+                step.advance(update, batch, source.layout)
+            step.forward(step.updates[-1], batch, source.layout, step.count_examples(batch, source.layout))
+
+        (look_again if self._config.eager else graph_function(look_again))(batch)
         failure = ""
         if row.diagnosis is not None:
             saved_state.restore(before)
@@ -306,14 +313,15 @@ def _read(directory: str, step: int) -> _Recorded:
     before = max((at for at in notes if at < step), default=0)
     rows = {int(row["step"]): records.as_metrics(row) for row in records.rows_between(path, before, step)}
     progress = records.read_json(os.path.join(directory, "progress.json"), records.as_object, instead="it is not read")
-    furthest = max(int((told or {}).get("step", 0)) for told in (records.last_row(path), progress))
+    last = records.last_row(path) or {}
+    furthest = max(int((told or {}).get("step", 0)) for told in (last, progress))
     incidents = records.read_rows_if_any(os.path.join(directory, "incidents.jsonl"), instead="it counts as empty")
     starts = records.read_rows_if_any(os.path.join(directory, "starts.jsonl"), instead="it counts as empty")
     settings = records.read_json(
         os.path.join(directory, "config.json"), records.as_object, instead="it is not compared"
     )
     began = int(starts[0]["step"]) if starts else 0
-    return _Recorded(rows, furthest, incidents, notes, settings or {}, began)
+    return _Recorded(rows, furthest, float(last.get("steps_per_sec") or 0.0), incidents, notes, settings or {}, began)
 
 
 def _require_step(run: _Recorded, config: Config, step: Any) -> None:
@@ -356,8 +364,7 @@ def _start(run: _Recorded, config: Config, checkpoints: RunCheckpoints, state: T
 
 def _announcement(run: _Recorded, state: TrainState, start: int, step: int) -> str:
     """Returns a sentence on where the replay begins, how long it takes about, and how equal it will be."""
-    speeds = [row["steps_per_sec"] for row in run.rows.values() if row.get("steps_per_sec", 0.0) > 0.0]
-    secs = f", about {(step - start) / float(np.median(speeds)):.1f} s at the run's speed" if speeds else ""
+    secs = f", about {(step - start) / run.speed:.1f} s at the run's speed" if run.speed > 0.0 else ""
     count = step - start
     replicas = run.checkpoints.get(start, {}).get("replicas", state.strategy.num_replicas_in_sync)
     same = "with the bits of the run"

@@ -172,7 +172,7 @@ class TrainStep:
         with tf.device(self._lead):
             counts: Any = None if is_over is None else ~is_over  # on each replica: whether the step counts so far
             for update in self.updates:
-                of_update = self._forward(update, batch, layout, examples)
+                of_update = self.forward(update, batch, layout, examples)
                 finite = of_update.finite
                 counts = finite if counts is None else self._strategy.run(tf.logical_and, args=(counts, finite))
                 self._settle(update, of_update, counts)
@@ -197,7 +197,7 @@ class TrainStep:
 
     def advance(self, update: ForwardBackward, batch: Batch, layout: BatchLayout) -> None:
         """Takes one update, finite or not, for a second look at a step that failed."""
-        gradients = self._forward(update, batch, layout, self.count_examples(batch, layout))
+        gradients = self.forward(update, batch, layout, self.count_examples(batch, layout))
         self._settle(update, gradients, tf.constant(True))
         self.application.apply(update, gradients.segments, gradients.scale, gradients.new_values)
 
@@ -213,7 +213,7 @@ class TrainStep:
             return workers.sum_over_workers(self._strategy, examples)
         return examples
 
-    def _forward(self, update: ForwardBackward, batch: Batch, layout: BatchLayout, examples: tf.Tensor) -> Gradients:
+    def forward(self, update: ForwardBackward, batch: Batch, layout: BatchLayout, examples: tf.Tensor) -> Gradients:
         """Computes and reduces an update's gradients and sums, on all replicas."""
         step_fn = update.update.step_fn
 
