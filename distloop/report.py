@@ -6,6 +6,8 @@
     python -m distloop.report runs --png=runs.png   # curves, with matplotlib
     python -m distloop.report runs --csv=runs.csv   # all rows, for a spreadsheet
     python -m distloop.report s3://bucket/runs      # runs in a bucket
+    python -m distloop.report --diff runs/a runs/b  # where two runs part
+    python -m distloop.report runs/a --rows 1234    # the examples of a step
     python -m distloop.report runs --prune          # removes what no run needs
     python -m distloop.report --environment         # for a bug report
 
@@ -92,7 +94,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the report; returns its exit code: 2 if there is nothing to report."""
     try:
         options = _parse(sys.argv[1:] if arguments is None else arguments)
+        if options.diff:
+            difference = import_part("replay.diff", "--diff").compare(*options.workdirs)
+            print(printable(str(difference)))
+            return 0 if difference.are_equal else 1
         runs = _load(options) if options.workdirs else []
+        if options.rows is not None or options.steps_of is not None:
+            examples = import_part("replay.examples", "--rows")  # imports TensorFlow
+            examples.print_examples(options.workdirs[0], options.rows, options.steps_of)
+            return 0
         if options.environment:
             print(import_part("audit.bug_report", "--environment").describe(runs))
             return 0
@@ -176,6 +186,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--csv", metavar="PATH", help="also write the rows of metrics.jsonl as a table, a column a name"
     )
+    parser.add_argument("--diff", action="store_true", help="compare two runs; code 1 if they part, 0 if not")
+    parser.add_argument("--rows", metavar="STEP", type=int, help="print the numbers of the examples in a step")
+    parser.add_argument("--steps-of", metavar="ROW", type=int, help="print the steps that an example was in")
     parser.add_argument("--environment", action="store_true", help="print what a bug report needs: versions, devices")
     parser.add_argument("--prune", action="store_true", help="remove what the runs do not need; lists it, and asks")
     parser.add_argument("--keep", metavar="N", type=int, default=1, help="with --prune: newest checkpoints to keep; 1")
@@ -183,6 +196,10 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if not options.workdirs and not options.environment:
         parser.error("no workdir was given: give one, or several to compare")
+    if options.diff and len(options.workdirs) != 2:
+        parser.error(f"--diff was given with {len(options.workdirs)} workdirs: give two")
+    if (options.rows is not None or options.steps_of is not None) and len(options.workdirs) != 1:
+        parser.error(f"--rows or --steps-of was given with {len(options.workdirs)} workdirs: give one")
     try:
         options.workdirs = list(map(expand, options.workdirs))
         for path in options.workdirs if options.prune else ():

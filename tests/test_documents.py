@@ -36,6 +36,8 @@ LAUNCHER = {*launch._NUMBERS, "workers", "hosts", "ray"}
 OTHERS = LAUNCHER | {
     "pretend_gpus",
     "environment",
+    "diff",
+    "rows",
     *planning.COSTS,
     "all",
     "help",

@@ -2,6 +2,8 @@
 
 import json
 import os
+import pathlib
+import re
 import subprocess
 import sys
 import textwrap
@@ -13,6 +15,7 @@ import pytest
 from tests import forked
 from tests.problems import FILES_OF_A_RUN, files_of, mostly_wide
 
+FOLDER = pathlib.Path(__file__).parent.parent / "experiments"
 # Name -> what it prints at its end, and flags that make it small.
 EXPERIMENTS = {
     "contrastive": ("of a linear probe on embedding", ["--batch_size=32"]),
@@ -58,6 +61,24 @@ def test_an_experiment_runs(name, tmp_path):
     out, rows = run_few_steps(name, 2 if name in ON_TWO else 1, tmp_path)
     assert EXPERIMENTS[name][0] in out
     assert [row["step"] for row in rows] == [3, 6]
+
+
+@pytest.mark.slow
+def test_three_commands_find_a_bad_example_as_the_page_says(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = (FOLDER / "bad_example.py").read_text()
+    commands = re.findall(r"^    python (-m .*)$", page.partition('"""\n\nfrom')[0], re.MULTILINE)
+    assert len(commands) == 5
+    clean, planted, diff, replay, steps_of = (command.split() for command in commands)
+    run(*clean)
+    run(*planted)
+    result = forked.run(diff, env=os.environ, timeout=120)
+    assert result.returncode == 1 and "bad_row: - and 814" in result.stdout
+    assert "the first row that differs is of step 21:" in result.stdout
+    assert result.stdout.splitlines()[-1].strip() == f"python {' '.join(replay)}"
+    table = run(*replay).partition("loss\n")[2].splitlines()
+    assert table[0].split()[1] == "814" and float(table[0].split()[2]) > 5 * float(table[1].split()[2])
+    assert "21" in run(*steps_of).split()
 
 
 @pytest.mark.wide

@@ -172,7 +172,8 @@ def write(config: Config, workdir: str) -> None:
         return
     try:
         os.makedirs(workdir, exist_ok=True)
-        flags_txt = "".join(line + "\n" for line in _flag_lines(config))
+        lines = [f"# {_program()}"] if flags.FLAGS.is_parsed() else []
+        flags_txt = "".join(line + "\n" for line in [*lines, *_flag_lines(config)])
         for name, text in {"config.json": as_json(config), "flags.txt": flags_txt}.items():
             with replacing(os.path.join(workdir, name)) as temporary, open(temporary, "w", encoding="utf-8") as file:
                 file.write(text)
@@ -181,6 +182,13 @@ def write(config: Config, workdir: str) -> None:
             f"workdir={workdir!r} cannot be written ({error.strerror}): give a directory that you may write to, or "
             "leave workdir empty to write nothing."
         ) from error
+
+
+def _program() -> str:
+    """Returns the command of this process without its flags."""
+    name = getattr(getattr(sys.modules["__main__"], "__spec__", None), "name", "")
+    words = ["python", *(["-m", name.removesuffix(".__main__")] if name else sys.argv[:1])]
+    return without_credentials(" ".join([*words, *(word for word in sys.argv[1:] if not word.startswith("-"))]))
 
 
 def as_json(config: Config) -> str:

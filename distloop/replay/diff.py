@@ -1,0 +1,227 @@
+"""Compares two runs: their settings, their rows, and the checkpoints that both have; without TensorFlow at first.
+
+    difference = compare("runs/a", "runs/b")
+    print(difference)
+    difference.are_equal        # to the bit, as far as both have come
+
+TensorFlow is imported where two checkpoints differ, to name the first variable that does.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from distloop.monitoring import records
+from distloop.monitoring.directory import fetch_reports, local_copy
+from distloop.monitoring.records import OF_THE_MACHINE, show_number
+from distloop.urls import is_url
+
+_PLACES = ("workdir", "config", "resume", "replay")  # settings that say nothing about numbers
+_POSITION = ("batches", "examples", "skipped", "state")  # how far a run is in its data; the rest says which data it is
+_TIMES = frozenset({*OF_THE_MACHINE, "time"})
+
+
+@dataclasses.dataclass
+class Difference:
+    """What two runs do not have in common.
+
+    Attributes:
+        settings: name -> the values of both, of settings, flags, program, versions and data.
+        num_rows: rows that both have.
+        step: the first step whose row differs; None: no row does.
+        numbers: name -> the values of both in that row, of those that differ.
+        num_checkpoints: steps of which both have a checkpoint.
+        checkpoint: the first of these steps whose checkpoints differ; None: none does.
+        variable: the first variable there that differs, in the order of the model, and by how much at most.
+        commands: replay the step that differs first, in each run.
+    """
+
+    settings: dict[str, tuple[Any, Any]]
+    num_rows: int = 0
+    step: int | None = None
+    numbers: dict[str, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
+    num_checkpoints: int = 0
+    checkpoint: int | None = None
+    variable: tuple[str, float] | None = None
+    commands: Sequence[str] = ()
+
+    @property
+    def are_equal(self) -> bool:
+        """Whether no row and no checkpoint differs."""
+        return self.step is None and self.checkpoint is None
+
+    def __str__(self) -> str:
+        settings = {name: ["-" if v is None else repr(v) for v in pair] for name, pair in self.settings.items()}
+        lines = [f"{name}: {' and '.join(pair)}" for name, pair in settings.items()]
+        lines = ["What differs besides numbers:", *(f"  {line}" for line in lines), ""] if lines else []
+        counts = f"{self.num_rows} rows and {self.num_checkpoints} checkpoints that both have"
+        if self.are_equal:
+            return "\n".join([*lines, f"The runs are equal, to the bit, in {counts}."])
+        lines.append(f"The runs part, among {counts}:")
+        if self.step is not None:
+            lines.append(f"  the first row that differs is of step {self.step}:")
+            lines += [f"    {name}: {_shown(a)} and {_shown(b)}{_apart(a, b)}" for name, (a, b) in self.numbers.items()]
+        if self.checkpoint is not None:
+            lines.append(f"  the first checkpoint that differs is of step {self.checkpoint}:")
+            name, largest = self.variable or ("the random streams or counts", 0.0)
+            lines.append(f"    {name}, by {show_number(largest)} at most")
+        return "\n".join([*lines, "", "To look at that step in either run:", *(f"  {c}" for c in self.commands)])
+
+
+def compare(first: str, second: str) -> Difference:
+    """Compares two runs as far as both have come.
+
+    Args:
+        first: the workdir of a run, or a URL.
+        second: that of another.
+
+    Raises:
+        ValueError: if one holds no run, or they have no row and no checkpoint of the same step.
+    """
+    with tempfile.TemporaryDirectory(prefix="distloop_") as root:
+        paths = [fetch_reports(path, os.path.join(root, str(i))) for i, path in enumerate((first, second))]
+        for path, given in zip(paths, (first, second), strict=True):
+            if not os.path.isfile(os.path.join(path, "metrics.jsonl")):
+                raise ValueError(
+                    f"{given!r} holds no metrics.jsonl: give the workdir of one run that has begun to train."
+                )
+        manifests = [manifests_of(path) for path in paths]
+        found = Difference(_settings(paths, manifests))
+        _compare_rows(paths, found)
+        _compare_checkpoints((first, second), manifests, found)
+    if not found.num_rows and not found.num_checkpoints:
+        raise ValueError(f"{first!r} and {second!r} have no row and no checkpoint of the same step to compare.")
+    steps = [step for step in (found.step, found.checkpoint) if step is not None]
+    found.commands = [_command(path, min(steps)) for path in (first, second)] if steps else ()
+    return found
+
+
+def _settings(paths: Sequence[str], manifests: Sequence[Mapping[int, Any]]) -> dict[str, tuple[Any, Any]]:
+    """Returns what differs of settings, flags, the program, and of versions and data as the newest checkpoints say."""
+    facts: list[dict[str, Any]] = []
+    for path, of_run in zip(paths, manifests, strict=True):
+        read = records.read_json(os.path.join(path, "config.json"), records.as_object, instead="it counts as empty")
+        known = {name: value for name, value in (read or {}).items() if name not in _PLACES}
+        known |= {"program": program} if (program := program_of(path)) else {}
+        notes = of_run[max(of_run)]["notes"] if of_run else {}
+        known |= {f"version of {name}": value for name, value in notes.get("versions", {}).items()}
+        known |= {"replicas": notes["replicas"]} if "replicas" in notes else {}
+        data = {name: value for name, value in notes.get("input", {}).items() if name not in _POSITION}
+        facts.append(known | {f"data's {name}": value for name, value in data.items()})
+    names = dict.fromkeys([*facts[0], *facts[1]])
+    pairs = {name: (facts[0].get(name), facts[1].get(name)) for name in names}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _compare_rows(paths: Sequence[str], found: Difference) -> None:
+    """Finds the first row that differs; reads both files side by side, and takes apart only lines that differ."""
+    with contextlib.ExitStack() as stack:
+        rows = [_rows(stack.enter_context(open(os.path.join(path, "metrics.jsonl"), "rb"))) for path in paths]
+        a, b = next(rows[0], None), next(rows[1], None)
+        while a is not None and b is not None:
+            if a[0] != b[0]:
+                if a[0] < b[0]:
+                    a = next(rows[0], None)
+                else:
+                    b = next(rows[1], None)
+                continue
+            found.num_rows += 1
+            if found.step is None and (numbers := _different(a[1], b[1])):
+                found.step, found.numbers = a[0], numbers
+                return
+            a, b = next(rows[0], None), next(rows[1], None)
+
+
+def _rows(lines: Any) -> Iterator[tuple[int, list[bytes]]]:
+    """Yields the step of each whole row of a file, and its entries as texts."""
+    for line in lines:
+        if line.endswith(b"}\n"):
+            entries = line[1:-2].split(b", ")
+            yield int(entries[0].partition(b":")[2]), entries
+
+
+def _different(a: list[bytes], b: list[bytes]) -> dict[str, tuple[Any, Any]]:
+    """Returns the numbers that differ in two rows, but for times and what belongs to the machine."""
+    entries = [x for x, y in zip(a, b, strict=True) if x != y] if len(a) == len(b) else [*a, *b]
+    changed = {name for entry in entries if not _is_time(name := entry.partition(b":")[0])}
+    if not changed:
+        return {}
+    both = [json.loads(b"{" + b", ".join(row) + b"}") for row in (a, b)]
+    names = [json.loads(name) for name in changed]
+    pairs = {name: (both[0][name], both[1][name]) for name in both[0] if name in names and name in both[1]}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+@functools.cache
+def _is_time(name: bytes) -> bool:
+    return name.decode().strip('"').rpartition("/")[2] in _TIMES
+
+
+def manifests_of(path: str) -> dict[int, Any]:
+    """Returns the manifest of each checkpoint by step."""
+    folder, found = os.path.join(path, "checkpoints"), {}
+    for name in os.listdir(folder) if os.path.isdir(folder) else ():
+        file = os.path.join(folder, name, "manifest.json")
+        if name.isdecimal() and (read := records.read_json(file, records.as_object, instead="it is left out")):
+            found[int(name)] = read
+    return found
+
+
+def _compare_checkpoints(paths: Sequence[str], manifests: Sequence[Mapping[int, Any]], found: Difference) -> None:
+    """Finds the first checkpoint of which the runs have others, and the first variable in it."""
+    for step in sorted({*manifests[0]} & {*manifests[1]}):
+        found.num_checkpoints += 1
+        if manifests[0][step].get("index") != manifests[1][step].get("index"):
+            if different := _first_variable([f"{path.rstrip('/')}/checkpoints/{step}" for path in paths]):
+                found.checkpoint, found.variable = step, different
+                return
+
+
+def _first_variable(paths: Sequence[str]) -> tuple[str, float] | None:
+    """Returns the first variable of two checkpoints that differs, and by how much; None: no value does."""
+    import numpy as np
+
+    from distloop.checkpoints.checkpoint import load  # imports TensorFlow
+
+    with contextlib.ExitStack() as stack:
+        values = [load(stack.enter_context(local_copy(path))).values for path in paths]
+    names = [*(name for name in values[0] if name.startswith("model/")), *values[0]]
+    names = [name for name in names if not name.startswith("metrics/")]  # Keras's, which depend on the replicas
+    for name in names:
+        a, b = (np.asarray(v[name].numpy() if name in v else b"") for v in values)
+        if a.tobytes() != b.tobytes():
+            is_number = a.dtype.kind in "fiu" and a.shape == b.shape
+            apart = np.abs(a.astype(np.float64) - b.astype(np.float64)) if is_number else np.zeros(1)
+            return name, float(np.max(apart, initial=0.0))
+    return None
+
+
+def program_of(path: str) -> str:
+    """Returns the command of a run without its flags, as `flags.txt` begins; empty: it does not say."""
+    with (
+        contextlib.suppress(OSError, UnicodeDecodeError),
+        open(os.path.join(path, "flags.txt"), encoding="utf-8") as file,
+    ):
+        line = file.readline().strip()
+        return line.removeprefix("# ") if line.startswith("# ") else ""
+    return ""
+
+
+def _command(workdir: str, step: int) -> str:
+    """Returns the command that replays a step of a run."""
+    program = "" if is_url(workdir) else program_of(workdir)
+    flagfile = f" --flagfile={workdir.rstrip('/')}/flags.txt" if program else ""
+    return f"{program or 'the command of the run, with'}{flagfile} --workdir={workdir} --replay={step}"
+
+
+def _shown(value: Any) -> str:
+    return "nan" if value is None else repr(value)
+
+
+def _apart(a: Any, b: Any) -> str:
+    return f" ({show_number(b - a)} apart)" if isinstance(a, float | int) and isinstance(b, float | int) else ""

@@ -1,0 +1,135 @@
+"""Which examples were in a step of a run, and in which steps an example was, of data by number; reads no data.
+
+    rows_of_step("runs/digits", 1_234)      # array([814, 33, ...])
+    steps_of_row("runs/digits", 814)        # [7, 19, 31, ...]
+
+The order of the examples is a function of what each checkpoint notes of the data.
+"""
+
+import dataclasses
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from distloop.data.order import Order
+from distloop.monitoring import records
+from distloop.monitoring.directory import fetch_reports
+from distloop.replay.diff import manifests_of
+
+
+class _Stretch(NamedTuple):
+    """Steps of a run on batches of one kind, before a checkpoint or after the last one.
+
+    Attributes:
+        first, last: its steps.
+        batches: the numbers of their batches, one a step.
+        order: of the examples.
+        is_one_epoch: whether every epoch is the first.
+    """
+
+    first: int
+    last: int
+    batches: range | list[int]
+    order: Order
+    is_one_epoch: bool
+
+    def examples(self, batch: int) -> np.ndarray:
+        """Returns the numbers of the examples of a batch."""
+        number = batch % self.order.batches_per_epoch if self.is_one_epoch else batch
+        rows: np.ndarray = self.order.rows(tf.constant(number, tf.int64))[0].numpy()
+        return rows
+
+
+def print_examples(workdir: str, step: int | None, row: int | None) -> None:
+    """Prints the numbers of the examples in a step, and the steps that an example was in, as far as they are given."""
+    if step is not None:
+        print(*rows_of_step(workdir, step))
+    if row is not None:
+        print(*steps_of_row(workdir, row))
+
+
+def rows_of_step(workdir: str, step: int) -> np.ndarray:
+    """Returns the numbers of the examples in a step of a run, `[B]`.
+
+    Args:
+        workdir: of the run, or a URL.
+        step: its number, from 1.
+
+    Raises:
+        ValueError: if the run has no such step, or its data is not by number.
+    """
+    stretches = list(_stretches(workdir))
+    for stretch in stretches:
+        if stretch.first <= step <= stretch.last:
+            return stretch.examples(stretch.batches[step - stretch.first])
+    reached = stretches[-1].last
+    raise ValueError(
+        f"--rows={step} was given, and the run in {workdir!r} has steps from 1 to {reached}: give one of them."
+    )
+
+
+def steps_of_row(workdir: str, row: int) -> list[int]:
+    """Returns the steps of a run that an example was in; the arguments and errors are those of `rows_of_step`."""
+    steps = []
+    for stretch in _stretches(workdir):
+        order = stretch.order
+        if not 0 <= row < order.num_rows:
+            raise ValueError(
+                f"--steps-of={row} was given, and the data of the run in {workdir!r} has {order.num_rows} rows: give a "
+                f"number from 0 to {order.num_rows - 1}."
+            )
+        places = {batch: step for step, batch in enumerate(stretch.batches, stretch.first)}
+        for epoch in sorted({batch // order.batches_per_epoch for batch in places}):
+            first = epoch * order.batches_per_epoch
+            whole = dataclasses.replace(order, batch_size=order.num_rows, limit=0)
+            of_epoch = whole.rows(tf.constant(0 if stretch.is_one_epoch else epoch, tf.int64))[0].numpy()
+            batch = first + int(np.flatnonzero(of_epoch == row)[0]) // order.batch_size
+            if batch < first + order.batches_per_epoch and batch in places:
+                steps.append(places[batch])
+    return steps
+
+
+def _stretches(workdir: str) -> Iterator[_Stretch]:
+    """Yields the stretches of a run, in order."""
+    with tempfile.TemporaryDirectory(prefix="distloop_") as root:
+        path = fetch_reports(workdir, root)
+        notes = {step: manifest["notes"] for step, manifest in sorted(manifests_of(path).items()) if step}
+        last = records.last_row(os.path.join(path, "metrics.jsonl")) or {}
+        settings = records.read_json(os.path.join(path, "config.json"), records.as_object, instead="it counts as empty")
+    if not notes:
+        raise ValueError(f"The run in {workdir!r} has no checkpoint, which would tell of its data: let it save one.")
+    before, newest = 0, max(notes)
+    is_one_epoch = bool((settings or {}).get("overfit_batches"))
+    for step in notes:
+        taken, skipped = notes[step]["input"]["batches"], set(notes[step]["input"]["skipped"])
+        batches: range | list[int] = range(taken - (step - before), taken)
+        if not skipped.isdisjoint(range(taken)):
+            batches = [batch for batch in range(taken) if batch not in skipped][before - step :]
+        yield _Stretch(before + 1, step, batches, _order(workdir, notes[step]["input"]), is_one_epoch)
+        before = step
+    if (furthest := int(last.get("step", 0))) > newest:
+        taken, skipped = notes[newest]["input"]["batches"], set(notes[newest]["input"]["skipped"])
+        count = furthest - newest
+        rest = [batch for batch in range(taken, taken + count + len(skipped)) if batch not in skipped][:count]
+        yield _Stretch(newest + 1, furthest, rest, _order(workdir, notes[newest]["input"]), is_one_epoch)
+
+
+def _order(workdir: str, position: Mapping[str, Any]) -> Order:
+    """Returns the order of the examples, from what a checkpoint notes of the data."""
+    if "order" not in position or "mixture" in position or "lengths" in position or "batch_size" not in position:
+        kind = next((name for name in ("mixture", "lengths") if name in position), "a dataset without numbers")
+        raise ValueError(
+            f"The data of the run in {workdir!r} is {kind}, of which a checkpoint does not tell the order: replay the "
+            "step with --replay, which reads it."
+        )
+    return Order(
+        num_rows=position["num_rows"],
+        batch_size=position["batch_size"],
+        seed=position.get("seed", 0),
+        is_shuffled=bool(position["order"]),
+        limit=position["batches_per_epoch"],
+    )

@@ -1,0 +1,116 @@
+"""Two runs compared: what differs besides numbers, the first row, the first checkpoint and variable; equal runs are."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+import distloop
+from distloop import report
+from distloop.replay.diff import compare
+from tests.problems import classification, classifier, on
+
+
+def train(workdir, *, steps=6, optimizer=None, actions=(), **settings):
+    config = on(1, workdir=str(workdir), log_every=1, checkpoint_every=2, keep_checkpoints=9, steps=steps, **settings)
+    data = distloop.make_dataset(classification(61), 16, shuffle=True, seed=3)
+    distloop.Trainer(classifier(dropout=0.3), config).fit(data, actions=actions)
+    return str(workdir)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    root = tmp_path_factory.mktemp("runs")
+    changed = train(root / "changed", steps=2)
+    config = on(1, workdir=changed, log_every=1, checkpoint_every=2, keep_checkpoints=9, steps=6)
+
+    def nudge(report):
+        if report.step == 3:
+            kernel = report.state.model.layers[0].kernel
+            kernel.assign_add([[2.0**-10] * 16] * 8)
+
+    nudge.every = 1
+    data = distloop.make_dataset(classification(61), 16, shuffle=True, seed=3)
+    distloop.Trainer(classifier(dropout=0.3), config).fit(data, actions=[nudge])
+    return {
+        "whole": train(root / "whole"),
+        "stopped": train(root / "stopped", steps=4),
+        "other seed": train(root / "other", seed=1),
+        "changed": changed,
+    }
+
+
+def test_a_run_that_was_stopped_is_equal_as_far_as_it_came(runs, capsys):
+    assert report.main(["--diff", runs["whole"], runs["stopped"]]) == 0
+    out = capsys.readouterr().out
+    assert "The runs are equal, to the bit, in 4 rows and 2 checkpoints that both have." in out
+    assert "steps: 6 and 4" in out
+
+
+def test_other_settings_the_first_row_and_the_command_are_named(runs, capsys):
+    assert report.main(["--diff", runs["whole"], runs["other seed"]]) == 1
+    out = capsys.readouterr().out
+    assert "seed: 0 and 1" in out and "the first row that differs is of step 1:" in out
+    assert "the first checkpoint that differs is of step 2:\n    model/net/hidden/kernel, by" in out
+    for line, run in zip(out.rstrip().splitlines()[-2:], (runs["whole"], runs["other seed"]), strict=True):
+        assert line.endswith(f" --flagfile={run}/flags.txt --workdir={run} --replay=1")
+
+
+def test_the_first_row_and_the_first_variable_are_those_after_a_change(runs):
+    found = compare(runs["whole"], runs["changed"])
+    assert found.settings == {} and not found.are_equal
+    assert found.step == 4 and "loss" in found.numbers and found.numbers["loss"][0] != found.numbers["loss"][1]
+    assert found.checkpoint == 4 and found.variable[0] == "model/net/hidden/kernel" and 0 < found.variable[1] < 2.0**-8
+
+
+def test_times_and_rows_of_other_steps_are_not_compared_and_an_incomplete_row_is_left_out(tmp_path):
+    for name, rows in (
+        ("a", [{"step": 2, "time": 1.0, "loss": 0.5, "steps_per_sec": 3.0}, {"step": 4, "time": 2.0, "loss": 0.25}]),
+        (
+            "b",
+            [
+                {"step": 1, "loss": 9.0},
+                {"step": 2, "time": 7.0, "loss": 0.5, "goodput": 1.0},
+                {"step": 4, "loss": 0.125},
+            ],
+        ),
+    ):
+        (tmp_path / name).mkdir()
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / name / "metrics.jsonl").write_text(text if name == "a" else text + '{"step": 5, "lo')
+    found = compare(str(tmp_path / "a"), str(tmp_path / "b"))
+    assert found.step == 4 and found.numbers == {"loss": (0.25, 0.125)} and found.num_rows == 2
+    assert "loss: 0.25 and 0.125 (-0.125 apart)" in str(found)
+
+
+def test_a_million_rows_take_seconds_and_no_tensorflow(tmp_path):
+    numbers = {name: 1.0 / (i + 3) for i, name in enumerate("loss accuracy gradient_norm learning_rate".split())}
+    for name, slow in (("a", 1.0), ("b", 2.0)):
+        (tmp_path / name).mkdir()
+        with open(tmp_path / name / "metrics.jsonl", "w") as file:
+            for step in range(1, 20_001):
+                end = 1.0 if (name, step) == ("b", 19_999) else 0.0
+                file.write(
+                    json.dumps({"step": step, "time": slow * step, **numbers, "steps_per_sec": slow, "test/x": end})
+                    + "\n"
+                )
+    program = "import sys, distloop.report as r; c = r.main(sys.argv[1:]); print(c, 'tensorflow' in sys.modules)"
+    began = time.monotonic()
+    command = [sys.executable, "-c", program, "--diff", str(tmp_path / "a"), str(tmp_path / "b")]
+    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "is of step 19999:" in out and "test/x: 0.0 and 1.0" in out and out.endswith("1 False\n")
+    assert time.monotonic() - began < 20  # a fiftieth of a million
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda runs, path: [runs["whole"]], "--diff was given with 1 workdirs: give two"),
+        (lambda runs, path: [runs["whole"], str(path)], "holds no metrics.jsonl"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_in_a_sentence(runs, tmp_path, capsys, make, words):
+    assert report.main(["--diff", *make(runs, tmp_path)]) == 2
+    assert words in capsys.readouterr().err
