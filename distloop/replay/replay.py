@@ -22,6 +22,7 @@ from distloop.assembly import make_step
 from distloop.checkpoints.checkpoint import DamagedError
 from distloop.checkpoints.resume import RunCheckpoints
 from distloop.checkpoints.warm_start import warm_start
+from distloop.data.iterators import read_again
 from distloop.data.numbered import NumberedDataset
 from distloop.data.shards import Batch
 from distloop.data.source import Source
@@ -166,6 +167,7 @@ class _Steps:
         """Takes the steps up to one, and compares the rows on the way."""
         console = notebook.make_console(until, self._at, may_draw=self._config.console == "auto")
         with contextlib.closing(console):
+            read_again(self._source.behind, self._state.strategy, None, say, console.show_progress)
             if self._at < until:
                 console.show_progress(self._at, "tracing the train step ...")
                 self._loop.trace(self._source, self._executor)
