@@ -294,11 +294,12 @@ def test_plain_datasets_and_batches_of_unknown_size_have_no_row_numbers(tmp_path
 
 
 @pytest.mark.slow
-def test_a_run_at_a_url_and_one_from_other_weights_are_replayed(finished, tmp_path):
+def test_a_run_at_a_url_and_one_from_other_weights_are_replayed(finished, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     seen = train(classifier(), settings(1, "memory://replayed/run"))
     result = distloop.Trainer(classifier(), settings(1, "memory://replayed/run")).replay(data(), step=8)
     assert_equal(result.weights_after, seen[8])
-    config = settings(1, tmp_path, init_from=str(finished / "checkpoints" / "10"))
+    config = settings(1, tmp_path / "run", init_from=str(finished / "checkpoints" / "10"))
     seen = train(classifier(), config)
     result = distloop.Trainer(classifier(), config).replay(data(), step=3)
     assert_equal(result.weights_after, seen[3])
