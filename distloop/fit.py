@@ -32,7 +32,7 @@ from distloop.data.source import Source
 from distloop.distributed import workers
 from distloop.distributed.preemption import EXIT_CODE, Interrupted, StopRequests
 from distloop.distributed.strategies import has_gpus
-from distloop.errors import cannot_be_written
+from distloop.errors import NotWholeError, cannot_be_written, first_line
 from distloop.graph_functions import TRAINING_PASSES, count_flops
 from distloop.log import log
 from distloop.model.state import TrainState
@@ -91,7 +91,7 @@ class Fit:
         self._window: Mapping[str, Any] | None = None  # the open log window of the checkpoint
         self._secs_before: Mapping[str, float] = {}  # of the clock, before a rollback
         self._stop_requests: StopRequests | None = None
-        self._has_finished = False
+        self._has_finished = self._is_training = False
         self._recorder = Recorder()
         self._say = speaker(self._is_chief, self.config.console)
         workdir, verify = self.config.local_workdir, self.checkpoints.lock.verify
@@ -128,7 +128,8 @@ class Fit:
         are_used = self._is_chief and not self.config.fast_dev_run
         writers, workdir = self.writers if are_used else (), self.config.local_workdir
         self._deliveries = Deliveries(writers, workdir, self.checkpoints.run, self._left_files)
-        return self._deliveries.open(self._step, flags.run_settings(self.config), is_over=self.is_over)
+        shown = self._step - (self._loop.open_boundary is not None)  # the row of an open boundary is yet to come
+        return self._deliveries.open(shown, flags.run_settings(self.config), is_over=self.is_over)
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
@@ -152,9 +153,12 @@ class Fit:
                     say(f"{interrupted}{saved}. Run the same {'cell' if stays else 'command'} to resume.")
                 if not stays:
                     raise SystemExit(EXIT_CODE) from None
-            except Exception:
-                if has_workdir and self._loop.open_boundary is not None:  # an evaluation failed
-                    self.checkpoints.save_and_wait()
+            except (Diverged, NotWholeError):
+                self._say(f"Nothing is saved after step {self._step}, which failed: the last checkpoint stays.")
+                raise
+            except (Exception, KeyboardInterrupt) as error:
+                if has_workdir and self._is_training and self._step > self._began:
+                    _save_after(self, error)
                 raise
 
     def result(self) -> History:
@@ -172,7 +176,7 @@ class Fit:
             why = run_length.why_over(self.units, self._step, self._loop.secs, self._stop_reason)
             self._say(f"{why} or use another workdir." if self.config.workdir else f"{why} to go on.")
             return self._finish()
-        self._announce()
+        _announce(self)
         self._prepare()
         with started([*self._notes, *self.actions], self._report, is_chief=self._is_chief):
             while True:
@@ -213,7 +217,9 @@ class Fit:
             )
             read_again(self.source.behind, self.state.strategy, host.stop_requests, host.say, host.show_progress)
             self._loop.require_metrics = functools.partial(require_metrics, self.actions, self.evaluations)
+            self._is_training = True
             self._loop.train(self.source, self.units.run.last_step, actions, host, window=self._window)
+            self._is_training = False
             with self.clock.phase("saving"):
                 self.checkpoints.wait()
         if console is not None:
@@ -238,16 +244,6 @@ class Fit:
         if (histograms := self._loop.histograms) is not None:
             histograms.every = self._plan.period(self.config.histograms_every).steps or self.config.histograms_every
             histograms.begin(self._step, is_restored=self._window is not None)
-
-    def _announce(self) -> None:
-        """Writes `config.json` and `flags.txt`, and prints devices, parameters, batch and workdir."""
-        if self._is_chief:
-            flags.write(self.config, self.config.local_workdir)
-        lines = overview.console_lines(self.state, self.config, self.source)
-        if self._is_chief and self.config.console != "quiet":
-            notebook.announce(lines, may_draw=self.config.console == "auto")
-        if workers.num_workers(self.state.strategy) > 1 and self.config.console != "quiet":
-            say(overview.describe_shard(self.source, self.state.strategy))  # each worker prints what it reads
 
     def _prepare(self) -> None:
         """Makes sure of a checkpoint to go back to, and looks at the forward pass to choose how operations run."""
@@ -306,6 +302,30 @@ class Fit:
     @functools.cached_property
     def _is_chief(self) -> bool:
         return workers.is_chief(self.state.strategy)
+
+
+def _save_after(fit: Fit, error: BaseException) -> None:
+    """Saves the last whole step of a run that an error ends, or says why not."""
+    name = type(error).__name__
+    if workers.num_workers(fit.state.strategy) > 1:
+        fit._say(f"{name}: not saved, as the other workers are not at this point; the last checkpoint stays.")
+        return
+    try:
+        fit.checkpoints.save_and_wait()
+        say(f"{name} at step {fit._step}, checkpoint saved: the same command goes on from there.")
+    except Exception as failure:  # the first error is the one to be seen
+        say(f"{name} at step {fit._step}, which could not be saved ({first_line(failure)}).")
+
+
+def _announce(fit: Fit) -> None:
+    """Writes `config.json` and `flags.txt`, and prints devices, parameters, batch and workdir."""
+    if fit._is_chief:
+        flags.write(fit.config, fit.config.local_workdir)
+    lines = overview.console_lines(fit.state, fit.config, fit.source)
+    if fit._is_chief and fit.config.console != "quiet":
+        notebook.announce(lines, may_draw=fit.config.console == "auto")
+    if workers.num_workers(fit.state.strategy) > 1 and fit.config.console != "quiet":
+        say(overview.describe_shard(fit.source, fit.state.strategy))  # each worker prints what it reads
 
 
 def _open_files(fit: Fit, workdir: str, evals: Sequence[str]) -> list[Any]:

@@ -151,3 +151,15 @@ def test_a_step_stays_on_its_gpus_but_for_what_is_known(feature, gpus):
     assert [line for line in found if not any(re.fullmatch(known, line) for known in KNOWN)] == []
     for graph in others:
         assert not graph.on_host
+
+
+# Cases that show all of KNOWN together.
+SHOWING = [(feature, 1) for feature in ("plain", "dropout", "table", "float16", "microbatches", "histograms", "locate")]
+SHOWING += [("keras metrics", 2)]
+
+
+@pytest.mark.wide
+@pytest.mark.slow
+def test_each_known_exception_still_occurs():
+    found = [line for case in SHOWING for line in violations(graphs_of(*case)[0])]
+    assert [known for known in KNOWN if not any(re.fullmatch(known, line) for line in found)] == []

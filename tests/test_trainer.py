@@ -142,7 +142,8 @@ def test_reports_hold_the_standard_names():
     found = trainer.fit(batches(), steps=4, evals={"test": batches()})
     names = "loss accuracy regularization learning_rate gradient_norm clipped_share skipped_steps"
     names += " weight_norm steps_per_sec examples_per_sec input_wait host_share examples_seen epochs_seen"
-    names += " step_secs_p50 step_secs_p90 step_secs_p99 replica_imbalance host_memory_gb model_flops_per_sec"
+    names += " step_secs_p50 step_secs_p90 step_secs_p99 replica_imbalance host_memory_gb cpu_utilization"
+    names += " model_flops_per_sec"
     assert (
         set(names.split()) | {"test/loss", "test/accuracy", "test/regularization"} >= set(found) >= set(names.split())
     )

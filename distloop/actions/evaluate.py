@@ -114,7 +114,6 @@ class Evaluate(Action):
         self.has_values_of_step = has_values_of_step
         self._check = check
         self.stop_requests: StopRequests | None = None
-        self.has_failed = False  # with an error, when all that was to be trained before it is trained
         self._evaluate = evaluate
         self.rows: list[dict[str, float]] = []  # `step`, and one metric: the best and the last value of each
 
@@ -134,11 +133,7 @@ class Evaluate(Action):
         Raises:
             Interrupted: on every worker, if one is asked to stop before the end.
         """
-        try:
-            numbers = self._evaluate(self.stop_requests)
-        except Exception:
-            self.has_failed = True
-            raise
+        numbers = self._evaluate(self.stop_requests)
         metrics = {f"{self.name}/{key}": value for key, value in numbers.items()}
         rows = [*self.rows, *({"step": report.step, name: float(value)} for name, value in metrics.items())]
         self.rows = [row for name in metrics for row in _best_and_last([row for row in rows if name in row], name)]

@@ -55,7 +55,7 @@ def test_rows_tell_what_was_read_over_stops_and_going_on(tmp_path):
 
 
 def fall(report):
-    raise InterruptedError
+    raise SystemExit
 
 
 fall.every = 14
@@ -89,7 +89,7 @@ def test_a_run_that_fell_has_done_some_steps_twice_and_each_second_is_accounted_
         config = on(1, workdir=str(tmp_path), checkpoint_every=10, log_every=2)
         trainer = distloop.Trainer(classifier(), config)
         if actions:
-            with pytest.raises(InterruptedError):
+            with pytest.raises(SystemExit):
                 trainer.fit(data, steps=20, actions=actions)
         else:
             trainer.fit(data, steps=20)
