@@ -230,7 +230,7 @@ class Trainer:
         """Restores a checkpoint: weights, optimizer, averages, counters, and the data position for the next `fit`.
 
         Args:
-            path: a checkpoint, a workdir (its newest), an `.npz` file of `export`, or "best"; None: this workdir.
+            path: a checkpoint, a workdir (its newest), an `.npz` or `.safetensors` file, or "best"; None: this workdir.
 
         Raises:
             ValueError: if there is none, it is damaged, or it belongs to another model or optimizer.
@@ -350,8 +350,8 @@ class Trainer:
     def export(self, path: str, *, keep_dtypes: bool = False) -> None:
         """Writes the model for use without distloop, with the averaged weights if there are any.
 
-        `.keras`: layers and weights, no optimizer; `.npz`: the trained weights; `.tflite`: one quantized file; else a
-        SavedModel: a signature for each `predict_fn`, the first as `serving_default`, too, of entries by name.
+        `.keras`: layers and weights, no optimizer; `.npz`, `.safetensors`: the trained weights; `.tflite`: quantized;
+        `.onnx`; else a SavedModel: a signature for each `predict_fn`, the first as `serving_default`, of named entries.
 
         Args:
             path: a file if it has one of these suffixes, else a directory; replaces an older one when complete.

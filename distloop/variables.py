@@ -18,6 +18,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+WEIGHT_FILES = (".npz", ".safetensors")  # suffixes of files with variables by portable names
 _IS_LEFT_OUT = "_distloop_is_left_out"  # an attribute of the variables that no update of a run trains
 _UNNAMED = re.compile(r"(.*/|)variable(?:_(\d+))?")  # scope and number of a variable to which Keras gave a name
 

@@ -267,7 +267,7 @@ def fetched(path: str, *, best: bool = False) -> Iterator[str]:
         if not folder:
             raise RemoteError("it names no directory", is_final=True)
         copied = local_path(root, name)
-        if path.endswith((".npz", ".keras", ".weights.h5")):
+        if path.endswith((".npz", ".safetensors", ".keras", ".weights.h5")):
             fetch_files(RemoteDirectory(folder), {name: 0}, root)
             yield copied
             return

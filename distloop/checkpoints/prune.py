@@ -16,6 +16,7 @@ from typing import NamedTuple
 from distloop import atomic_files
 from distloop.checkpoints import memory_copies, store
 from distloop.checkpoints.checkpoint import read_manifest
+from distloop.variables import WEIGHT_FILES
 
 
 class Superfluous(NamedTuple):
@@ -81,8 +82,8 @@ def _older_exports(workdir: str, keep: int) -> Iterator[str]:
             continue
         by_kind: defaultdict[str, dict[int, str]] = defaultdict(dict)
         for export in os.scandir(entry.path):
-            match = re.fullmatch(r"(0|[1-9]\d*)(|\.keras|\.tflite|\.npz)", export.name)
-            if not match or (match[2] == ".npz" and os.path.realpath(entry.path) not in named):
+            match = re.fullmatch(r"(0|[1-9]\d*)(|\.keras|\.tflite|\.onnx|\.npz|\.safetensors)", export.name)
+            if not match or (match[2] in WEIGHT_FILES and os.path.realpath(entry.path) not in named):
                 continue
             if match[2] or os.path.isfile(os.path.join(export.path, "saved_model.pb")):
                 written = named.get(os.path.realpath(entry.path))

@@ -50,6 +50,7 @@ from distloop.settings.config import Config
 from distloop.settings.durations import Period
 from distloop.training.loop import Diverged, TrainLoop
 from distloop.urls import expand
+from distloop.variables import WEIGHT_FILES
 
 
 class RunCheckpoints:
@@ -113,7 +114,7 @@ class RunCheckpoints:
             ValueError: if there is none, it is damaged, or it belongs to another model or optimizer.
         """
         path = expand(path) if path is not None else self._config.workdir
-        if path.endswith(".npz"):
+        if path.endswith(WEIGHT_FILES):
             warm_start(self._state, path, given=f"restore({path!r})")
             return None
         self._run = Period()  # unknown, so the place is for the next `fit`, whatever its data

@@ -23,7 +23,7 @@ from distloop.errors import first_line
 from distloop.model.state import TrainState
 from distloop.monitoring.directory import local_copy
 from distloop.optimizers import keras_hooks
-from distloop.variables import count_unnamed, is_seed, portable_names, tensorflow_variable
+from distloop.variables import WEIGHT_FILES, count_unnamed, is_seed, portable_names, tensorflow_variable
 
 _SUFFIX = "/.ATTRIBUTES/VARIABLE_VALUE"  # of names in a checkpoint of `tf.train.Checkpoint`
 
@@ -33,8 +33,8 @@ def warm_start(state: TrainState, path: str, rename: str = "", given: str = "") 
 
     Args:
         state: of a built model.
-        path: a workdir or a checkpoint of distloop, an `.npz` file of `Trainer.export`, a `.keras` file, a
-            `.weights.h5` file of a Keras model like this one, or the prefix of a TensorFlow checkpoint.
+        path: a workdir or a checkpoint of distloop, an `.npz` or `.safetensors` file of `Trainer.export`, a `.keras`
+            file, a `.weights.h5` file of a Keras model like this one, or the prefix of a TensorFlow checkpoint.
         rename: `PATTERN=>REPLACEMENT`: takes the variables whose names match the regular expression, and replaces the
             match; empty: takes all variables under their own names.
         given: how the user gave the path, for sentences; empty: as `init_from`.
@@ -74,7 +74,7 @@ def warm_start(state: TrainState, path: str, rename: str = "", given: str = "") 
             "those names out with init_rename, or make the model as it was."
         )
     missing, unused = [n for n in variables if n not in values], [n for n in values if n not in variables]
-    if unused and path.endswith(".npz"):  # a model without its adapters would be the frozen one
+    if unused and path.endswith(WEIGHT_FILES):  # a model without its adapters would be the frozen one
         raise ValueError(
             f"{path!r} holds {_some(unused)}, which the model lacks, and nothing was taken: make the model as in the "
             "run that wrote the file, enable_lora included, or select names with init_rename."
@@ -108,7 +108,7 @@ def _read(path: str, model: Any, given: str) -> Mapping[str, Any]:
     except (OSError, ValueError, TypeError, zipfile.BadZipFile, tf.errors.OpError) as error:
         raise ValueError(
             f"{given} cannot be read ({first_line(error)}): give a workdir, a checkpoint's directory, a "
-            ".keras, .weights.h5 or .npz file, or the prefix of a TensorFlow checkpoint."
+            ".keras, .weights.h5, .npz or .safetensors file, or the prefix of a TensorFlow checkpoint."
         ) from error
 
 
@@ -120,6 +120,13 @@ def _read_local(path: str, model: Any) -> Mapping[str, Any]:
     if path.endswith(".npz"):
         with np.load(path) as file:
             return {name: file[old] for old, name in count_unnamed(file.files).items()}
+    if path.endswith(".safetensors"):
+        try:
+            from safetensors.numpy import load_file
+        except ImportError:
+            raise ValueError("the package safetensors is missing: pip install safetensors") from None
+        read = load_file(path)
+        return {name: read[old] for old, name in count_unnamed(list(read)).items()}
     if os.path.isdir(path):
         return _read_checkpoint(path)
     with plain_path(os.path.dirname(path) or ".") as plain:

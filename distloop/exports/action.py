@@ -20,6 +20,7 @@ from distloop.distributed import workers
 from distloop.errors import first_line
 from distloop.log import log
 from distloop.urls import absolute, expand, require_disk
+from distloop.variables import WEIGHT_FILES
 
 
 class Export(Action):
@@ -90,7 +91,7 @@ class Export(Action):
         Raises:
             ValueError: if the model has no `predict_fn` to export.
         """
-        if self._suffix not in (".keras", ".npz") and report.state.spec.predict_fn is None:
+        if self._suffix not in (".keras", ".onnx", *WEIGHT_FILES) and report.state.spec.predict_fn is None:
             raise ValueError(f"{self.name} exports predict_fn, and ModelSpec has none: give ModelSpec(predict_fn=...).")
         later = [step for step in self._steps() if step > report.step]
         if later and workers.is_chief(report.state.strategy):

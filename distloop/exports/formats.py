@@ -3,12 +3,13 @@
     write_export(state, predictor, element_spec, "model.keras", keep_dtypes=False)
 
 `.keras` holds the model without optimizer and losses, with the averaged weights if there are any and with LoRA adapters
-merged; it is read back and compared before it takes its name, and loads without distloop. `.npz` holds what training
-changes, by name: a few per cent of a model with adapters; `warm_start` reads it. A TFLite file is a SavedModel with
-weights of 8 bits and activations of floating point, for phones and small computers.
+merged; it is read back and compared before it takes its name, and loads without distloop. `.npz` and `.safetensors`
+hold what training changes, by name: a few per cent of a model with adapters; `warm_start` reads them. A TFLite file is a
+SavedModel with weights of 8 bits and activations of floating point, for phones and small computers.
 """
 
 import contextlib
+import importlib
 import os
 import pathlib
 import random
@@ -36,7 +37,7 @@ from distloop.exports.export import (
 )
 from distloop.exports.saved_model import write_saved_model
 from distloop.model.state import TrainState
-from distloop.variables import portable_names, tensorflow_variable, unwrap_model
+from distloop.variables import WEIGHT_FILES, portable_names, tensorflow_variable, unwrap_model
 
 _TOLERANCE = 0.1  # of the outputs' norm; rounding to 8 bits changes them by a per cent or so
 
@@ -57,8 +58,10 @@ def write_export(state: TrainState, predictor: Predictor, element_spec: Any, pat
     suffix = pathlib.Path(path).suffix
     if suffix == ".keras":
         _write_keras_file(state, path)
-    elif suffix == ".npz":
-        _write_trained_weights(state, path)
+    elif suffix in WEIGHT_FILES:
+        _write_trained_weights(state, path, suffix)
+    elif suffix == ".onnx":
+        _write_onnx(state, path)
     elif suffix != ".tflite":
         write_saved_model(state, predictor.predict_fns, element_spec, path, keep_dtypes)
     else:
@@ -103,18 +106,39 @@ def _as_tflite(saved_model: str) -> bytes:
     return content
 
 
-def _write_trained_weights(state: TrainState, path: str) -> None:
-    """Writes the variables that training changes to an `.npz` file, by name; whole or not at all.
+def _write_onnx(state: TrainState, path: str) -> None:
+    """Writes an ONNX file by Keras, with the averaged weights if there are any; whole or not at all.
+
+    Raises:
+        ValueError: if there is not exactly one Keras model, the packages that Keras needs are missing, or it fails.
+    """
+    model = unwrap_model(state.model)
+    _require_keras(model)
+    _require_built(state, f"The model {model.name!r}")
+    path = prepare_path(path, state.strategy, "an ONNX model is a file")
+    with writing(path, state.strategy, ".onnx") as temporary, state.averaged(), merged(model), quiet_logging():
+        try:
+            model.export(temporary, format="onnx", verbose=False)
+        except Exception as error:  # Keras and its converter raise whatever an operation does
+            raise ValueError(
+                f"Keras cannot write {path!r} ({cause(error)}): install what it names, such as tf2onnx, or export a "
+                "SavedModel, a path without .onnx."
+            ) from error
+
+
+def _write_trained_weights(state: TrainState, path: str, suffix: str) -> None:
+    """Writes the variables that training changes to an `.npz` or `.safetensors` file, by name; whole or not at all.
 
     They are averaged if there are averages. The file holds the statistics of BatchNormalization layers, too, unless
     these are frozen.
 
     Args:
         state: of a built model.
-        path: ends with `.npz`; an existing file is replaced.
+        path: an existing file is replaced.
+        suffix: of the path.
 
     Raises:
-        ValueError: if the model is not built, or a directory is in the way.
+        ValueError: if the model is not built, a directory is in the way, or the package safetensors is missing.
     """
     _require_built(state, "The model")
     path = prepare_path(path, state.strategy, "trained weights are a file")
@@ -123,9 +147,21 @@ def _write_trained_weights(state: TrainState, path: str) -> None:
         for layer in layers_of(state.model):
             if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable:
                 changed |= {id(v) for v in layer.non_trainable_variables}
-    with writing(path, state.strategy, ".npz") as temporary, state.averaged():
+    save_file = _safetensors(path).save_file if suffix == ".safetensors" else None
+    with writing(path, state.strategy, suffix) as temporary, state.averaged():
         names = portable_names(state.model)
-        np.savez(temporary, **{name: _portable(v.numpy()) for name, v in names.items() if id(v) in changed})
+        values = {name: _portable(v.numpy()) for name, v in names.items() if id(v) in changed}
+        if save_file is None:
+            np.savez(temporary, **values)
+        else:
+            save_file(values, temporary)
+
+
+def _safetensors(path: str) -> Any:
+    try:
+        return importlib.import_module("safetensors.numpy")
+    except ImportError:
+        raise ValueError(f"{path!r} needs the package safetensors: pip install safetensors, or give .npz.") from None
 
 
 def _portable(value: np.ndarray) -> Any:

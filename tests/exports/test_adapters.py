@@ -1,12 +1,16 @@
 """Adapters: LoRA trains a few weights, which are saved and read alone, and merged when the model is exported."""
 
+import contextlib
 import functools
 import os
+import pathlib
+import sys
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from safetensors.numpy import load_file
 
 import distloop
 from distloop.checkpoints.warm_start import warm_start
@@ -59,9 +63,10 @@ def test_training_changes_adapters_and_head_alone():
 
 
 @pytest.mark.slow
-def test_adapters_are_written_and_read_without_the_frozen_weights(tmp_path):
-    trained().export(path := str(tmp_path / "adapters.npz"))
-    with np.load(path) as file:
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
+def test_adapters_are_written_and_read_without_the_frozen_weights(tmp_path, suffix):
+    trained().export(path := str(tmp_path / f"adapters{suffix}"))
+    with np.load(path) if suffix == ".npz" else contextlib.nullcontext(load_file(path)) as file:
         assert "sequential/dense/lora_kernel_a" in file and "sequential/dense/kernel" not in file
         assert len(file) == 2 * 3 + 2
     trainer = make_trainer()
@@ -70,18 +75,48 @@ def test_adapters_are_written_and_read_without_the_frozen_weights(tmp_path):
     assert warm_start(make_trainer().state, path).startswith("8 of 11 variables start from")  # as init_from does
 
 
-def test_weights_of_bfloat16_are_written_and_read(tmp_path):
-    def half_fn():
-        layers = [keras.Input((3,)), keras.layers.Dense(2, dtype="bfloat16", name="dense")]
-        return distloop.supervised(keras.Sequential(layers, name="net"), "mse", keras.optimizers.SGD(0.1))
+@pytest.mark.parametrize(("suffix", "package"), [(".safetensors", "safetensors.numpy"), (".onnx", "tf2onnx")])
+def test_a_package_that_is_missing_is_named(tmp_path, monkeypatch, suffix, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    trainer = make_trainer()
+    with pytest.raises(ValueError, match=package.partition(".")[0]):
+        trainer.export(str(tmp_path / f"model{suffix}"))
+    assert list(tmp_path.iterdir()) == []
 
+
+def test_onnx_is_written_by_keras_with_the_averaged_weights(tmp_path, monkeypatch):
+    written = {}
+
+    def export(model, path, *, format, verbose):
+        written[format] = model.get_weights()
+        pathlib.Path(path).write_bytes(b"onnx")
+
+    monkeypatch.setattr(keras.Model, "export", export)
+    config = distloop.Config(device="cpu", num_devices=1, batch_size=ROWS, console="quiet", average_decay=0.5)
+    trainer = distloop.Trainer(half_fn, config)
+    trainer.fit((np.ones((8, 3), np.float32), np.ones((8, 2), np.float32)), steps=3)
+    trainer.export(str(tmp_path / "model.onnx"))
+    with trainer.state.averaged():
+        expected = trainer.model.get_weights()
+    assert (tmp_path / "model.onnx").read_bytes() == b"onnx"
+    for found, value in zip(written["onnx"], expected, strict=True):
+        np.testing.assert_array_equal(found, value)
+
+
+def half_fn():
+    layers = [keras.Input((3,)), keras.layers.Dense(2, dtype="bfloat16", name="dense")]
+    return distloop.supervised(keras.Sequential(layers, name="net"), "mse", keras.optimizers.SGD(0.1))
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
+def test_weights_of_bfloat16_are_written_and_read(tmp_path, suffix):
     config = distloop.Config(device="cpu", num_devices=1)
     trainer, other = (distloop.Trainer(half_fn, config) for _ in range(2))
-    trainer.export(path := str(tmp_path / "half.npz"))
+    trainer.export(path := str(tmp_path / f"half{suffix}"))
     other.restore(path)
     for found, expected in zip(other.model.variables, trainer.model.variables, strict=True):
         np.testing.assert_array_equal(found.numpy(), expected.numpy())
-    with np.load(path) as file:
+    with np.load(path) if suffix == ".npz" else contextlib.nullcontext(load_file(path)) as file:
         assert file["net/dense/kernel"].dtype == np.float32
 
 
