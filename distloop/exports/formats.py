@@ -4,8 +4,8 @@
 
 `.keras` holds the model without optimizer and losses, with the averaged weights if there are any and with LoRA adapters
 merged; it is read back and compared before it takes its name, and loads without distloop. `.npz` and `.safetensors`
-hold what training changes, by name: a few per cent of a model with adapters; `warm_start` reads them. A TFLite file is a
-SavedModel with weights of 8 bits and activations of floating point, for phones and small computers.
+hold what training changes, by name: a few per cent of a model with adapters; `warm_start` reads them. A TFLite file is
+a SavedModel with weights of 8 bits and activations of floating point, for phones and small computers.
 """
 
 import contextlib
