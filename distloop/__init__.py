@@ -43,6 +43,7 @@ _MODULES = {
     "Report": "actions.action",
     "Evaluation": "actions.evaluate",
     "SaveBest": "actions.save",
+    "when_better": "actions.save",
     "StopEarly": "actions.stop_early",
     "StopTraining": "actions.action",
     "Summary": "actions.summary",
@@ -95,6 +96,7 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not run the code
     from distloop.actions.histograms import ActivationHistograms as ActivationHistograms
     from distloop.actions.keras_callback import from_callback as from_callback
     from distloop.actions.save import SaveBest as SaveBest
+    from distloop.actions.save import when_better as when_better
     from distloop.actions.stop_early import StopEarly as StopEarly
     from distloop.actions.summary import Summary as Summary
     from distloop.actions.summary import WorstExamples as WorstExamples

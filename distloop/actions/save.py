@@ -1,4 +1,4 @@
-"""`Save` and `SaveBest` save checkpoints, periodically and where a metric is best; `SaveCosts` reports the seconds."""
+"""`Save` and `SaveBest` save checkpoints, periodically and where a metric is best; `when_better` gates any action."""
 
 import difflib
 import functools
@@ -163,6 +163,113 @@ class SaveBest(Action):
         """Returns the best of some values, given by step; of equal ones the earlier."""
         pairs = [(values[step], step) for step in sorted(values)]
         return sorted(pairs, key=lambda pair: pair[0], reverse=self.mode == "max")[: self.keep]
+
+
+class BestSoFar:
+    """The best value of a metric so far.
+
+    Attributes:
+        metric: its name.
+        mode: "min" if smaller is better, "max" if larger is.
+        value: the best; None: there was none.
+    """
+
+    def __init__(self, action_name: str, metric: str, mode: str):
+        """Chooses the mode, as `choose_mode` does for an action."""
+        self.metric, self._action_name = metric, action_name
+        self.mode = choose_mode(action_name, metric, mode)
+        self.value: float | None = None
+
+    def is_beaten(self, report: Report) -> bool:
+        """Returns whether the metric was measured at a boundary and is better than ever; NaN is not.
+
+        Raises:
+            ValueError: if no metric of that name is ever measured.
+        """
+        report.require(self.metric, self._action_name, was_seen=self.value is not None)
+        value = report.metrics.get(self.metric)
+        if value is None or math.isnan(value):
+            return False
+        return self.value is None or (value < self.value if self.mode == "min" else value > self.value)
+
+
+class WhenBetter(Action):
+    """Calls another action where a metric is better than ever; `when_better` makes it."""
+
+    every = None
+
+    def __init__(self, metric: str, action: Action, mode: str):
+        """Stores the rule; the arguments are those of `when_better`."""
+        self.name = f"when_better({metric}, {name_of(action)})"
+        self.required_metric = metric
+        self.phase, self.chief_only = member(action, "phase") or name_of(action), member(action, "chief_only")
+        self.metric_to_restore = member(action, "metric_to_restore")
+        self._best, self._action = BestSoFar("when_better", metric, mode), action
+        self._was_called = False  # at this boundary
+
+    def __call__(self, report: Report) -> Any:
+        """Calls the action if the metric is better than ever, and returns what the action does."""
+        self._was_called = self._best.is_beaten(report)
+        if not self._was_called:
+            return None
+        result = self._action(report)
+        self._best.value = float(report.metrics[self._best.metric])
+        return result
+
+    def end_boundary(self, report: Report) -> None:
+        """Ends a boundary at which the action was called."""
+        if self._was_called:
+            member(self._action, "end_boundary")(report)
+
+    def get_state(self) -> dict[str, Any]:
+        """Returns the best value, and the state of the action."""
+        return {"best": self._best.value, "action": member(self._action, "get_state")()}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Restores a state that `get_state` returned."""
+        self._best.value = state["best"]
+        if state["action"] is not None:
+            member(self._action, "set_state")(state["action"])
+
+    def on_start(self, report: Report) -> None:
+        """Calls the action's."""
+        member(self._action, "on_start")(report)
+
+    def on_end(self, report: Report) -> None:
+        """Calls the action's."""
+        member(self._action, "on_end")(report)
+
+    def on_error(self, error: Exception) -> None:
+        """Calls the action's."""
+        member(self._action, "on_error")(error)
+
+    def set_saves(self, saves: Saves | None) -> None:
+        """Calls the action's."""
+        member(self._action, "set_saves")(saves)
+
+    def run_files(self) -> Sequence[tuple[str, str, int]]:
+        """Returns the action's."""
+        files: Sequence[tuple[str, str, int]] = member(self._action, "run_files")()
+        return files
+
+
+def when_better(metric: str, action: Action, *, mode: str = "auto") -> WhenBetter:
+    """Returns an action that calls another one at the boundaries where a metric is better than ever.
+
+        distloop.when_better("test/accuracy", write_examples)      # whatever `write_examples.every` is
+
+    Args:
+        metric: a name in the report, such as "test/accuracy".
+        action: a callable that takes a `Report`; what it returns joins the row.
+        mode: "min" if smaller is better, "max" if larger is; "auto": as the metric's name says.
+
+    Raises:
+        ValueError: for another mode, a name that does not say what is better, or something that cannot be called.
+    """
+    refuse_positional("when_better", metric, (), "action")
+    if not callable(action):
+        raise ValueError(f"when_better was given {action!r}; its second argument is an action: give a callable.")
+    return WhenBetter(metric, action, mode)
 
 
 def choose_mode(action_name: str, metric: str, mode: str) -> str:

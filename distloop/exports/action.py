@@ -7,7 +7,6 @@
 TensorFlow Serving reads this layout, and serves the highest number. It does not know how a model is exported.
 """
 
-import math
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -15,7 +14,7 @@ from typing import Any
 
 from distloop import atomic_files
 from distloop.actions.action import Action, Report
-from distloop.actions.save import check_keep, choose_mode
+from distloop.actions.save import BestSoFar, check_keep
 from distloop.distributed import workers
 from distloop.errors import first_line
 from distloop.log import log
@@ -76,9 +75,8 @@ class Export(Action):
         self.every = None if metric else every
         self.directory = absolute(expand(directory))
         self.metric = self.required_metric = metric
-        self.mode = choose_mode("Export", metric, mode) if metric or mode != "auto" else "min"
         self.keep = keep
-        self.best: float | None = None  # of the metric, among those that were exported
+        self._best = BestSoFar("Export", metric, mode if metric or mode != "auto" else "min")  # of those exported
         self.written: list[int] = []  # the steps of this run's exports that are kept, in order
         self.num_failed = 0
         self._failure: Exception | None = None  # of the last export
@@ -109,7 +107,7 @@ class Export(Action):
         Raises:
             ValueError: if no metric of that name is ever measured.
         """
-        if self.metric and not self._is_better(report):
+        if self.metric and not self._best.is_beaten(report):
             return
         path, self._failure = self._path(report.step), None
         try:
@@ -126,7 +124,7 @@ class Export(Action):
         if any(workers.gather(report.state.strategy, self._failure is not None)):  # the chief alone writes
             return
         if self.metric:
-            self.best = float(report.metrics[self.metric])
+            self._best.value = float(report.metrics[self.metric])
         if workers.is_chief(report.state.strategy) and os.path.exists(path):  # a dry run exports elsewhere
             self.written = [*(step for step in self.written if step < report.step), report.step]
             while len(self.written) > self.keep:
@@ -150,13 +148,10 @@ class Export(Action):
         name = os.path.basename(os.path.normpath(self.directory)) + self._suffix
         return [(name, self._path(step), step) for step in self.written]
 
-    def _is_better(self, report: Report) -> bool:
-        """Returns whether the metric is better than at all exports before."""
-        report.require(self.metric, "Export", was_seen=self.best is not None)
-        value = report.metrics.get(self.metric)
-        if value is None or math.isnan(value):
-            return False
-        return self.best is None or (value < self.best if self.mode == "min" else value > self.best)
+    @property
+    def best(self) -> float | None:
+        """The best value of the metric among those that were exported; None: there was none."""
+        return self._best.value
 
     def _path(self, step: int) -> str:
         return os.path.join(self.directory, f"{step}{self._suffix}")
@@ -171,11 +166,11 @@ class Export(Action):
 
     def get_state(self) -> dict[str, Any]:
         """Returns the best value, and the steps of the exports that are kept."""
-        return {"best": self.best, "written": self.written}
+        return {"best": self._best.value, "written": self.written}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Restores a state that `get_state` returned."""
-        self.best, self.written = state["best"], list(state.get("written", []))  # older versions noted none
+        self._best.value, self.written = state["best"], list(state.get("written", []))  # older versions noted none
 
 
 def _remove(path: str) -> None:
