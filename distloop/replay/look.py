@@ -39,7 +39,8 @@ class Replay:
             `<name>/weight`; of several updates, `<update>/<name>`. Arguments of Keras metrics are left out.
         gradients: of the whole batch, summed and divided, before clipping, by the variable's path; of several updates,
             `<update>/<path>`.
-        weights_before, weights_after: the variables of the model by path, before the step and after it.
+        weights_before: the variables of the model by path, before the step.
+        weights_after: the same after it.
         learning_rate: of the step; of several updates, by name.
         is_finite: whether the step was applied, as its loss and gradients were finite.
         differences: a sentence on the first row of the run, on the way, that the replay does not have; else none.

@@ -76,15 +76,18 @@ class _Recorded:
         """The last step of which a file tells."""
         return max([self.furthest, *self.checkpoints, *(int(row["step"]) for row in self.incidents)])
 
-    def skipped_at(self, step: int) -> set[int] | None:
-        """Returns the batches that the run had left out when it took a step; None: those that a checkpoint says.
+    def skipped_at(self, step: int) -> set[int]:
+        """Returns the batches that the run had left out when it took a step.
 
         A step at which the run diverged is the one that failed, on the batch that was left out after it.
         """
-        if any(int(row["step"]) == step for row in self.incidents):
-            return {row["left_out"] for row in self.incidents if row["step"] < step and "left_out" in row}
+        has_failed = any(int(row["step"]) == step for row in self.incidents)
         later = next((notes for at, notes in self.checkpoints.items() if at >= step), None)
-        return None if later is None else set(later["input"]["skipped"])
+        if later is not None and not has_failed:
+            return set(later["input"]["skipped"])
+        return {
+            row["left_out"] for row in self.incidents if "left_out" in row and (row["step"] < step or not has_failed)
+        }
 
 
 def check(trainer: Trainer) -> None:
@@ -123,6 +126,13 @@ def replay(state: TrainState, config: Config, source: Source, units: Units, step
     with _files(config.workdir) as directory:
         run = _read(directory, step)
     _require_step(run, config, step)
+    if (trained := run.settings.get("virtual_replicas", state.virtual_replicas)) != state.virtual_replicas:
+        raise ValueError(
+            f"The run in {config.workdir!r} was trained with virtual_replicas={trained}, and {state.virtual_replicas} "
+            f"were given, with which a step has other numbers: give virtual_replicas={trained}."
+        )
+    if source.layout.is_split:
+        raise ValueError("replay was given a DistributedDataset, of which replicas have parts: give the plain dataset.")
     # `on_divergence` needs a workdir, and only decides what comes after a step.
     settings = dataclasses.replace(
         config, workdir="", copy_every=0, histograms_every=0, profile="", on_divergence="none"
@@ -131,8 +141,7 @@ def replay(state: TrainState, config: Config, source: Source, units: Units, step
     start = _start(run, config, checkpoints, state, step)
     progress = _Steps(state, settings, source, units, run, start)
     progress.restore()
-    if (skipped := run.skipped_at(step)) is not None:
-        source.skipped_batches = skipped
+    source.skipped_batches = run.skipped_at(step)
     say(_announcement(run, state, start, step))
     progress.take(step - 1, say)
     return progress.look(step)
@@ -223,7 +232,7 @@ class _Steps:
         size = None if batch.size is None else int(batch.size)
         return Replay(
             step=number,
-            batch=tf.nest.map_structure(lambda rows: np.asarray(rows.numpy())[:size], batch.rows),
+            batch=tf.nest.map_structure(lambda rows: _array(rows)[:size], batch.rows),
             rows=examples,
             values=look.values(batch, source.layout),
             gradients=look.gradients_by_path,
@@ -242,12 +251,8 @@ class _Steps:
         self._window.add(row)
         self._at += row.steps
         if self._log_steps and self._at % self._log_steps == 0:
-            recorded = self._run.rows.get(self._at)
-            if (
-                recorded
-                and not self._differences
-                and (found := self._compare(recorded, self._window.metrics(self._step.names)))
-            ):
+            recorded = {} if self._differences else self._run.rows.get(self._at, {})
+            if found := self._compare(recorded, self._window.metrics(self._step.names)):
                 self._differences.append(found)
                 say(found)
             self._window = Window(examples_seen=self._window.examples_seen)
@@ -374,6 +379,10 @@ def _announcement(run: _Recorded, state: TrainState, start: int, step: int) -> s
         same = f"equal to 1e-6{', but for random numbers such as dropout' if state.seeds else ''}"
     steps = f"{count} step{'s' * (count != 1)}"
     return f"replay: from {f'checkpoint {start}' if start else 'step 0'}, {steps}{secs}, {same}"
+
+
+def _array(rows: Any) -> Any:
+    return np.asarray((tf.sparse.to_dense(rows) if isinstance(rows, tf.SparseTensor) else rows).numpy())
 
 
 def _weights(state: TrainState) -> dict[str, np.ndarray]:

@@ -324,6 +324,7 @@ def other_model():
         (lambda run: (classifier(), settings(1, run)), 0, ["step 0", "a step from 1 to 12"]),
         (lambda run: (classifier(), settings(1, run)), 2.5, ["step 2.5"]),
         (lambda run: (other_model, settings(1, run)), 8, ["is of another model"]),
+        (lambda run: (classifier(), settings(1, run, virtual_replicas=2)), 8, ["virtual_replicas=0, and 2 were given"]),
         (lambda run: (classifier(), settings(1, "")), 8, ["without a workdir"]),
         (lambda run: (classifier(), settings(1, run / "none")), 8, ["none", "holds no run that has come to a step"]),
     ],
