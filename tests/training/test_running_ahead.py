@@ -10,7 +10,7 @@ from distloop.training.step import TrainStep
 from tests.problems import assert_equal, classification, classifier, everything, mostly_wide, on
 
 SIZE, STEPS = 8, 12
-TIMES = ("secs", "per_sec", "input_wait", "host_share", "memory", "imbalance", "time")
+TIMES = ("secs", "per_sec", "input_wait", "host_share", "memory", "imbalance", "time", "utilization")
 
 
 def two_models():
