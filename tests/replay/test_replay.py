@@ -51,9 +51,11 @@ def train(model_fn, config, dataset=None):
 
 
 def files_of(workdir):
-    """The bytes and the time of each file."""
+    """The bytes and the time of each file; of the run's lock, whose holder renews its time, the bytes."""
     paths = [path for path in sorted(pathlib.Path(workdir).rglob("*")) if path.is_file()]
-    return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in paths}
+    return {
+        str(path): (path.read_bytes(), None if path.name == "run.lock" else path.stat().st_mtime_ns) for path in paths
+    }
 
 
 def batch_by_hand(step):
