@@ -9,12 +9,17 @@ import pytest
 import tensorflow as tf
 
 import distloop
+from distloop.audit import pretended_gpus
 from distloop.audit.pretended_gpus import trace_on_gpus
 from tests.problems import classification, classifier, mostly_wide
 
 # What a step does against the law, each with its reason and its bytes in a step.
 KNOWN = {
-    r"late: .* \((shards|metrics)\.py\)|late: .* \(loss_fn\)": "a step cuts and copies its own rows: a replica's rows",
+    r"late: (EnsureShape|StridedSlice|Cast|Equal) -> (Cast|BroadcastTo|Identity|StatefulPartitionedCall) .*|"
+    r"late: Less -> LogicalAnd .*": "the labels, as TensorFlow keeps variables of int32 on the host, and the count of "
+    "rows: 4 for each row",
+    r"late: (IteratorGetNextSync -> .*|StridedSlice -> MatMul) \(shards\.py\)": "locate_nonfinite keeps a batch as its "
+    "step reads it: a replica's rows",
     r"late: .* \((compiled_loop|step)\.py\)": "the examples of a batch and the wait for it join the sums: 16",
     r"through: BitwiseAnd -> Less \(loss_fn\)": "Keras's argmax looks for the sign of 0 in int32: 4 for each logit",
     r"through: Cast -> StatelessRandomGetKeyCounter \(loss_fn\)": "Keras keeps seeds on the GPU in int64: 8 for a draw",
@@ -108,6 +113,10 @@ FEATURES = {
     "histograms": (classifier(), {"histograms_every": 10, "workdir": "not written"}),
     "keras metrics": (classifier(metrics=True), {}),
     "jit": (classifier(), {"jit_compile": True}),
+    "workers": (classifier(), {"strategy": "multi_worker"}),
+    "workers, sharded": (classifier(optimizer=adam), {"strategy": "multi_worker", "shard_optimizer": True}),
+    "workers, float16": (classifier(), {"strategy": "multi_worker", "precision": "mixed_float16", "clip_norm": 1.0}),
+    "workers, batch norm": (classifier(batch_norm="synchronized"), {"strategy": "multi_worker"}),
 }
 
 
@@ -151,6 +160,21 @@ def test_a_step_stays_on_its_gpus_but_for_what_is_known(feature, gpus):
     assert [line for line in found if not any(re.fullmatch(known, line) for known in KNOWN)] == []
     for graph in others:
         assert not graph.on_host
+
+
+@pytest.mark.slow
+def test_a_step_of_several_workers_adds_over_all_of_them(monkeypatch):
+    graphs = []
+    monkeypatch.setattr(pretended_gpus, "look", lambda graph, name: graphs.append(graph))
+    graphs_of("workers", 2)
+    nodes = [node for f in graphs[0].as_graph_def().library.function for node in f.node_def]
+    sizes = {
+        tf.make_ndarray(node.attr["value"].tensor).item()
+        for node in nodes
+        if node.op == "Const" and node.name.endswith("CollectiveReduceV2/group_size")
+    }
+    devices = {node.device[-5:] for node in nodes if node.op == "CollectiveReduceV2"}
+    assert devices == {"GPU:0", "GPU:1"} and sizes == {4}
 
 
 # Cases that show all of KNOWN together.

@@ -19,7 +19,7 @@ from distloop.audit.placed_graph import HOST, Node, PlacedGraph, place
 
 _READERS = {"IteratorGetNext", "IteratorGetNextSync", "OptionalGetValue"}  # types of operations that return a batch
 _RUN_PYTHON = {"EagerPyFunc", "PyFunc", "PyFuncStateless"}  # on any device
-_PASS_ON = {"Identity", "IdentityN"}
+_PASS_ON = {"Identity", "IdentityN", "AssignVariableOp"}
 _MOST_NAMES = 3  # of the numbers that a step waits for
 
 
@@ -178,7 +178,8 @@ class _Judge:
                 else:
                     path = "through" if producer in self._from_gpu else "into"
                 line = (consumer if edge.target == HOST else producer).line
-                is_late = edge.target != HOST and producer in self._rows and self._is_computed_with(consumer)
+                holds_rows = edge.output is not None and producer in self._rows
+                is_late = edge.target != HOST and holds_rows and self._is_computed_with(consumer)
                 yield Copy(path, edge.source, edge.target, producer.type, consumer.type, edge.bytes, is_late, line)
 
     def waits(self) -> Iterator[Wait]:

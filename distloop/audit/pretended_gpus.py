@@ -24,7 +24,7 @@ from distloop.assembly import make_train_loop, make_training_source
 from distloop.audit.gpu_graph import GpuGraph, look
 from distloop.audit.placed_graph import DEVICE, FIRST_GPU
 from distloop.data.source import Data, Source
-from distloop.distributed import devices, strategies
+from distloop.distributed import devices, strategies, tensorflow_internals
 from distloop.evaluation.evaluation import EvalLoop
 from distloop.evaluation.prediction import Predictor
 from distloop.graph_functions import graph_function
@@ -33,6 +33,7 @@ from distloop.model.spec import ModelSpec
 from distloop.settings.config import Config
 from distloop.trainer import Trainer
 
+_WORKERS = 2  # that a step of several is traced for
 _NAMES = "object_name_uids"  # Keras's counts of the layers of each name
 
 
@@ -41,7 +42,8 @@ def trace_on_gpus(model_fn: Callable[[], ModelSpec], config: Config, data: Data,
 
     Args:
         model_fn: as for `Trainer`; it is called once more.
-        config: its device, number of devices and workdir do not count.
+        config: its device, number of devices and workdir do not count; with `strategy="multi_worker"`, the first of two
+            workers with so many GPUs each is traced, and its train step alone.
         data: as for `Trainer.fit`.
         gpus: how many; with `num_stages`, the stages take them.
 
@@ -49,19 +51,29 @@ def trace_on_gpus(model_fn: Callable[[], ModelSpec], config: Config, data: Data,
         ValueError: as of `Trainer` and `Trainer.fit`.
     """
     config = dataclasses.replace(config, eager=False)
-    strategy = "auto" if config.strategy == "multi_worker" else config.strategy
+    is_several = config.strategy == "multi_worker"
     count = 0 if config.num_stages > 1 else gpus
     here = dataclasses.replace(
-        config, strategy=strategy, device="gpu", num_devices=count, console="quiet", fast_dev_run=False
+        config,
+        strategy="auto" if is_several else config.strategy,
+        device="gpu",
+        num_devices=count,
+        console="quiet",
+        fast_dev_run=False,
     )
     with pretended_gpus(gpus):
-        trainer = Trainer(model_fn, here, strategy=strategies.make_strategy(here))
+        strategy = tensorflow_internals.one_of_workers(gpus) if is_several else strategies.make_strategy(here)
+        trainer = Trainer(model_fn, here, strategy=strategy)
         trainer.build(data)
         state, arguments = trainer.state, read_arguments(data, None, {})
         source, loop = make_training_source(arguments, state, here), make_train_loop(state, config)
         source.iterator()
+        if is_several:
+            tensorflow_internals.pretend_workers(strategy, _WORKERS)
         run = functools.partial(loop._compiled.trace, source, strategies.PARALLEL_EXECUTOR)
         found = [look(_graph_of_first_call(run), "train step")]
+        if is_several:
+            return found
         reading = arguments.source_settings(here.global_batch_size(state.strategy))
         source = Source(data, state.strategy, repeat=False, virtual_replicas=config.virtual_replicas, **reading)
         pass_over, limits = EvalLoop(state), (tf.constant(0, tf.int64), tf.constant(np.inf, tf.float64))

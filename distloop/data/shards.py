@@ -22,20 +22,111 @@ from distloop.errors import require
 
 
 class Batch(NamedTuple):
-    """A global batch, or one value per replica of a batch that TensorFlow has split."""
+    """A global batch, or one value per replica of a batch that TensorFlow has split or that was sent ahead."""
 
     rows: Any  # the user's structure, tensors [B, ...]
     size: tf.Tensor | None  # []: the number of rows that count; None: all of them
+    total: tf.Tensor | int | None = None  # []: B, if each replica has its own rows alone; None: each has all
 
 
 class BatchLayout(NamedTuple):
     """What tracing needs to know about the batches of an iterator."""
 
     is_split: bool  # whether TensorFlow has split each batch into a value per replica
-    is_padded: bool  # whether the iterator's elements are `Batch`es, whose size says how many rows count
+    is_padded: bool  # whether the iterator's elements are pairs of rows and how many of them count
     is_sharded: bool = False  # whether each worker reads a shard of the data, so that its batches are its own
     max_replica_rows: int | None = None  # of any batch, on any worker, if known; for collectives
     turns: int = 1  # the virtual replicas that each replica runs
+    is_cut: bool = False  # whether each replica has its own rows, as from `RowsAhead`
+
+
+class RowsAhead:
+    """The rows of the next batch on the devices of their replicas, which they reach while a step computes.
+
+    Integers of 32 bits and texts wait on the host, where TensorFlow keeps variables of those.
+    """
+
+    def __init__(self, iterator: Any, layout: BatchLayout, strategy: tf.distribute.Strategy):
+        """Creates variables for the rows of each replica; call it outside a `tf.function`.
+
+        Args:
+            iterator: of batches for which `are_possible` is true.
+            layout: of the batches.
+            strategy: whose replicas share out each batch.
+        """
+        self._layout, self._strategy = layout, strategy
+        self._specs = iterator.element_spec[0] if layout.is_padded else iterator.element_spec
+        self._total: int | None = None  # B, if tracing has shown it
+        self._shapes: dict[int, list[tf.TensorShape]] = {}  # of the rows of each replica; known once `put` is traced
+        self._sizes = [_variable(tf.int32, HOST, []) for _ in range(2)]  # B, and how many rows count
+        self._devices = strategies.replica_devices(strategy)
+        specs = tf.nest.flatten(self._specs)
+        self._rows = [
+            [_variable(spec.dtype, HOST if spec.dtype in (tf.int32, tf.string) else device) for spec in specs]
+            for device in self._devices
+        ]
+
+    @staticmethod
+    def are_possible(iterator: Any, layout: BatchLayout) -> bool:
+        """Returns whether batches are dense, and TensorFlow has not split them already."""
+        leaves = tf.nest.flatten(iterator.element_spec)
+        return not layout.is_split and all(isinstance(leaf, tf.TensorSpec) for leaf in leaves)
+
+    @property
+    def layout(self) -> BatchLayout:
+        """The layout of the batches that `swap` returns."""
+        return self._layout._replace(is_cut=True)
+
+    def put(self, batch: Batch) -> None:
+        """Sends the rows of a batch to their devices; in a `tf.function`, outside `strategy.run`."""
+        self._write_sizes(batch)
+        self._strategy.run(self._send, args=(batch,))
+
+    def swap(self, batch: Batch, after: tf.Tensor) -> Batch:
+        """Sends the rows of a batch to their devices, and returns the batch that came before; called as `put`.
+
+        Args:
+            batch: the next one.
+            after: what the work on the returned rows waits for.
+        """
+
+        def receive(batch: Batch) -> Any:
+            shapes = self._shapes[self._replica()]
+            with tf.device(self._devices[self._replica()]):
+                rows = [variable.read_value() for variable in self._rows[self._replica()]]
+                self._send(batch)
+                with tf.control_dependencies([after]):
+                    rows = [tf.ensure_shape(row, shape) for row, shape in zip(rows, shapes, strict=True)]
+            return tf.nest.pack_sequence_as(self._specs, rows)
+
+        total, size = (variable.read_value() for variable in self._sizes)
+        total = total if self._total is None else self._total
+        self._write_sizes(batch)
+        rows = self._strategy.run(receive, args=(batch,))
+        return Batch(rows, size if self._layout.is_padded else None, total)
+
+    def _write_sizes(self, batch: Batch) -> None:
+        total = batch_size(batch.rows)
+        self._total = total if isinstance(total, int) else None
+        for variable, size in zip(self._sizes, (total, total if batch.size is None else batch.size), strict=True):
+            variable.assign(size)
+
+    def _send(self, batch: Batch) -> None:
+        """Writes this replica's rows of a batch; in replica context."""
+        rows = tf.nest.flatten(take_shard(batch, self._layout._replace(turns=1))[0])
+        self._shapes[self._replica()] = [row.shape for row in rows]
+        for variable, row in zip(self._rows[self._replica()], rows, strict=True):
+            variable.assign(row)
+
+    def _replica(self) -> int:
+        """Returns the index of a replica among those of this worker; in replica context."""
+        replica = tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group)
+        return int(replica) % len(self._rows)
+
+
+def _variable(dtype: tf.DType, device: str, shape: Any = None) -> tf.Variable:
+    with tf.device(device):
+        return tf.Variable(tf.zeros([], dtype), shape=tf.TensorShape(shape), trainable=False)
 
 
 class LastBatch:
@@ -44,11 +135,8 @@ class LastBatch:
     def __init__(self, iterator: Any):
         """Creates variables for the tensors of a batch; call it outside a `tf.function`."""
         self._batch: Any = None  # its structure
-        with tf.device(HOST):
-            self._copies = [
-                tf.Variable("" if spec.dtype == tf.string else tf.zeros([], spec.dtype), shape=tf.TensorShape(None))
-                for spec in tf.nest.flatten(iterator.element_spec, expand_composites=True)
-            ]
+        specs = tf.nest.flatten(iterator.element_spec, expand_composites=True)
+        self._copies = [_variable(spec.dtype, HOST) for spec in specs]
 
     def keep(self, batch: Batch) -> None:
         """Copies a batch; in a `tf.function`, outside `strategy.run`."""
@@ -83,6 +171,15 @@ def next_batch(iterator: Any, layout: BatchLayout) -> Batch:
     return _as_batch(tf.nest.pack_sequence_as(spec, tensors), layout)
 
 
+def no_rows(iterator: Any, layout: BatchLayout) -> Batch:
+    """Returns what stands for a batch that is not read: zeros in the shapes of a batch, whose free axes are empty."""
+    zeros = [
+        tf.fill([size or 0 for size in spec.shape], tf.zeros([], spec.dtype))
+        for spec in tf.nest.flatten(iterator.element_spec)
+    ]
+    return _as_batch(tf.nest.pack_sequence_as(iterator.element_spec, zeros), layout)
+
+
 def next_batch_if_any(iterator: Any, layout: BatchLayout) -> tuple[tf.Tensor, Callable[[], Batch]]:
     """Returns whether the iterator had another batch, and a function that returns it."""
     optional = iterator.get_next_as_optional()
@@ -98,8 +195,8 @@ def count_examples(batch: Batch, strategy: tf.distribute.Strategy) -> tf.Tensor:
 
     Call it in a `tf.function`, outside `strategy.run`.
     """
-    if batch.size is not None:
-        return batch.size
+    if batch.size is not None or batch.total is not None:
+        return tf.convert_to_tensor(batch.total if batch.size is None else batch.size)
     parts = strategy.experimental_local_results(tf.nest.flatten(batch.rows)[0])
     return tf.add_n([tf.convert_to_tensor(batch_size(part)) for part in parts])
 
@@ -134,18 +231,22 @@ def take_shard(
     if layout.turns > 1:
         replicas, replica = replicas * layout.turns, replica * layout.turns + microbatch // microbatches
         microbatch = microbatch % microbatches
-    rows, size = batch
+    rows, size = batch[:2]
     if layout.is_split and microbatches > 1:
-        rows, size = pad(rows, microbatches)
+        batch = pad(rows, microbatches)
+        rows, size = batch[:2]
     if replicas * microbatches == 1 and size is None:
         return rows, None
     with _on_host(layout, context.strategy):
-        total = batch_size(rows)
+        total = _total(batch)
         shard_start, shard_end = shard_bounds(replica, replicas, total)
         start, end = shard_bounds(microbatch, microbatches, shard_end - shard_start)
         start, end = shard_start + start, shard_start + end
-        shard = tf.nest.map_structure(lambda t: t[start:end], rows)
         weights = None if size is None else tf.cast(tf.range(start, end) < size, tf.float32)
+        own = shard_bounds(replica // layout.turns, replicas // layout.turns, total)[0] if layout.is_cut else 0
+    with contextlib.nullcontext() if layout.is_cut else _on_host(layout, context.strategy):
+        is_own = layout.is_cut and layout.turns * microbatches == 1
+        shard = rows if is_own else tf.nest.map_structure(lambda t: t[start - own : end - own], rows)
     is_even = isinstance(total, int) and total % (replicas * microbatches) == 0
     part_size = total // (replicas * microbatches) if is_even else None
     if part_size is not None:  # the bounds may be tensors, of which TensorFlow does not know the difference
@@ -165,9 +266,14 @@ def place_of_shard(batch: Batch, layout: BatchLayout, turn: int) -> tuple[tf.Ten
     context = tf.distribute.get_replica_context()
     replicas, replica = context.num_replicas_in_sync * layout.turns, context.replica_id_in_sync_group * layout.turns
     with _on_host(layout, context.strategy):
-        size = tf.convert_to_tensor(batch_size(batch.rows))
+        size = tf.convert_to_tensor(_total(batch))
         total = size if batch.size is None else batch.size
         return tf.minimum(shard_bounds(replica + turn, replicas, size)[0], total), total
+
+
+def _total(batch: Batch) -> tf.Tensor | int:
+    """Returns B, with padding, of the rows that the replicas share out."""
+    return batch_size(batch.rows) if batch.total is None else batch.total
 
 
 def shard_size(batch: Batch, layout: BatchLayout) -> tf.Tensor | int:

@@ -348,10 +348,10 @@ def _prepared(
     if len(tf.nest.flatten(spec)) > 1 and static_batch_size(spec) is None:
         dataset = dataset.map(_do_not_convert(lambda *batch: check_rows(_pack_element(batch, spec))))
     if info.layout.is_padded:
-        dataset = dataset.map(_do_not_convert(lambda *batch: pad(_pack_element(batch, spec), info.min_rows)))
+        dataset = dataset.map(_do_not_convert(lambda *batch: pad(_pack_element(batch, spec), info.min_rows)[:2]))
     if num_missing:  # in the last steps of the longer shards, this worker has rows that do not count
-        filler = next(iterate(dataset))._replace(size=tf.constant(0))
-        dataset = dataset.concatenate(tf.data.Dataset.from_tensors(filler).repeat(num_missing))
+        rows, _ = next(iterate(dataset))
+        dataset = dataset.concatenate(tf.data.Dataset.from_tensors((rows, tf.constant(0))).repeat(num_missing))
     options = tf.data.Options()
     if user_options.threading.private_threadpool_size is None:
         options.threading.private_threadpool_size = environment.count_cores()

@@ -166,8 +166,13 @@ def has_gpus(strategy: tf.distribute.Strategy) -> bool:
 
 def lead_device(strategy: tf.distribute.Strategy) -> str:
     """Returns the device of this worker's first replica, where the numbers of a step stay until the host reads them."""
-    name = _device_names(strategy)[0]
-    return devices.HOST if name.startswith("CPU") else f"/{name}"
+    first = replica_devices(strategy)[0]
+    return devices.HOST if first.startswith("/CPU") else first
+
+
+def replica_devices(strategy: tf.distribute.Strategy) -> list[str]:
+    """Returns the device of each replica of this worker."""
+    return [f"/{name}" for name in _device_names(strategy)]
 
 
 def times_replicas(strategy: tf.distribute.Strategy) -> bool:

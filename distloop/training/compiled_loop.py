@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from distloop.data import shards
-from distloop.data.shards import BatchLayout
+from distloop.data.shards import Batch, BatchLayout
 from distloop.data.source import Source
 from distloop.distributed import strategies, workers
 from distloop.distributed.devices import HOST
@@ -32,7 +32,8 @@ class _Carry(NamedTuple):
     """
 
     done: tf.Tensor  # [], int32: the steps of this call so far, up to the first one that failed
-    is_over: tf.Tensor  # [], int32: 1 if one of the steps failed at which the host has looked: all, or all but the last
+    is_over: tf.Tensor  # [], int32: 1 if one of the steps failed at which the host has looked: all, or all but the
+    #                     last; or if no rows are ahead for another step
     failed: tf.Tensor  # []: whether a step failed
     sums: tf.Tensor  # [S]: what the steps of the row add up to; one zero before the first, as tracing it tells S
     diagnosis: tf.Tensor  # [D]: of the step that failed, or the last one; one zero before the first
@@ -62,13 +63,47 @@ class _Call(NamedTuple):
     log_every: tf.Tensor  # []: the steps between two logs
     time_limit: TimeLimit
     while_loop: Callable[..., Any]
+    ahead: shards.RowsAhead | None  # what holds the rows of the next step; None: a step fetches its own
 
     def goes_on(self, carry: _Carry, *, until: tf.Tensor, begun: tf.Tensor | int = 0) -> tf.Tensor:
-        """Computes whether another step begins: until so many are done, and in time unless only `begun` are done."""
+        """Computes whether another step begins: until so many are done, and in time unless only `begun` are done.
+
+        Rows that are ahead were fetched in time.
+        """
         with tf.device(HOST):
+            if self.ahead is not None:
+                return (carry.done < until) & (carry.is_over == 0)
             with tf.control_dependencies([carry.is_over]):  # the clock is read when the step before has ended
                 in_time = self.time_limit.is_ahead()
             return (carry.done < until) & (carry.is_over == 0) & (in_time | (carry.done == begun))
+
+    def take(self, carry: _Carry) -> tuple[Batch, BatchLayout, list[tf.Tensor], tf.Tensor | None]:
+        """Takes the batch of a step, on the host; with rows ahead, it was fetched before, and the next one is fetched.
+
+        Returns:
+            The batch; its layout; what is there once its rows, or those of the next one, are on the host; and 1, int32,
+            if no other step begins, None: that does not depend on the batch.
+        """
+        if self.ahead is None:
+            batch = shards.next_batch(self.iterator, self.layout)
+            return batch, self.layout, tf.nest.flatten(batch.rows, expand_composites=True)[:1], None
+        goes_on = (tf.cast(carry.done, tf.int64) + 1 < self.count) & self.time_limit.is_ahead()
+        following, is_fetched = self.fetch_if(goes_on)
+        # Where the next batch is an error, this step changes nothing.
+        return self.ahead.swap(following, after=is_fetched), self.ahead.layout, [is_fetched], 1 - is_fetched
+
+    def fetch_if(self, goes_on: tf.Tensor) -> tuple[Batch, tf.Tensor]:
+        """Returns the next batch if another step begins, and whether one does, int32, once the batch is there.
+
+        The rows are sent outside of the branch: within it, the host would wait for the GPUs that take them.
+        """
+        batch, is_fetched = tf.cond(
+            goes_on,
+            lambda: (shards.next_batch(self.iterator, self.layout), tf.constant(1)),
+            lambda: (shards.no_rows(self.iterator, self.layout), tf.constant(0)),
+        )
+        with tf.control_dependencies(tf.nest.flatten(batch.rows)[:1]):
+            return batch, tf.identity(is_fetched)
 
 
 class CompiledLoop:
@@ -103,6 +138,7 @@ class CompiledLoop:
         self._num_timed_replicas = state.strategy.num_replicas_in_sync if is_timed else 0
         self._number_names: list[str] = []  # set by tracing
         self._last_batch: shards.LastBatch | None = None
+        self._ahead: dict[str, shards.RowsAhead] = {}  # by the kind of batches
         with tf.device(HOST):  # when each step of a call began, by `tf.timestamp`
             self._step_starts = tf.Variable(tf.zeros([0], tf.float64), shape=[None], trainable=False)
 
@@ -115,6 +151,10 @@ class CompiledLoop:
         """
         if self._step.locate_nonfinite or self._keeps_batch:
             self._last_batch = shards.LastBatch(source.iterator())
+        elif self._step.runs_ahead and shards.RowsAhead.are_possible(source.iterator(), source.layout):
+            kind = _kind(source.iterator(), source.layout)
+            if kind not in self._ahead:
+                self._ahead[kind] = shards.RowsAhead(source.iterator(), source.layout, self._state.strategy)
         if not self._eager:
             with tf.experimental.function_executor_type(executor):
                 self._run(source.iterator(), source.layout, *_limits(0, 1, np.inf))
@@ -195,10 +235,13 @@ class CompiledLoop:
         After so many seconds no step begins, but for the first one of a row that has begun.
         """
         first = self._state.step.read_value()
+        ahead = self._ahead.get(_kind(iterator, layout))
         with tf.device(HOST):
-            call = _Call(iterator, layout, first, count, log_every, TimeLimit(secs), while_loop)
+            call = _Call(iterator, layout, first, count, log_every, TimeLimit(secs), while_loop, ahead)
             until = tf.cast(count, tf.int32)
             self._step_starts.assign(tf.zeros([count], tf.float64))
+            if ahead is not None:
+                ahead.put(call.fetch_if(count > 0)[0])
         with tf.device(self._lead):  # TensorFlow moves all that a loop carries through the device that it was built for
             carry, rows = while_loop(
                 # At a log, the host reads what the step before it did.
@@ -240,24 +283,26 @@ class CompiledLoop:
         with tf.device(HOST):
             start = tf.timestamp()
             with tf.control_dependencies([start]):
-                batch = shards.next_batch(call.iterator, call.layout)
-            with tf.control_dependencies(tf.nest.flatten(batch.rows, expand_composites=True)[:1]):
+                batch, layout, is_fetched, is_last = call.take(carry)
+            with tf.control_dependencies(is_fetched):
                 input_secs = tf.timestamp() - start
             examples = tf.cast(shards.count_examples(batch, self._state.strategy), tf.float64)
             if self._last_batch is not None:
                 self._last_batch.keep(batch)
         looks_back = self._step.runs_ahead and self._step.may_fail
         with unsaved_draws_refused(self._state):
-            outcome = self._step(batch, call.layout, carry.failed if looks_back else None)
+            outcome = self._step(batch, layout, carry.failed if looks_back else None)
         # Where no step can fail, the next one may start before this one has ended.
         failed = outcome.failed if self._step.may_fail else carry.failed
         with tf.device(HOST):
             is_over = tf.cast(carry.failed if looks_back else failed, tf.int32)
             count = 1 - is_over if looks_back else tf.constant(1)
+            if is_last is not None:
+                is_over = tf.maximum(is_over, is_last)
             self._step_starts.scatter_update(tf.IndexedSlices(start, carry.done))
             # Counted when it is done: if the data of a later step fails, the results of the whole call are lost. A GPU
             # completes what has begun, and the host would wait for it.
-            with tf.control_dependencies([] if self._step.runs_ahead else [outcome.applied]):
+            with tf.control_dependencies(is_fetched if self._step.runs_ahead else [outcome.applied]):
                 self._state.step.assign_add(tf.cast(count, tf.int64))
             done = carry.done + count
         with tf.device(self._lead):
@@ -306,6 +351,10 @@ class CompiledLoop:
             **_by_update("loss_scale", scales),
             **_by_update("weight_norm", norms),
         }
+
+
+def _kind(iterator: Any, layout: BatchLayout) -> str:
+    return f"{iterator.element_spec} {layout}"
 
 
 def _limits(count: int, log_every: int, secs: float) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:

@@ -59,6 +59,7 @@ def test_on_gpus_a_step_that_may_be_skipped_takes_a_copy_of_what_it_changes(monk
     parts = estimate(average_decay=0.9, on_nonfinite="skip").parts
     assert parts["copy to undo a step that is skipped"] == sum(parts[name] for name in changed)
     assert "copy to undo a step that is skipped" not in estimate(average_decay=0.9).parts
+    assert parts["batch"] == 2 * ROWS * WIDTH * 4  # the next one arrives while a step computes
 
 
 @pytest.mark.slow

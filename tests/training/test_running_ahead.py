@@ -6,6 +6,9 @@ import pytest
 import tensorflow as tf
 
 import distloop
+from distloop.assembly import make_training_source
+from distloop.keras_models.fit_arguments import read_arguments
+from distloop.training.compiled_loop import CompiledLoop
 from distloop.training.step import TrainStep
 from tests.problems import assert_equal, classification, classifier, everything, mostly_wide, on
 
@@ -51,7 +54,7 @@ def run(monkeypatch, is_ahead, model_fn, bad_rows, replicas, settings):
     rows, logged, text = classification(64), [], None
     rows["x"][list(bad_rows), 0] = np.inf
     trainer = distloop.Trainer(MODEL_FNS[model_fn], on(replicas, **{"log_every": 5, **settings}))
-    data = distloop.make_dataset(rows, SIZE)
+    data = distloop.make_dataset(rows, settings.get("batch_size", SIZE))
 
     def keep(report):
         logged.append({k: v for k, v in report.metrics.items() if not any(part in k for part in TIMES)})
@@ -79,11 +82,15 @@ CASES = [
     ("plain", (SIZE * 2 + 1,), 2, {"virtual_replicas": 4, "on_nonfinite": "skip"}),
     ("everything", (SIZE * 2 + 1,), 1, {"microbatches": 2, "on_nonfinite": "skip"}),
     ("plain", (SIZE * 3 + 1,), 1, {"eager": True}),
+    ("everything", (), 3, {"batch_size": 7, "microbatches": 2}),  # the last batch of a pass has one row
+    ("everything", (), 2, {"batch_size": 7, "virtual_replicas": 4, "microbatches": 2}),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_fn, bad_rows, replicas, settings", mostly_wide(CASES, *CASES[1:3], *CASES[4:9]))
+@pytest.mark.parametrize(
+    "model_fn, bad_rows, replicas, settings", mostly_wide(CASES, *CASES[1:3], *CASES[4:9], *CASES[-2:])
+)
 def test_the_numbers_are_those_of_steps_that_wait(monkeypatch, model_fn, bad_rows, replicas, settings):
     expected_text, expected, *_ = run(monkeypatch, False, model_fn, bad_rows, replicas, settings)
     text, found, trainer, _ = run(monkeypatch, True, model_fn, bad_rows, replicas, settings)
@@ -101,3 +108,40 @@ def test_after_a_step_that_failed_the_data_goes_on_with_the_next_batch(monkeypat
         trainer.fit(data, steps=8)
         numbers.append(everything(trainer))
     assert_equal(*numbers)
+
+
+@pytest.mark.slow
+def test_a_loop_that_runs_out_of_time_has_taken_no_batch_of_a_later_step():
+    weights = []
+    for is_ahead, secs in ((False, np.inf), (True, 0.0)):
+        trainer, data = distloop.Trainer(classifier(), on(2)), distloop.make_dataset(classification(64), SIZE)
+        trainer.build(data)
+        loop = CompiledLoop(trainer.state, TrainStep(trainer.state, runs_ahead=is_ahead))
+        source = make_training_source(read_arguments(data, None, {}), trainer.state, trainer.config)
+        loop.trace(source, executor="")
+        counts = []
+        while trainer.step < STEPS:
+            rows = loop.run(source, STEPS - trainer.step, 0, executor="", is_single=False, secs=secs)
+            counts.append(sum(row.steps for row in rows))
+        assert counts == ([1] * STEPS if is_ahead else [STEPS])
+        weights.append(everything(trainer))
+    assert_equal(*weights)
+
+
+@pytest.mark.slow
+def test_a_step_whose_next_batch_is_an_error_changes_nothing(monkeypatch):
+    def batches():
+        rows = classification(64)
+        for number in range(5):
+            yield {name: values[number * SIZE : (number + 1) * SIZE] for name, values in rows.items()}
+        raise OSError("no disk")
+
+    init = TrainStep.__init__
+    monkeypatch.setattr(TrainStep, "__init__", lambda *args, **options: init(*args, **options, runs_ahead=True))
+    trainer = distloop.Trainer(classifier(), on(1))
+    with pytest.raises(OSError, match="no disk"):
+        trainer.fit(batches, steps=STEPS)
+    other = distloop.Trainer(classifier(), on(1))
+    other.fit(batches, steps=4)
+    assert trainer.step == 4
+    assert_equal(everything(trainer), everything(other))
