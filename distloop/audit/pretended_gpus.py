@@ -62,7 +62,7 @@ def trace_on_gpus(model_fn: Callable[[], ModelSpec], config: Config, data: Data,
         fast_dev_run=False,
     )
     with pretended_gpus(gpus):
-        strategy = tensorflow_internals.one_of_workers(gpus) if is_several else strategies.make_strategy(here)
+        strategy = strategies.one_of_workers(gpus) if is_several else strategies.make_strategy(here)
         trainer = Trainer(model_fn, here, strategy=strategy)
         trainer.build(data)
         state, arguments = trainer.state, read_arguments(data, None, {})

@@ -29,11 +29,6 @@ def place_in_cluster(strategy: tf.distribute.Strategy) -> tuple[int, int]:
     return (int(getattr(strategy.extended, "_id_in_cluster", 0)) if count > 1 else 0), count
 
 
-def one_of_workers(gpus: int) -> tf.distribute.Strategy:
-    """Returns the strategy of a worker with so many GPUs, which is the only one yet."""
-    return tf.distribute.MultiWorkerMirroredStrategy._from_local_devices([f"/device:GPU:{i}" for i in range(gpus)])
-
-
 def pretend_workers(strategy: tf.distribute.Strategy, count: int) -> None:
     """Lets a strategy of `one_of_workers` trace functions as if there were so many workers; none of them can run."""
     extended = strategy.extended
