@@ -30,7 +30,8 @@ from distloop.checkpoints.warm_start import warm_start
 from distloop.data.iterators import read_again
 from distloop.data.source import Source
 from distloop.distributed import workers
-from distloop.distributed.preemption import EXIT_CODE, Interrupted, StopRequests
+from distloop.distributed.heartbeat import is_collective_error
+from distloop.distributed.preemption import Interrupted, OtherFailed, StopRequests
 from distloop.distributed.strategies import has_gpus
 from distloop.errors import NotWholeError, cannot_be_written, first_line
 from distloop.graph_functions import TRAINING_PASSES, count_flops
@@ -149,10 +150,12 @@ class Fit:
                 if saves := has_workdir and interrupted.has_trained:
                     self.checkpoints.save_and_wait()
                 saved = ", checkpoint saved" if saves else ""
+                if isinstance(interrupted, OtherFailed):
+                    interrupted = OtherFailed(f"{interrupted} ({_tell(self, '')})")
                 if self._is_chief:  # with console=quiet, too
                     say(f"{interrupted}{saved}. Run the same {'cell' if stays else 'command'} to resume.")
                 if not stays:
-                    raise SystemExit(EXIT_CODE) from None
+                    raise SystemExit(interrupted.exit_code) from None
             except (Diverged, NotWholeError):
                 self._say(f"Nothing is saved after step {self._step}, which failed: the last checkpoint stays.")
                 raise
@@ -266,7 +269,9 @@ class Fit:
         checks = [CheckReplicas(every)] if (every := self.config.check_replicas_every) else []
         actions += [*checks, *self.evaluations, *self.actions, *filter(None, [self._loop.histograms])]
         if self.actions:
-            actions.append(SyncStop(functools.partial(workers.gather, self.state.strategy), self.actions, self._plan))
+            actions.append(
+                SyncStop(functools.partial(workers.agree_to_stop, self.state.strategy), self.actions, self._plan)
+            )
         saves = make_saves(functools.partial(self._save, write), saves_of(self.checkpoints, self.config), self._plan)
         for action in actions:
             member(action, "set_saves")(saves[0].saves if saves else None)
@@ -306,15 +311,22 @@ class Fit:
 
 def _save_after(fit: Fit, error: BaseException) -> None:
     """Saves the last whole step of a run that an error ends, or says why not."""
-    name = type(error).__name__
-    if workers.num_workers(fit.state.strategy) > 1:
+    name, strategy = type(error).__name__, fit.state.strategy
+    is_one_of_several = workers.num_workers(strategy) > 1
+    if is_one_of_several and (is_collective_error(error) or not workers.agree_to_save(strategy, fit._step)):
         fit._say(f"{name}: not saved, as the other workers are not at this point; the last checkpoint stays.")
         return
     try:
         fit.checkpoints.save_and_wait()
+        _tell(fit, f"{name}: {first_line(error)}")
         say(f"{name} at step {fit._step}, checkpoint saved: the same command goes on from there.")
     except Exception as failure:  # the first error is the one to be seen
         say(f"{name} at step {fit._step}, which could not be saved ({first_line(failure)}).")
+
+
+def _tell(fit: Fit, error: str) -> str:
+    """Waits until the chief has saved a run that an error ends; returns the error of the worker that failed."""
+    return "; ".join(filter(None, workers.Workers(fit.state.strategy).gather(error)))
 
 
 def _announce(fit: Fit) -> None:

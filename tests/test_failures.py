@@ -109,7 +109,7 @@ PROGRAM = """
 NOISE = re.compile(
     r"WARNING: All log|[IWE]\d{4} |To enable the foll|step \d|eight steps|"
     r"distloop: (warning|error|devices|precision|parameters|entries|(global )?batch|averaged weights|workdir|"
-    r"\S+ -m tensorboard|tensorboard|loss|accuracy|time|step|Finished|Skipping|worker . of 2 r|\d+ % of the time)"
+    r"\S+ -m tensorboard|tensorboard|loss|accuracy|time|busy|step|Finished|Skipping|worker . of 2 r|\d+ % of the time)"
 )
 
 
@@ -269,13 +269,29 @@ def test_a_suspended_worker_ends_the_others(start, workdir):
     assert newest(workdir) >= before + 5
 
 
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.wide)])
+def test_an_action_that_fails_on_one_worker_is_saved_by_all(victim, start, workdir):
+    before = newest(workdir)
+    workers = start(workdir, f"action,{victim}")
+    assert workers[victim].end() == 1 and workers[1 - victim].end() == heartbeat.EXIT_CODE
+    failed_at = newest(workdir)
+    assert failed_at - before in (8, 9)  # the actions of a boundary that failed are called again
+    assert "RuntimeError: boom in an action" in workers[victim].lines
+    saved = f"RuntimeError at step {failed_at}, checkpoint saved: the same command goes on from there."
+    assert f"distloop: {saved}" in workers[victim].lines
+    if victim == 1:
+        assert workers[0].lines == [
+            f"distloop: Worker 1 failed at step {failed_at} (RuntimeError: boom in an action), checkpoint saved. Run the "
+            "same command to resume."
+        ]
+
+
 @pytest.mark.wide
 @pytest.mark.parametrize(
     ("failure", "phase", "error"),
     [
-        ("action", "between two loops", "RuntimeError: boom in an action"),
-        pytest.param("model_fn", "starting", "RuntimeError: boom in model_fn", marks=pytest.mark.wide),
-        pytest.param("pipeline", "training", ".*RuntimeError: boom in the pipeline", marks=pytest.mark.wide),
+        ("model_fn", "starting", "RuntimeError: boom in model_fn"),
+        ("pipeline", "training", ".*RuntimeError: boom in the pipeline"),
     ],
 )
 def test_an_error_on_one_worker_ends_the_others(failure, phase, error, start, workdir):
@@ -287,7 +303,7 @@ def test_an_error_on_one_worker_ends_the_others(failure, phase, error, start, wo
     assert workers[1].lines[0] == "Traceback (most recent call last):"
     assert any(re.search(error, line) for line in workers[1].lines)
     (line,) = workers[0].lines
-    step = {"model_fn": "0", "action": str(before + 9)}.get(failure, r"\d+")
+    step = "0" if failure == "model_fn" else r"\d+"
     assert re.match(rf"distloop: worker 1 failed at step {step} \({phase}\): {error}. So worker 0 \(step \d+, ", line)
     newest(workdir)
 

@@ -137,7 +137,7 @@ class Heartbeat:
 
         def report_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
             if os.getpid() == self._pid:
-                if _is_collective_error(error):
+                if is_collective_error(error):
                     self._end_for_lost_worker()
                 self.fail(f"{kind.__name__}: {error}")
             original_hook(kind, error, trace)
@@ -288,7 +288,7 @@ def _shorten_error(error: str) -> str:
     return shorten(re.sub(r"\{\{\w+ [^}]*\}\} ?", "", line).rstrip(" .:"), 400)
 
 
-def _is_collective_error(error: BaseException | None) -> bool:
+def is_collective_error(error: BaseException | None) -> bool:
     """Returns True if an error, or one of its causes, is what TensorFlow raises when another worker is gone."""
     for _ in range(20):  # an error may be its own cause
         if error is None:

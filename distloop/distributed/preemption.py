@@ -39,12 +39,21 @@ class Interrupted(Exception):
 
     Attributes:
         has_trained: whether the run has trained since it was restored, so that there is something to save.
+        exit_code: of the process.
     """
+
+    exit_code = EXIT_CODE
 
     def __init__(self, reason: str, *, has_trained: bool = True):
         """Keeps whether there is something to save beside the reason."""
         super().__init__(reason)
         self.has_trained = has_trained
+
+
+class OtherFailed(Interrupted):
+    """Raised when another worker has failed, and waits until all have saved the run."""
+
+    exit_code = 76  # as `heartbeat.EXIT_CODE`
 
 
 @contextlib.contextmanager

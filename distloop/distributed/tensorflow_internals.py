@@ -50,6 +50,11 @@ def collective_implementation(strategy: tf.distribute.Strategy) -> str | None:
     return None if implementation is None else implementation.value
 
 
+def abort_collectives() -> None:
+    """Ends the collectives that wait for other workers with an error; no other one can begin afterwards."""
+    context.context().abort_collective_ops(errors_impl.ABORTED, "The other workers did not come.")
+
+
 def get_random_state() -> tuple[Any, Any]:
     """Returns TensorFlow's global seed and the generator of operation seeds."""
     eager = context.context()

@@ -9,9 +9,11 @@ It does not know how the workers met (`strategies`), nor how a failure is notice
 """
 
 import base64
+import contextlib
 import functools
 import io
 import json
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,9 +23,11 @@ import tensorflow as tf
 from distloop.distributed import tensorflow_internals
 from distloop.distributed.heartbeat import Heartbeat
 from distloop.distributed.liveness import GATHERING
-from distloop.distributed.preemption import Interrupted, StopRequests
+from distloop.distributed.preemption import Interrupted, OtherFailed, StopRequests
 from distloop.graph_functions import graph_function
 
+_GOES_ON, _IS_ASKED, _HAS_FAILED = 0.0, 1.0, 2.0  # what a worker says between two loops
+_AGREE_SECS = 3.0  # that a worker which failed waits for the others to save
 _HEARTBEAT = "_distloop_heartbeat"  # the attribute of a strategy that holds its heartbeat
 _MIN_WORDS, _MAX_WORDS = 32, 2**17  # of 8 bytes, that workers exchange in one collective
 
@@ -190,13 +194,52 @@ def agree_to_go_on(
         *numbers: K of them; the chief's count.
 
     Raises:
-        Interrupted: on every worker, if any is asked to stop.
+        Interrupted: on every worker, if any is asked to stop; OtherFailed if one has failed and waits in
+            `agree_to_save`.
     """
     reason = requests.reason if requests is not None else None
-    answers = gather(strategy, [float(reason is not None), *numbers])  # [W, 1 + K]
+    answers = _answers(strategy, [_GOES_ON if reason is None else _IS_ASKED, *numbers])  # [W, 1 + K]
     if (is_asked := answers[:, 0]).any():
         raise Interrupted(f"Interrupted {reason or f'by worker {is_asked.argmax()}'} at step {step}")
     return answers[0, 1:]
+
+
+def agree_to_stop(strategy: tf.distribute.Strategy, stops: bool) -> np.ndarray:
+    """Returns of each worker whether it ends the run, `[W]`, on every worker. All workers must call it.
+
+    Raises:
+        OtherFailed: as `agree_to_go_on`.
+    """
+    return _answers(strategy, [_IS_ASKED if stops else _GOES_ON, 0.0, 0.0])[:, 0]
+
+
+def _answers(strategy: tf.distribute.Strategy, answer: Sequence[float]) -> np.ndarray:
+    answers = gather(strategy, answer)
+    if _HAS_FAILED in answers[:, 0]:
+        worker = answers[:, 0].argmax()
+        raise OtherFailed(f"Worker {worker} failed at step {answers[worker, 1]:.0f}")
+    return answers
+
+
+def agree_to_save(strategy: tf.distribute.Strategy, step: int) -> bool:
+    """Returns whether all workers save a run that an error of this one ends: as they are between two loops, or failed.
+
+    It meets `agree_to_stop`, `agree_to_go_on` with two numbers, and itself.
+    Workers that wait in another collective cannot be asked. After some seconds this one waits no longer.
+    """
+    answers: list[np.ndarray] = []
+
+    def ask() -> None:
+        with contextlib.suppress(tf.errors.OpError):
+            answers.append(gather(strategy, [_HAS_FAILED, step, 0.0]))  # of the size that others exchange there
+
+    thread = threading.Thread(target=ask, name="distloop-agreement", daemon=True)
+    thread.start()
+    thread.join(_AGREE_SECS)
+    if thread.is_alive():
+        tensorflow_internals.abort_collectives()
+        thread.join(_AGREE_SECS)
+    return bool(answers) and len({row[1] for row in answers[0] if row[0] == _HAS_FAILED}) == 1
 
 
 def _gather_bytes(strategy: tf.distribute.Strategy, data: bytes, sizes: Sequence[int]) -> list[bytes]:

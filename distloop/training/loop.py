@@ -276,9 +276,7 @@ class TrainLoop:
         """Calls the actions of a boundary; returns whether one of them ended the run."""
         try:
             self.reported, stop_reason = run_actions(actions, report, self._host.clock, self._host.plan)
-        except (Exception, KeyboardInterrupt) as error:
-            if not isinstance(error, Interrupted) and not self._is_alone:
-                raise
+        except (Exception, KeyboardInterrupt):
             is_last, due = int(self._state.step) == report.step, self._host.plan.due_secs  # else later steps are done
             boundary = {"metrics": report.metrics, "time": report.time, "due_secs": [*due]}
             self.open_boundary = boundary if is_last else None

@@ -356,13 +356,13 @@ class UnavailableError(Exception):
 def test_an_error_while_a_collective_error_is_handled_is_a_collective_error():
     first, second = UnavailableError("socket closed"), OSError("no such file")
     second.__context__ = first
-    assert heartbeat._is_collective_error(second) and not heartbeat._is_collective_error(OSError("no such file"))
+    assert heartbeat.is_collective_error(second) and not heartbeat.is_collective_error(OSError("no such file"))
 
 
 def test_a_circle_of_causes_ends():
     error = OSError()
     error.__cause__ = error
-    assert not heartbeat._is_collective_error(error)
+    assert not heartbeat.is_collective_error(error)
 
 
 def test_an_error_in_a_function_of_tensorflow_is_told_by_its_reason():
