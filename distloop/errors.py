@@ -83,7 +83,7 @@ def cannot_be_written(workdir: str, error: OSError) -> ValueError:
     )
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """Returns the first line of an error's message, TensorFlow's or any other; its type's name if it has none."""
     message = error.message if isinstance(error, tf.errors.OpError) else str(error)
     return (message.strip().splitlines() or [type(error).__name__])[0][:200].rstrip(" .:")

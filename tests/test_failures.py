@@ -281,8 +281,8 @@ def test_an_action_that_fails_on_one_worker_is_saved_by_all(victim, start, workd
     assert f"distloop: {saved}" in workers[victim].lines
     if victim == 1:
         assert workers[0].lines == [
-            f"distloop: Worker 1 failed at step {failed_at} (RuntimeError: boom in an action), checkpoint saved. Run the "
-            "same command to resume."
+            f"distloop: Worker 1 failed at step {failed_at} (RuntimeError: boom in an action), checkpoint saved. "
+            "Run the same command to resume."
         ]
 
 
@@ -295,7 +295,6 @@ def test_an_action_that_fails_on_one_worker_is_saved_by_all(victim, start, workd
     ],
 )
 def test_an_error_on_one_worker_ends_the_others(failure, phase, error, start, workdir):
-    before = newest(workdir)
     workers = start(workdir, f"{failure},1")
     assert workers[1].end() == 1
     failed = time.monotonic()

@@ -17,7 +17,7 @@ from distloop.actions.action import Action, Report, member, run_between_loops
 from distloop.actions.action import run as run_actions
 from distloop.data.source import Source
 from distloop.distributed import strategies, workers
-from distloop.distributed.preemption import Interrupted, StopRequests
+from distloop.distributed.preemption import StopRequests
 from distloop.errors import as_user_error
 from distloop.model.state import TrainState
 from distloop.monitoring.console import say

@@ -26,6 +26,7 @@ COLUMNS = {
     "export": "SavedModel",
     "keras_file": "Keras file",
     "split": "2 stages",
+    "gpu_graph": "falls to the host",
 }
 
 INTRODUCTION = """\
@@ -58,6 +59,7 @@ it moved in those steps, which is far stricter than relative to the variable.
 | resume | variables with other bits after a restart in another process from step {saved} | 0 |
 | SavedModel, Keras file | predictions of the export, loaded again, with `trainer.predict` | {float32:g} |
 | 2 stages | `distloop.split` over 2 devices with 1 replica | {float32:g} |
+| falls to the host | operations of a train step traced for a GPU that is not there that have no GPU kernel | 0 |
 
 Members of a family have the same blocks in other numbers, and one model stands for them: its cells answer where a
 cell says *family*; the row names it in parentheses. For keras.applications it is a small form: the first layers of an
@@ -80,7 +82,8 @@ sentence below the table: distloop *refused* with it, or it is an *error* of Ker
 
 {count}
 
-Made on {date}: Python {python}, {versions}, {cores} CPU cores, no GPU.
+Put together on {date}, from cells of 2026-11-23 and later: Python {python},
+{versions}, {cores} CPU cores, no GPU.
 The numbers, with the names of the variables that differ most: [cells.jsonl](../experiments/public_models/cells.jsonl).
 """
 
@@ -145,9 +148,11 @@ def text(cells: Mapping[tuple[str, str], Any], model: str, column: str, sentence
             sentence = f"{kind}: {shortened(cell[kind])}"
             letter = sentences.setdefault(sentence, letters(len(sentences)))
             return letter + _by_keras(cell)
-    number = f"{cell['difference']:.0e}" if column != "resume" else str(cell["difference"])
+    number = str(cell["difference"]) if column in ("resume", "gpu_graph") else f"{cell['difference']:.0e}"
     if cell["difference"] <= cell["tolerance"]:
         return number.replace("0e+00", "0")
+    if column == "gpu_graph":
+        return f"**{number}** {cell['worst']}"
     exact = cells.get((model, f"{column.replace('replicas_4', 'replicas_2')}/float64"))
     reason = f" float64 {exact['difference']:.0e}" if exact and "difference" in exact else ""
     return f"**{number}**{reason}{_by_keras(cell)}"

@@ -18,6 +18,7 @@ from experiments.public_models import trials, zoo
 _FORKS = multiprocessing.get_context(
     "forkserver"
 )  # forks of a process that has imported TensorFlow, and not started it
+_OF_EAGER = ("exact", "one_replica", "mixed_float16", "mixed_bfloat16", "split", "gpu_graph")
 
 
 def read(directory: str) -> list[dict[str, Any]]:
@@ -47,11 +48,11 @@ def _is_wanted(model: str, trial: str, directory: str) -> bool:
     if trial != "exact" and zoo.representative_of(model, "rebuilt" if trial == "one_replica" else trial) != model:
         return False
     if trial == "exact" or zoo.is_eager(model):
-        return zoo.is_eager(model) and trial in ("exact", "one_replica", "mixed_float16", "mixed_bfloat16", "split")
+        return zoo.is_eager(model) and trial in _OF_EAGER
     cells = [cell for cell in read(directory) if cell["model"] == model]
     if trial == "float64":
         return any(trials.is_open(cell) for cell in cells)
-    return trial == "one_replica" or any(cell["cell"] == "keras" for cell in cells)
+    return trial in ("one_replica", "gpu_graph") or any(cell["cell"] == "keras" for cell in cells)
 
 
 def _in_a_process(model: str, trial: str, directory: str, limit_secs: float) -> Iterator[dict[str, Any]]:

@@ -25,6 +25,7 @@ import numpy as np
 import tensorflow as tf
 
 import distloop
+from distloop.audit.pretended_gpus import trace_on_gpus
 from experiments.public_models import zoo
 
 STEPS, SAVED_STEP = 3, 2
@@ -322,6 +323,15 @@ def exact(name: str, directory: str) -> Iterator[dict[str, Any]]:
     shutil.rmtree(directory)  # up to gigabytes
 
 
+def gpu_graph(name: str, directory: str) -> Iterator[dict[str, Any]]:
+    """The operations of a train step that would run on the host if the model were on a GPU, by name."""
+    model_fn = distloop.from_keras(functools.partial(zoo.make, name))
+    data = data_for(zoo.make(name))
+    step, *_ = trace_on_gpus(model_fn, distloop.Config(console="quiet", log_every=0), data, gpus=1)
+    operations = sorted({fallen.operation.partition("(")[0] for fallen in step.on_host})
+    yield {"cell": "gpu_graph", "difference": len(operations), "tolerance": 0, "worst": " ".join(operations)}
+
+
 # Name -> virtual CPUs, and what it does.
 TRIALS: dict[str, tuple[int, Callable[[str, str], Iterator[dict[str, Any]]]]] = {
     "one_replica": (1, one_replica),
@@ -334,6 +344,7 @@ TRIALS: dict[str, tuple[int, Callable[[str, str], Iterator[dict[str, Any]]]]] = 
     "replicas_4": (4, replicas(4)),
     "float64": (2, float64),
     "exact": (4, exact),
+    "gpu_graph": (1, gpu_graph),
 }
 
 
