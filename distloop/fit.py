@@ -25,6 +25,7 @@ from distloop.actions.save import SaveCosts, make_saves, require_metrics
 from distloop.actions.stop_early import SyncStop
 from distloop.actions.write import JsonWriter, Write
 from distloop.checkpoints.loading import left_files, may_lack_best
+from distloop.checkpoints.phases import units_at
 from distloop.checkpoints.resume import RunCheckpoints, saves_of
 from distloop.checkpoints.warm_start import warm_start
 from distloop.data.iterators import read_again
@@ -106,16 +107,17 @@ class Fit:
         """Restores the newest checkpoint of the workdir; a new run starts from the weights of `init_from`."""
         require_same_trainable(self.state)
         require_same_run(self.state, self.units.run.last_step, self.evaluations, self.actions)
-        self.checkpoints.resume()
+        self.checkpoints.resume(self.units.run)
         self._began = self._step
         if self.config.init_from and self.checkpoints.is_new:
             self._say(warm_start(self.state, self.config.init_from, self.config.init_rename))
-        self._stop_reason = self.checkpoints.stop_reason(self.units.run)
+        self._stop_reason = self.checkpoints.phases.stop_reason
+        units = units_at(self.checkpoints.phases.notes(), self.units)
         self._loop = self.make_loop()
         self._loop.log_every = run_length.log_every(self.config, self.units)
-        learning_rates.resolve(self.state.plain_optimizers.values(), self.units, self._loop.trace_again)
+        learning_rates.resolve(self.state.plain_optimizers.values(), units, self._loop.trace_again)
         if (average := self.state.average) is not None:
-            average.begin_at(run_length.first_averaged(self.config, self.units), self._loop.trace_again)
+            average.begin_at(run_length.first_averaged(self.config, units), self._loop.trace_again)
         self._attach()
 
     @property
@@ -175,6 +177,8 @@ class Fit:
             Interrupted: if the run is to be saved and left.
             Diverged: at a step that fails, if there is no checkpoint to go back to.
         """
+        if self.checkpoints.phases.past is not None:
+            return self._say(self.checkpoints.phases.describe())
         if self.is_over:
             why = run_length.why_over(self.units, self._step, self._loop.secs, self._stop_reason)
             self._say(f"{why} or use another workdir." if self.config.workdir else f"{why} to go on.")
@@ -197,6 +201,7 @@ class Fit:
     def _finish(self) -> None:
         """Restores the best checkpoint if an action asks for it."""
         self._has_finished = True
+        self.checkpoints.phases.end(self._step, self._loop.stop_reason, self._loop.reported)
         for metric in metrics_to_restore(self.actions):
             with may_lack_best():
                 self.checkpoints.restore_best(metric, run_goes_on_from_it=False)

@@ -183,8 +183,9 @@ def test_workers_draw_different_dropout_masks(on_workers):
     assert len(keys) == 4
 
 
-def test_a_run_of_several_workers_resumes_bit_for_bit(on_workers):
-    for result in on_workers[0]["resume"]:
+@pytest.mark.parametrize("scenario", ["resume", "phases"])
+def test_a_run_of_several_workers_resumes_bit_for_bit(scenario, on_workers):
+    for result in on_workers[0][scenario]:
         assert not result["local/different"].size
 
 

@@ -7,6 +7,7 @@ Each returns arrays by name, which have to be the same everywhere, except for na
 
 import json
 import os
+import shutil
 import sys
 import traceback
 import unittest.mock
@@ -189,6 +190,38 @@ def resume(make, workdir):
     return {
         "local/different": np.array([name for name in straight if straight[name].tobytes() != stopped[name].tobytes()])
     }
+
+
+def phases(make, workdir):
+    """Two phases, the first of which an action of the last worker ends; the second is killed, and all starts again."""
+
+    def fit(name, steps):
+        def trainer(trainable):
+            def model_fn():
+                spec = classifier(dropout=0.3)()
+                return distloop.ModelSpec(spec.model, keras.optimizers.Adam(0.01), spec.loss_fn, trainable=trainable)
+
+            return make(model_fn, workdir=os.path.join(workdir, name), checkpoint_every=4, average_decay=0.9)
+
+        def stop(report):
+            if is_worker(head, 99):
+                raise distloop.StopTraining("this worker has seen enough")
+
+        stop.every = 5
+        head = trainer("logits")
+        head.fit(batches(shuffle=True), steps=12, actions=[stop])
+        tuned = trainer(None)
+        tuned.fit(batches(shuffle=True, seed=3), steps=steps)
+        return tuned
+
+    straight = everything(fit("straight", 12))
+    trainer = fit("stopped", 12)
+    if trainer.workers.is_chief:
+        shutil.rmtree(os.path.join(workdir, "stopped", "checkpoints", "12"))  # as if killed before
+    trainer.workers.barrier()
+    stopped = everything(fit("stopped", 12))
+    different = [name for name in straight if straight[name].tobytes() != stopped[name].tobytes()]
+    return {"local/different": np.array(different), "step": np.array(trainer.step)}
 
 
 def elastic(make, workdir):
@@ -517,6 +550,7 @@ SCENARIOS = [
     float16,
     statistics_and_seeds,
     resume,
+    phases,
     elastic,
     position,
     mixed_rows,

@@ -1,7 +1,7 @@
 """Resuming: saves the state of each part of a run into checkpoints, and restores each part.
 
     checkpoints = RunCheckpoints(state, config)
-    checkpoints.resume()                                          # from the newest one in the workdir, if there is any
+    checkpoints.resume(run)                                       # from the newest one in the workdir, if there is any
     window = checkpoints.attach(source, loop, actions, run)       # restores the parts
     checkpoints.save(report, best_steps)                          # between two loops
 
@@ -35,8 +35,9 @@ from distloop.checkpoints.loading import (
     would_be_replaced,
 )
 from distloop.checkpoints.memory_copies import MemoryCopies
+from distloop.checkpoints.phases import Phases
 from distloop.checkpoints.store import Checkpoints, follow, in_workdir
-from distloop.checkpoints.warm_start import warm_start
+from distloop.checkpoints.warm_start import take_over, warm_start
 from distloop.checkpoints.writing import DiskWatch, WorkersLock
 from distloop.data.source import Source
 from distloop.distributed import workers
@@ -62,6 +63,7 @@ class RunCheckpoints:
         disk_watch: ends the process when the disk no longer answers.
         run: the name of the run, from `claim_run`; known to the chief, once it was resumed.
         lock: of the workdir; held until the last save has ended.
+        phases: which of the run's phases the present `fit` is.
     """
 
     def __init__(self, state: TrainState, config: Config):
@@ -79,7 +81,7 @@ class RunCheckpoints:
         self._checkpoints = checkpoints if config.workdir else None
         self._copies = MemoryCopies(checkpoints, state.strategy, self.lock.verify)
         self._rollback = Rollback(config.max_rollbacks)
-        self.action_states = RunStates()
+        self.action_states, self.phases = RunStates(), Phases(state)
         self.is_new, self.run = True, ""
         self._shows_best = False  # whether the state is the best one's, and the next `resume` restores the newest
         self._saved: Saved | None = None  # the restored checkpoint, until every part has its state
@@ -87,25 +89,35 @@ class RunCheckpoints:
         self._loop: TrainLoop | None = None
         self._run = Period()
 
-    def resume(self) -> None:
+    def resume(self, run: Period) -> None:
         """Restores the newest checkpoint of the workdir, if there is one and the run is new or shows its best one.
+
+        Args:
+            run: the length of the run, which decides the phase that goes on.
 
         Raises:
             ValueError: if there is one and `resume=False`, all are damaged, or it is of another kind of run.
         """
-        if self._checkpoints is None:
-            return
-        began_at = time.monotonic()
+        saved, was_past, began_at = self._saved, self.phases.past is not None, time.monotonic()
+        is_read = self._checkpoints is not None and (newest := self._newest()) is not None
+        if is_read:
+            saved = require_same_virtual_replicas(newest, self._state)
+        secs = max(self._loop.secs if self._loop is not None else 0.0, saved.notes.get("secs", 0.0) if saved else 0.0)
+        self.phases.enter(run, saved, int(self._state.step), secs)
+        if saved is not None and (is_read or was_past):  # what the program has set between two phases is set back
+            self._restore(saved, has_begun=not self.phases.is_of_others)
+            self.costs["restore_secs"] = time.monotonic() - began_at
+
+    def _newest(self) -> Saved | None:
+        """Loads the newest checkpoint, if the state is not the one to go on with."""
         if self._is_chief:
             self.run = claim_run(self._config, self.lock.verify)
         self._copies.open(is_wanted=bool(self._config.copy_every), is_resuming=self.is_new, run=self.run)
         if not (self.is_new or self._shows_best):
-            return
+            return None
         if self.is_new and not self._config.resume and self._checkpoints.steps:
             raise would_be_replaced(self._config.workdir, self._checkpoints.steps[-1])
-        if (saved := self._load_newest(self._checkpoints)) is not None:
-            self._restore(require_same_virtual_replicas(saved, self._state))
-            self.costs["restore_secs"] = time.monotonic() - began_at
+        return self._load_newest(self._checkpoints)
 
     def restore(self, path: str | None) -> None:
         """Restores a checkpoint; the path is that of `Trainer.restore`.
@@ -117,7 +129,7 @@ class RunCheckpoints:
         if path.endswith(WEIGHT_FILES):
             warm_start(self._state, path, given=f"restore({path!r})")
             return None
-        self._run = Period()  # unknown, so the place is for the next `fit`, whatever its data
+        self.phases.jump()  # the place is for the next `fit`, whatever its data
         self._copies.has_gone_back = True
         if path == BEST:
             return self.restore_best()
@@ -138,7 +150,8 @@ class RunCheckpoints:
         self._copies.has_gone_back = self._copies.has_gone_back or run_goes_on_from_it
         with self._directory.reading(self._config.workdir, best=True) as local:
             saved = load_best(in_workdir(local) if local else None, metric, self._gather)
-            self._restore(saved._replace(path=self._config.workdir + saved.path.removeprefix(local)))
+            saved = saved._replace(path=self._config.workdir + saved.path.removeprefix(local))
+            self._restore(saved, has_begun=run_goes_on_from_it)
         self._shows_best = not run_goes_on_from_it
 
     def follow(self, done: Collection[int], poll_secs: float, timeout_secs: float) -> Iterator[int]:
@@ -150,7 +163,7 @@ class RunCheckpoints:
         """
         assert self._checkpoints is not None
         for saved in follow(self._checkpoints, done, poll_secs, timeout_secs):
-            self._restore(saved)
+            self._restore(saved, has_begun=False)
             yield saved.step
 
     def restore_built_model(self) -> None:
@@ -167,30 +180,30 @@ class RunCheckpoints:
         Raises:
             ValueError: if two actions have one name, or JSON cannot hold an action's state, or as for `resume`.
         """
-        begins = self._source not in (None, source)  # the data of another `fit` than the last one's
-        last_run, self._source, self._loop, self._run = self._run, source, loop, run
-        window, is_over, states = None, False, None
+        is_other, has_data = self._source is not source, self._source is not None
+        self._source, self._loop, self._run = source, loop, run
+        window, is_over, states, phases = None, False, None, self.phases
         if (saved := self._saved) is not None:
             require_same_virtual_replicas(saved, self._state)
-            is_over = _is_over(saved, run)  # the place may be in the data of the next `fit`
-            if not (begins and _is_end_of(saved, last_run)):
-                if not is_over and (source.is_astray or source.save_position() != saved.notes["input"]):
-                    source.restore_position(saved.notes["input"])
-                states = saved.notes["actions"]
-            on_disk = None if is_over or self.stop_reason(run) else self._checkpoints
+            is_over = phases.past is not None or _is_over(saved, run)  # the place may be in the data of the next `fit`
+            begins = phases.begins and is_other
+            if not (is_over or begins) and (source.is_astray or source.save_position() != saved.notes["input"]):
+                source.restore_position(saved.notes["input"])
+            if phases.past is None:
+                states = None if begins and has_data else saved.notes["actions"]
+                loop.open_boundary = saved.notes.get("open_boundary")
+            on_disk = None if is_over or phases.stop_reason else self._checkpoints
             if on_disk is not None and has_later(self._state.strategy, on_disk, saved.step):
                 self.save()  # so the run has left the later ones before its first row
                 on_disk.join()
-            window, loop.open_boundary = saved.notes["window"], saved.notes.get("open_boundary")
-            loop.reported, loop.secs = saved.notes.get("reported", {}), max(loop.secs, saved.notes.get("secs", 0.0))
+            window = loop.restore_window(saved.notes["window"], begins=phases.begins)
+            loop.reported = (phases.past or saved.notes).get("reported", {})
+            loop.secs = max(loop.secs, saved.notes.get("secs", 0.0))
+        if phases.begins and is_other:
+            phases.set_apart()
         self.action_states.attach(actions, states, is_written=self._checkpoints is not None)
-        self._saved, self.is_new = saved if is_over else None, False
+        self._saved, self.is_new, phases.begins = saved if is_over else None, False, False
         return window
-
-    def stop_reason(self, run: Period) -> str | None:
-        """Returns why an action stopped the restored run, if it was on its way to the same end; else None."""
-        notes = self._saved.notes if self._saved is not None else {}
-        return notes.get("stop_reason") if _has_length(notes, run) else None
 
     def save(self, report: Report | None = None, best_steps: Mapping[str, list[int]] | None = None) -> None:
         """Saves a checkpoint in the background.
@@ -206,6 +219,8 @@ class RunCheckpoints:
             raise ValueError("save needs a place: give Config(workdir=...).")
         if self._source is None or self._loop is None:
             raise ValueError("save has nothing to write before fit has run: call fit first.")
+        if self._saved is not None and self.phases.is_of_others:  # this optimizer is not the checkpoint's
+            return
         step, values, notes = self._content(report, is_needed=self._is_chief)
         if self._is_chief:
             with contextlib.suppress(OSError):  # of a disk that cannot be read: the save fails, and that is logged
@@ -224,6 +239,7 @@ class RunCheckpoints:
         workers.report_phase(self._state.strategy, "saving")
         saved = self._saved  # restored since: the parts get their state from it at the next fit
         notes = saved.notes if saved else _notes(self._source, self._loop, self.action_states, self._run, report)
+        notes = notes if saved else notes | self.phases.notes()
         values = self._saved_state.snapshot(**needs)
         return int(self._state.step), values, notes | _circumstances(self._state, self._config)
 
@@ -262,7 +278,13 @@ class RunCheckpoints:
         saved = None
         if (choice := self._rollback.choose(diverged.step, diverged.batch, self._source.skipped_batches)) is not None:
             left_out, skipped = choice
-            saved = self._load_newest(self._checkpoints, lambda saved: saved.notes["input"]["batches"] <= left_out)
+            phases = self.phases.notes().get("phases")  # not of an earlier one, whose batches are others
+            saved = self._load_newest(
+                self._checkpoints,
+                lambda saved: (
+                    saved.notes["input"]["batches"] <= left_out and saved.notes.get("phases", phases) == phases
+                ),
+            )
         if choice is None or saved is None:
             _write_incident(self._state, self._config, {**incident, "action": "raise"})
             raise gave_up(diverged, self._rollback.num_tries, self._config.workdir) from diverged
@@ -278,17 +300,28 @@ class RunCheckpoints:
         saved.notes["input"] = self._source.save_position()
         self._restore(saved)
 
-    def _restore(self, saved: Saved) -> None:
-        """Restores the variables from a checkpoint, at once or when the model is built."""
+    def _restore(self, saved: Saved, *, has_begun: bool = True) -> None:
+        """Restores the variables from a checkpoint, at once or when the model is built.
+
+        Args:
+            saved: the checkpoint.
+            has_begun: whether it is of the phase that this Trainer trains; else its optimizer may be another one.
+        """
         self.lock.note_saved()
         self._saved, self.is_new, self._shows_best = saved, False, False
         if not self._state.is_built:
             return
-        if different := self._saved_state.differences(saved.values):
+        different = self._saved_state.differences(saved.values)
+        if different and (has_begun or any(name.startswith("model/") for name in different)):
             self._saved, self.is_new = None, True  # another try is refused again
-            raise is_of_another_model(saved, different)
-        self._saved_state.restore(saved.values)
-        self._say(f"step {saved.step} restored from {saved.path}")
+            raise is_of_another_model(saved, different, self.phases.hint(saved))
+        if different:
+            take_over(self._state, self._saved_state, saved.values, with_averages=not self.phases.begins)
+        else:
+            self._saved_state.restore(saved.values)
+        others = different and self.phases.begins
+        more = "; a phase begins that trains other variables, with an optimizer of its own" if others else ""
+        self._say(f"step {saved.step} restored from {saved.path}{more}")
 
 
 def _disk_watch(strategy: tf.distribute.Strategy, config: Config) -> DiskWatch:
@@ -314,20 +347,9 @@ def _write_incident(state: TrainState, config: Config, incident: Mapping[str, An
         append_row(os.path.join(config.local_workdir, "incidents.jsonl"), incident)
 
 
-def _has_length(notes: Mapping[str, Any], run: Period) -> bool:
-    """Returns whether the run of a checkpoint was as long as this one is to be."""
-    return notes.get("until") == run.steps if run.steps else notes.get("until_secs") == run.secs
-
-
 def _is_over(saved: Saved, run: Period) -> bool:
     """Returns whether a run of this length has nothing left to do after a checkpoint."""
     return run.is_over(saved.step, saved.notes.get("secs", 0.0)) and saved.notes.get("open_boundary") is None
-
-
-def _is_end_of(saved: Saved, run: Period) -> bool:
-    """Returns whether a checkpoint is the last one of a run of this length."""
-    is_known = run != Period() and _has_length(saved.notes, run)
-    return is_known and bool(_is_over(saved, run) or saved.notes.get("stop_reason"))
 
 
 def saves_of(checkpoints: RunCheckpoints, config: Config) -> list[tuple[Callable[..., None], int | str]]:

@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from distloop.assembly import make_step
 from distloop.checkpoints.checkpoint import DamagedError
+from distloop.checkpoints.phases import number_at, units_at
 from distloop.checkpoints.resume import RunCheckpoints
 from distloop.checkpoints.warm_start import warm_start
 from distloop.data.iterators import read_again
@@ -165,6 +166,7 @@ class _Steps:
     def restore(self) -> None:
         """Restores the position in the data, the log window and the constants of a step."""
         state, units = self._state, self._units
+        units = units_at(self._notes, units)
         learning_rates.resolve(state.plain_optimizers.values(), units, lambda: None)
         if state.average is not None:
             state.average.begin_at(run_length.first_averaged(self._config, units), lambda: None)
@@ -345,7 +347,11 @@ def _require_step(run: _Recorded, config: Config, step: Any) -> None:
 def _start(run: _Recorded, config: Config, checkpoints: RunCheckpoints, state: TrainState, step: int) -> int:
     """Restores the newest whole checkpoint before a step, or leaves the state at step 0; returns where it is."""
     left_out = {row["left_out"]: row for row in run.incidents if int(row["step"]) == step and "left_out" in row}
+    newest = run.checkpoints[max(run.checkpoints)] if run.checkpoints else {}
+    number = number_at(newest, step)
     for at in sorted((at for at in run.checkpoints if at < step), reverse=True):
+        if number_at(run.checkpoints[at]) != number:
+            break
         if left_out and not set(run.checkpoints[at]["input"]["skipped"]).isdisjoint(left_out):
             continue  # of after the failure, whose batch it leaves out
         try:
@@ -353,6 +359,12 @@ def _start(run: _Recorded, config: Config, checkpoints: RunCheckpoints, state: T
             return at
         except DamagedError:
             continue
+    if number:
+        raise ValueError(
+            f"The replay of step {step} has nothing to start from: the run in {config.workdir!r} began a phase with "
+            "other data before it, and no checkpoint lies between: give a later step, or set keep_checkpoints or "
+            "checkpoint_every for more checkpoints in the next run."
+        )
     if run.began:
         raise ValueError(
             f"The replay of step {step} has nothing to start from: the run in {config.workdir!r} began at step "

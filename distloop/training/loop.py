@@ -79,6 +79,7 @@ class TrainLoop:
         reported: the numbers of the last report, by name; empty: there was none.
         secs: how long the run has trained, by the chief's clock, at the last look at it; with its earlier processes, if
             set before `train`.
+        stop_reason: why an action ended the last `train`; None: none did.
         log_every: the window of the reported means, a duration; 0: the whole run.
         require_metrics: called once by the next `train`, before its first step, with the names of what a step reports.
         open_boundary: of this step, whose actions were interrupted, or an evaluation failed: `train` calls all of them;
@@ -115,6 +116,7 @@ class TrainLoop:
         self.reported: dict[str, float] = {}
         self.secs = 0.0
         self.open_boundary: Any = None
+        self.stop_reason: str | None = None
         self.require_metrics: Callable[[list[str]], None] | None = None
         self._eager, self._max_traces = eager, max_traces
         self._on_trace = on_trace
@@ -201,6 +203,11 @@ class TrainLoop:
         """Returns the sums since the last log, as JSON can hold them."""
         return self._window.save()
 
+    def restore_window(self, saved: dict[str, Any], *, begins: bool) -> dict[str, Any] | None:
+        """Returns a saved window for the next `train` to go on with; None if it begins another, with the same counts."""
+        self._window = Window(saved)
+        return None if begins else saved
+
     def trace_again(self) -> None:
         """Has the step traced anew, as its microbatches or another constant of it have changed."""
         self._compiled = CompiledLoop(self._state, self._step, eager=self._eager, max_traces=self._max_traces)
@@ -275,15 +282,15 @@ class TrainLoop:
     def _act(self, actions: Sequence[Action], report: Report) -> bool:
         """Calls the actions of a boundary; returns whether one of them ended the run."""
         try:
-            self.reported, stop_reason = run_actions(actions, report, self._host.clock, self._host.plan)
+            self.reported, self.stop_reason = run_actions(actions, report, self._host.clock, self._host.plan)
         except (Exception, KeyboardInterrupt):
             is_last, due = int(self._state.step) == report.step, self._host.plan.due_secs  # else later steps are done
             boundary = {"metrics": report.metrics, "time": report.time, "due_secs": [*due]}
             self.open_boundary = boundary if is_last else None
             raise
-        if stop_reason:
-            self._host.say(f"Stopped at step {report.step}: {stop_reason}.")
-        return bool(stop_reason)
+        if self.stop_reason:
+            self._host.say(f"Stopped at step {report.step}: {self.stop_reason}.")
+        return bool(self.stop_reason)
 
     def _act_again(self, step: int, actions: Sequence[Action]) -> bool:
         """Calls the actions of a boundary that was left open; returns as `_act`."""
