@@ -55,8 +55,9 @@ class Phases:
             run: the length of the run that `fit` was given.
             saved: the checkpoint that it goes on from; None: it goes on from the state in memory.
             step: the number of steps done.
-            secs: how long the run has trained.
+            secs: how long the run has trained, as far as this process knows.
         """
+        secs = max(secs, saved.notes.get("secs", 0.0) if saved is not None else 0.0)
         phase = {**run._asdict(), "rates": dict(self._state.initial_learning_rates), "trains": self._trained()}
         self.past, self.begins, self.stop_reason = None, False, None
         if saved is not None:
@@ -87,9 +88,10 @@ class Phases:
             self._latest = {"step": step, "stop_reason": stop_reason, "reported": dict(reported)} | self._latest
             self._num_passed = len(self._ended) + 1
 
-    def set_apart(self) -> None:
-        """Notes that the phase that begins has data of its own: no step of it is reached from an earlier checkpoint."""
-        self._latest["is_apart"] = True
+    def set_apart(self, *, has_other_data: bool) -> None:
+        """Notes whether a phase begins that has data of its own: no step of it is reached from an earlier checkpoint."""
+        if self.begins and has_other_data:
+            self._latest["is_apart"] = True
 
     def notes(self) -> dict[str, Any]:
         """Returns what a checkpoint notes of the phases."""
@@ -106,7 +108,7 @@ class Phases:
         )
 
     def hint(self, saved: Saved) -> str:
-        """Returns what to do about a checkpoint of a phase that has not ended and trains other variables; else empty."""
+        """Returns what to do about a checkpoint of an open phase that trains other variables; else empty."""
         latest = _phase_of(saved)
         is_open = "step" not in latest and latest.get("trains", self._trained()) != self._trained()
         return ", or let the fit that trains other variables end before this one" if is_open else ""
@@ -132,7 +134,7 @@ def number_at(notes: Mapping[str, Any], step: float = math.inf) -> int:
 
 
 def _phase_of(saved: Saved) -> dict[str, Any]:
-    """Returns the phase of a checkpoint; with its end, if that is the phase's last one. Old ones note its length alone."""
+    """Returns the phase of a checkpoint; with its end, if that is the last one. Old ones note the length alone."""
     notes = saved.notes
     length = {"steps": 0 if notes.get("until_secs") else notes.get("until") or 0, "secs": notes.get("until_secs", 0.0)}
     phase: dict[str, Any] = dict(notes.get("phase", length))

@@ -35,7 +35,7 @@ from distloop.checkpoints.loading import (
     would_be_replaced,
 )
 from distloop.checkpoints.memory_copies import MemoryCopies
-from distloop.checkpoints.phases import Phases
+from distloop.checkpoints.phases import Phases, number_at
 from distloop.checkpoints.store import Checkpoints, follow, in_workdir
 from distloop.checkpoints.warm_start import take_over, warm_start
 from distloop.checkpoints.writing import DiskWatch, WorkersLock
@@ -50,6 +50,7 @@ from distloop.settings import flags
 from distloop.settings.config import Config
 from distloop.settings.durations import Period
 from distloop.training.loop import Diverged, TrainLoop
+from distloop.training.window import Window
 from distloop.urls import expand
 from distloop.variables import WEIGHT_FILES
 
@@ -90,34 +91,29 @@ class RunCheckpoints:
         self._run = Period()
 
     def resume(self, run: Period) -> None:
-        """Restores the newest checkpoint of the workdir, if there is one and the run is new or shows its best one.
-
-        Args:
-            run: the length of the run, which decides the phase that goes on.
+        """Restores the newest checkpoint of the workdir, if there is one, for a `fit` until the end of a run.
 
         Raises:
             ValueError: if there is one and `resume=False`, all are damaged, or it is of another kind of run.
         """
-        saved, was_past, began_at = self._saved, self.phases.past is not None, time.monotonic()
-        is_read = self._checkpoints is not None and (newest := self._newest()) is not None
-        if is_read:
-            saved = require_same_virtual_replicas(newest, self._state)
-        secs = max(self._loop.secs if self._loop is not None else 0.0, saved.notes.get("secs", 0.0) if saved else 0.0)
-        self.phases.enter(run, saved, int(self._state.step), secs)
-        if saved is not None and (is_read or was_past):  # what the program has set between two phases is set back
-            self._restore(saved, has_begun=not self.phases.is_of_others)
+        was_past, began_at = self.phases.past is not None, time.monotonic()
+        newest = self._newest(self._checkpoints) if self._checkpoints is not None else None
+        self.phases.enter(run, newest or self._saved, int(self._state.step), self._loop.secs if self._loop else 0.0)
+        if (saved := newest or (self._saved if was_past else None)) is not None:  # what was set meanwhile is set back
+            self._restore(saved, is_whole=not self.phases.is_of_others)
             self.costs["restore_secs"] = time.monotonic() - began_at
 
-    def _newest(self) -> Saved | None:
+    def _newest(self, checkpoints: Checkpoints) -> Saved | None:
         """Loads the newest checkpoint, if the state is not the one to go on with."""
         if self._is_chief:
             self.run = claim_run(self._config, self.lock.verify)
         self._copies.open(is_wanted=bool(self._config.copy_every), is_resuming=self.is_new, run=self.run)
         if not (self.is_new or self._shows_best):
             return None
-        if self.is_new and not self._config.resume and self._checkpoints.steps:
-            raise would_be_replaced(self._config.workdir, self._checkpoints.steps[-1])
-        return self._load_newest(self._checkpoints)
+        if self.is_new and not self._config.resume and checkpoints.steps:
+            raise would_be_replaced(self._config.workdir, checkpoints.steps[-1])
+        saved = self._load_newest(checkpoints)
+        return saved and require_same_virtual_replicas(saved, self._state)
 
     def restore(self, path: str | None) -> None:
         """Restores a checkpoint; the path is that of `Trainer.restore`.
@@ -151,7 +147,7 @@ class RunCheckpoints:
         with self._directory.reading(self._config.workdir, best=True) as local:
             saved = load_best(in_workdir(local) if local else None, metric, self._gather)
             saved = saved._replace(path=self._config.workdir + saved.path.removeprefix(local))
-            self._restore(saved, has_begun=run_goes_on_from_it)
+            self._restore(saved, is_whole=run_goes_on_from_it)
         self._shows_best = not run_goes_on_from_it
 
     def follow(self, done: Collection[int], poll_secs: float, timeout_secs: float) -> Iterator[int]:
@@ -163,7 +159,7 @@ class RunCheckpoints:
         """
         assert self._checkpoints is not None
         for saved in follow(self._checkpoints, done, poll_secs, timeout_secs):
-            self._restore(saved, has_begun=False)
+            self._restore(saved, is_whole=False)
             yield saved.step
 
     def restore_built_model(self) -> None:
@@ -196,11 +192,10 @@ class RunCheckpoints:
             if on_disk is not None and has_later(self._state.strategy, on_disk, saved.step):
                 self.save()  # so the run has left the later ones before its first row
                 on_disk.join()
-            window = loop.restore_window(saved.notes["window"], begins=phases.begins)
+            window = _emptied(saved.notes["window"], self._state) if phases.begins else saved.notes["window"]
             loop.reported = (phases.past or saved.notes).get("reported", {})
             loop.secs = max(loop.secs, saved.notes.get("secs", 0.0))
-        if phases.begins and is_other:
-            phases.set_apart()
+        phases.set_apart(has_other_data=is_other)
         self.action_states.attach(actions, states, is_written=self._checkpoints is not None)
         self._saved, self.is_new, phases.begins = saved if is_over else None, False, False
         return window
@@ -219,8 +214,8 @@ class RunCheckpoints:
             raise ValueError("save needs a place: give Config(workdir=...).")
         if self._source is None or self._loop is None:
             raise ValueError("save has nothing to write before fit has run: call fit first.")
-        if self._saved is not None and self.phases.is_of_others:  # this optimizer is not the checkpoint's
-            return
+        if self._saved is not None and self.phases.is_of_others:
+            return  # this optimizer is not the checkpoint's
         step, values, notes = self._content(report, is_needed=self._is_chief)
         if self._is_chief:
             with contextlib.suppress(OSError):  # of a disk that cannot be read: the save fails, and that is logged
@@ -239,9 +234,8 @@ class RunCheckpoints:
         workers.report_phase(self._state.strategy, "saving")
         saved = self._saved  # restored since: the parts get their state from it at the next fit
         notes = saved.notes if saved else _notes(self._source, self._loop, self.action_states, self._run, report)
-        notes = notes if saved else notes | self.phases.notes()
         values = self._saved_state.snapshot(**needs)
-        return int(self._state.step), values, notes | _circumstances(self._state, self._config)
+        return int(self._state.step), values, self.phases.notes() | notes | _circumstances(self._state, self._config)
 
     def save_and_wait(self) -> None:
         """Saves the run as it is, and waits until that has ended."""
@@ -278,13 +272,9 @@ class RunCheckpoints:
         saved = None
         if (choice := self._rollback.choose(diverged.step, diverged.batch, self._source.skipped_batches)) is not None:
             left_out, skipped = choice
-            phases = self.phases.notes().get("phases")  # not of an earlier one, whose batches are others
-            saved = self._load_newest(
-                self._checkpoints,
-                lambda saved: (
-                    saved.notes["input"]["batches"] <= left_out and saved.notes.get("phases", phases) == phases
-                ),
-            )
+            number = number_at(self.phases.notes())  # not of an earlier phase, whose batches are others
+            is_before = lambda it: it.notes["input"]["batches"] <= left_out and number_at(it.notes) == number  # noqa: E731
+            saved = self._load_newest(self._checkpoints, is_before)
         if choice is None or saved is None:
             _write_incident(self._state, self._config, {**incident, "action": "raise"})
             raise gave_up(diverged, self._rollback.num_tries, self._config.workdir) from diverged
@@ -300,28 +290,21 @@ class RunCheckpoints:
         saved.notes["input"] = self._source.save_position()
         self._restore(saved)
 
-    def _restore(self, saved: Saved, *, has_begun: bool = True) -> None:
-        """Restores the variables from a checkpoint, at once or when the model is built.
-
-        Args:
-            saved: the checkpoint.
-            has_begun: whether it is of the phase that this Trainer trains; else its optimizer may be another one.
-        """
+    def _restore(self, saved: Saved, *, is_whole: bool = True) -> None:
+        """Restores a checkpoint, at once or when the model is built; of a phase of others, all but the optimizer."""
         self.lock.note_saved()
         self._saved, self.is_new, self._shows_best = saved, False, False
         if not self._state.is_built:
             return
         different = self._saved_state.differences(saved.values)
-        if different and (has_begun or any(name.startswith("model/") for name in different)):
+        if different and (is_whole or any(name.startswith("model/") for name in different)):
             self._saved, self.is_new = None, True  # another try is refused again
             raise is_of_another_model(saved, different, self.phases.hint(saved))
         if different:
             take_over(self._state, self._saved_state, saved.values, with_averages=not self.phases.begins)
         else:
             self._saved_state.restore(saved.values)
-        others = different and self.phases.begins
-        more = "; a phase begins that trains other variables, with an optimizer of its own" if others else ""
-        self._say(f"step {saved.step} restored from {saved.path}{more}")
+        self._say(f"step {saved.step} restored from {saved.path}{', all but the optimizer' * bool(different)}")
 
 
 def _disk_watch(strategy: tf.distribute.Strategy, config: Config) -> DiskWatch:
@@ -345,6 +328,12 @@ def _on_disk(config: Config, lock: WorkersLock, watch: DiskWatch, costs: dict[st
 def _write_incident(state: TrainState, config: Config, incident: Mapping[str, Any]) -> None:
     if workers.is_chief(state.strategy):
         append_row(os.path.join(config.local_workdir, "incidents.jsonl"), incident)
+
+
+def _emptied(window: Mapping[str, Any], state: TrainState) -> dict[str, Any]:
+    """Returns a log window for a phase that begins, with the counts of the one before; Keras metrics begin, too."""
+    state.keras_metrics.reset()
+    return Window(examples_seen=window.get("examples_seen")).save()
 
 
 def _is_over(saved: Saved, run: Period) -> bool:

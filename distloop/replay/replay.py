@@ -359,17 +359,11 @@ def _start(run: _Recorded, config: Config, checkpoints: RunCheckpoints, state: T
             return at
         except DamagedError:
             continue
-    if number:
+    if number or run.began:
+        how = "a phase with other data" if number else f"at step {run.began} of another run's checkpoint"
         raise ValueError(
-            f"The replay of step {step} has nothing to start from: the run in {config.workdir!r} began a phase with "
-            "other data before it, and no checkpoint lies between: give a later step, or set keep_checkpoints or "
-            "checkpoint_every for more checkpoints in the next run."
-        )
-    if run.began:
-        raise ValueError(
-            f"The replay of step {step} has nothing to start from: the run in {config.workdir!r} began at step "
-            f"{run.began} of another run's checkpoint, and has no checkpoint before step {step}: give a later step, or "
-            "set keep_checkpoints higher in the next run."
+            f"The replay of step {step} has nothing to start from: the run in {config.workdir!r} began {how}, and has "
+            f"no checkpoint since, before step {step}: give a later step, or keep more with keep_checkpoints next time."
         )
     if int(state.step):
         raise ValueError(

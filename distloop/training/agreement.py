@@ -72,7 +72,7 @@ def require_same_trainable(state: TrainState) -> None:
         some = ", ".join(map(repr, sorted(changed)[:3])) + (", ..." if len(changed) > 3 else "")
         raise ValueError(
             f"`trainable` of {some} was changed since the Trainer was made, which fixes what a run trains: set it "
-            "back, or make another Trainer, whose model_fn sets it: in the same workdir, its fit is the run's next phase."
+            "back, or make another Trainer, whose model_fn sets it: in this workdir, its fit is the run's next phase."
         )
 
 

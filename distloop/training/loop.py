@@ -122,8 +122,7 @@ class TrainLoop:
         self._on_trace = on_trace
         self.trace_again()
         self._halving = out_of_memory.Halving(state, step) if may_halve else None
-        self._window = Window()
-        self._host = Host()
+        self._window, self._host = Window(), Host()
         self._is_alone = workers.num_workers(state.strategy) == 1
         self._most_steps = 1  # of the next loop
 
@@ -202,11 +201,6 @@ class TrainLoop:
     def save_window(self) -> dict[str, Any]:
         """Returns the sums since the last log, as JSON can hold them."""
         return self._window.save()
-
-    def restore_window(self, saved: dict[str, Any], *, begins: bool) -> dict[str, Any] | None:
-        """Returns a saved window for the next `train` to go on with; None if it begins another, with the same counts."""
-        self._window = Window(saved)
-        return None if begins else saved
 
     def trace_again(self) -> None:
         """Has the step traced anew, as its microbatches or another constant of it have changed."""

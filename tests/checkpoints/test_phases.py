@@ -240,7 +240,7 @@ def test_a_step_of_a_later_phase_is_replayed_from_a_checkpoint_of_that_phase(two
     for path, value in weights(tuned).items():
         if "seed" not in path:
             np.testing.assert_array_equal(replayed.weights_after[path], value)
-    with pytest.raises(ValueError, match="began a phase with other data before it, and no checkpoint lies between"):
+    with pytest.raises(ValueError, match="began a phase with other data, and has no checkpoint since"):
         trainer.replay(data(50, 3), step=5, steps=7)
 
 
