@@ -89,7 +89,7 @@ class Phases:
             self._num_passed = len(self._ended) + 1
 
     def set_apart(self, *, has_other_data: bool) -> None:
-        """Notes whether a phase begins that has data of its own: no step of it is reached from an earlier checkpoint."""
+        """Notes whether a phase begins with data of its own: no step of it is reached from an earlier checkpoint."""
         if self.begins and has_other_data:
             self._latest["is_apart"] = True
 
