@@ -40,13 +40,13 @@ class Phases:
         self._ended: list[dict[str, Any]] = []  # of the run, before the phase of the newest checkpoint
         self._latest: dict[str, Any] = {}  # the phase of the newest checkpoint; with a "step", it has ended
         self._num_passed: int | None = 0  # the phases that this Trainer's fits have passed; None: as many as the run's
-        self._is_latest = False  # whether the present `fit` is that phase
+        self._is_latest = self._has_passed = False  # whether the present `fit` is that phase, and an earlier one was
         self.past: dict[str, Any] | None = None
         self.begins, self.is_of_others, self.stop_reason = False, False, None
 
     def jump(self) -> None:
         """Notes that the next `fit` goes on from a checkpoint that the user has chosen."""
-        self._num_passed = None
+        self._num_passed, self._has_passed = None, False
 
     def enter(self, run: Period, saved: Saved | None, step: int, secs: float) -> None:
         """Finds out which phase a `fit` is.
@@ -68,17 +68,17 @@ class Phases:
                     self.past, self._num_passed, self.stop_reason = ended, number, ended["stop_reason"]
                     self.is_of_others = True
                     return
-        latest, has_passed = self._latest, (self._num_passed or 0) > len(self._ended)
+        latest = self._latest
         self.is_of_others = "step" in latest and latest.get("trains", phase["trains"]) != phase["trains"]
         self._is_latest = not run.is_over(step, secs) or _is_same(latest, phase)
         if run.is_over(step, secs):
             return
         began = latest.get("began", 0)
         if "step" in latest:
-            if not has_passed and _is_same(latest, phase):
+            if not self._has_passed and _is_same(latest, phase):
                 self.stop_reason = latest["stop_reason"]
                 return
-            self.begins, began = has_passed or self.is_of_others, step if self.is_of_others else began
+            self.begins, began = self._has_passed or self.is_of_others, step if self.is_of_others else began
             self._ended.append(latest)
         self._latest, self._num_passed = {**phase, "began": began}, len(self._ended)
 
@@ -86,12 +86,13 @@ class Phases:
         """Notes that the `fit` has come to its end."""
         if self.past is None and self._is_latest:
             self._latest = {"step": step, "stop_reason": stop_reason, "reported": dict(reported)} | self._latest
-            self._num_passed = len(self._ended) + 1
+            self._num_passed, self._has_passed = len(self._ended) + 1, True
 
-    def set_apart(self, *, has_other_data: bool) -> None:
-        """Notes whether a phase begins with data of its own: no step of it is reached from an earlier checkpoint."""
+    def begin(self, *, has_other_data: bool) -> None:
+        """Notes that all parts have their state; no step of a phase with other data is reached from before it."""
         if self.begins and has_other_data:
             self._latest["is_apart"] = True
+        self.begins, self._has_passed = False, self._has_passed and "step" in self._latest
 
     def notes(self) -> dict[str, Any]:
         """Returns what a checkpoint notes of the phases."""

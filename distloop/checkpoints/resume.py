@@ -195,9 +195,9 @@ class RunCheckpoints:
             window = _emptied(saved.notes["window"], self._state) if phases.begins else saved.notes["window"]
             loop.reported = (phases.past or saved.notes).get("reported", {})
             loop.secs = max(loop.secs, saved.notes.get("secs", 0.0))
-        phases.set_apart(has_other_data=is_other)
         self.action_states.attach(actions, states, is_written=self._checkpoints is not None)
-        self._saved, self.is_new, phases.begins = saved if is_over or phases.stop_reason else None, False, False
+        phases.begin(has_other_data=is_other)
+        self._saved, self.is_new = saved if is_over or phases.stop_reason else None, False
         return window
 
     def save(self, report: Report | None = None, best_steps: Mapping[str, list[int]] | None = None) -> None:
