@@ -177,11 +177,8 @@ class Fit:
             Interrupted: if the run is to be saved and left.
             Diverged: at a step that fails, if there is no checkpoint to go back to.
         """
-        if self.checkpoints.phases.past is not None:
-            return self._say(self.checkpoints.phases.describe())
         if self.is_over:
-            why = run_length.why_over(self.units, self._step, self._loop.secs, self._stop_reason)
-            self._say(f"{why} or use another workdir." if self.config.workdir else f"{why} to go on.")
+            self._say(_why_over(self))
             return self._finish()
         _announce(self)
         self._prepare()
@@ -202,7 +199,7 @@ class Fit:
         """Restores the best checkpoint if an action asks for it."""
         self._has_finished = True
         self.checkpoints.phases.end(self._step, self._loop.stop_reason, self._loop.reported)
-        for metric in metrics_to_restore(self.actions):
+        for metric in metrics_to_restore(() if self.checkpoints.phases.past else self.actions):
             with may_lack_best():
                 self.checkpoints.restore_best(metric, run_goes_on_from_it=False)
 
@@ -332,6 +329,14 @@ def _save_after(fit: Fit, error: BaseException) -> None:
 def _tell(fit: Fit, error: str) -> str:
     """Waits until the chief has saved a run that an error ends; returns the error of the worker that failed."""
     return "; ".join(filter(None, workers.Workers(fit.state.strategy).gather(error)))
+
+
+def _why_over(fit: Fit) -> str:
+    """Returns a sentence about a run, or one of its phases, in which nothing is left to train."""
+    if fit.checkpoints.phases.past is not None:
+        return fit.checkpoints.phases.describe()
+    why = run_length.why_over(fit.units, fit._step, fit._loop.secs, fit._stop_reason)
+    return f"{why} or use another workdir." if fit.config.workdir else f"{why} to go on."
 
 
 def _announce(fit: Fit) -> None:
