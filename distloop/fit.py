@@ -89,7 +89,6 @@ class Fit:
 
     def __post_init__(self) -> None:
         self._loop: TrainLoop
-        self._stop_reason: str | None = None  # why the run was over at the checkpoint it resumed from
         self._window: Mapping[str, Any] | None = None  # the open log window of the checkpoint
         self._secs_before: Mapping[str, float] = {}  # of the clock, before a rollback
         self._stop_requests: StopRequests | None = None
@@ -111,7 +110,6 @@ class Fit:
         self._began = self._step
         if self.config.init_from and self.checkpoints.is_new:
             self._say(warm_start(self.state, self.config.init_from, self.config.init_rename))
-        self._stop_reason = self.checkpoints.phases.stop_reason
         units = units_at(self.checkpoints.phases.notes(), self.units)
         self._loop = self.make_loop()
         self._loop.log_every = run_length.log_every(self.config, self.units)
@@ -124,7 +122,7 @@ class Fit:
     def is_over(self) -> bool:
         """Whether there is nothing left to train."""
         is_at_end = self.units.run.is_over(self._step, self._loop.secs) and self._loop.open_boundary is None
-        return bool(self._stop_reason) or is_at_end
+        return bool(self.checkpoints.phases.stop_reason) or is_at_end
 
     def delivering(self) -> contextlib.AbstractContextManager[Deliveries]:
         """Returns a context in which the user's writers are open."""
@@ -335,7 +333,7 @@ def _why_over(fit: Fit) -> str:
     """Returns a sentence about a run, or one of its phases, in which nothing is left to train."""
     if fit.checkpoints.phases.past is not None:
         return fit.checkpoints.phases.describe()
-    why = run_length.why_over(fit.units, fit._step, fit._loop.secs, fit._stop_reason)
+    why = run_length.why_over(fit.units, fit._step, fit._loop.secs, fit.checkpoints.phases.stop_reason)
     return f"{why} or use another workdir." if fit.config.workdir else f"{why} to go on."
 
 
