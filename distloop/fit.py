@@ -113,7 +113,8 @@ class Fit:
         units = units_at(self.checkpoints.phases.notes(), self.units)
         self._loop = self.make_loop()
         self._loop.log_every = run_length.log_every(self.config, self.units)
-        learning_rates.resolve(self.state.plain_optimizers.values(), units, self._loop.trace_again)
+        state, again = self.state, self._loop.trace_again
+        learning_rates.resolve(state.plain_optimizers.values(), units, again, state.count_tokens)
         if (average := self.state.average) is not None:
             average.begin_at(run_length.first_averaged(self.config, units), self._loop.trace_again)
         self._attach()
@@ -121,8 +122,8 @@ class Fit:
     @property
     def is_over(self) -> bool:
         """Whether there is nothing left to train."""
-        is_at_end = self.units.run.is_over(self._step, self._loop.secs) and self._loop.open_boundary is None
-        return bool(self.checkpoints.phases.stop_reason) or is_at_end
+        is_at_end = self.units.run.is_over(self._step, self._loop.secs, self._loop.tokens)
+        return bool(self.checkpoints.phases.stop_reason) or (is_at_end and self._loop.open_boundary is None)
 
     def delivering(self) -> contextlib.AbstractContextManager[Deliveries]:
         """Returns a context in which the user's writers are open."""
@@ -333,7 +334,7 @@ def _why_over(fit: Fit) -> str:
     """Returns a sentence about a run, or one of its phases, in which nothing is left to train."""
     if fit.checkpoints.phases.past is not None:
         return fit.checkpoints.phases.describe()
-    why = run_length.why_over(fit.units, fit._step, fit._loop.secs, fit.checkpoints.phases.stop_reason)
+    why = run_length.why_over(fit.units, fit._step, fit._loop.secs, fit.checkpoints.phases.stop_reason, fit._loop.tokens)
     return f"{why} or use another workdir." if fit.config.workdir else f"{why} to go on."
 
 

@@ -56,7 +56,7 @@ OTHERS = LAUNCHER | {
 
 LAWS = ["replicas", "microbatches", "order", "overflow", "boundaries", "resume", "durability", "state", "elastic"]
 LAWS += ["evaluation", "prediction", "chief", "bits", "position", "one writer", "elastic run", "sharding", "sparse"]
-LAWS += ["gpu graph", "replay", "parts"]
+LAWS += ["tokens", "gpu graph", "replay", "parts"]
 
 
 def name_of(page):

@@ -29,6 +29,7 @@ from tests import many_rows, test_bits
 from tests.problems import classification, classifier, everything, optimize_graphs, weights
 from tests.sharding import test_sharding
 from tests.tables import test_tables
+from tests.training import test_tokens
 
 ROWS = 67
 
@@ -252,6 +253,13 @@ def mixed_rows(make, workdir):
     trainer = make(classifier())
     trainer.fit(batches(shuffle=True).map(mix), steps=5)
     return weights(trainer)
+
+
+def tokens(make, workdir):
+    """A run in tokens, with a warm-up in tokens, ends with the same step."""
+    trainer = make(test_tokens.model_fn)
+    trainer.fit(test_tokens.data(), until="300 tokens")
+    return weights(trainer) | {"step": np.array(trainer.step)}
 
 
 def rollback(make, workdir):
@@ -552,6 +560,7 @@ SCENARIOS = [
     resume,
     phases,
     elastic,
+    tokens,
     position,
     mixed_rows,
     rollback,

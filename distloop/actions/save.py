@@ -23,12 +23,12 @@ class Save(Action):
 
     phase = "saving"
 
-    def __init__(self, saves: Saves, every: int, secs: float = 0.0):
+    def __init__(self, saves: Saves, every: int | str, secs: float = 0.0):
         """Stores what saves.
 
         Args:
             saves: where to.
-            every: steps; 0: only at the end.
+            every: steps, or a duration in tokens; 0: only at the end.
             secs: the loop calls it whenever so many seconds have passed, too; 0: it does not.
         """
         self.saves, self.every, self.between_loops_secs = saves, every, secs
@@ -48,7 +48,11 @@ def make_saves(
         kinds: functions that save, each with the duration between two calls.
         plan: of the run.
     """
-    return [Save(Saves(functools.partial(save, kind)), *plan.period(every)) for kind, every in kinds]
+    periods = [(kind, every, plan.period(every)) for kind, every in kinds]
+    return [
+        Save(Saves(functools.partial(save, kind)), every if period.tokens else period.steps, period.secs)
+        for kind, every, period in periods
+    ]
 
 
 class SaveCosts(Action):

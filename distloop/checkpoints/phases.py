@@ -1,7 +1,7 @@
 """The phases of a run: several calls of `fit` in one workdir, each until its own end.
 
     phases = Phases(state)                          # of one Trainer
-    phases.enter(run, saved, step, secs)            # by each `fit`, with the checkpoint that it goes on from
+    phases.enter(run, saved, step, secs, tokens)    # by each `fit`, with the checkpoint that it goes on from
     phases.past                                     # this `fit`, if it has ended before the checkpoint
     phases.end(step, stop_reason, reported)
 
@@ -20,7 +20,7 @@ from distloop.model.state import TrainState
 from distloop.settings.durations import Period, Units
 from distloop.variables import portable_names
 
-_SIGN = ("steps", "secs", "rates", "trains")  # of a phase, by which a later start finds it again
+_SIGN = ("steps", "secs", "tokens", "rates", "trains")  # of a phase, by which a later start finds it again
 _NOTED = (*_SIGN, "began", "is_apart")  # of the latest: the step at which its optimizer began; as of `set_apart`
 
 
@@ -48,7 +48,7 @@ class Phases:
         """Notes that the next `fit` goes on from a checkpoint that the user has chosen."""
         self._num_passed, self._has_passed = None, False
 
-    def enter(self, run: Period, saved: Saved | None, step: int, secs: float) -> None:
+    def enter(self, run: Period, saved: Saved | None, step: int, secs: float, tokens: float) -> None:
         """Finds out which phase a `fit` is.
 
         Args:
@@ -56,8 +56,10 @@ class Phases:
             saved: the checkpoint that it goes on from; None: it goes on from the state in memory.
             step: the number of steps done.
             secs: how long the run has trained, as far as this process knows.
+            tokens: on how many, likewise.
         """
         secs = max(secs, saved.notes.get("secs", 0.0) if saved is not None else 0.0)
+        tokens = tokens if saved is None else saved.notes.get("tokens", 0.0)
         phase = {**run._asdict(), "rates": dict(self._state.initial_learning_rates), "trains": self._trained()}
         self.past, self.begins, self.stop_reason = None, False, None
         if saved is not None:
@@ -70,8 +72,9 @@ class Phases:
                     return
         latest = self._latest
         self.is_of_others = "step" in latest and latest.get("trains", phase["trains"]) != phase["trains"]
-        self._is_latest = not run.is_over(step, secs) or _is_same(latest, phase)
-        if run.is_over(step, secs):
+        is_over = run.is_over(step, secs, tokens)
+        self._is_latest = not is_over or _is_same(latest, phase)
+        if is_over:
             return
         began = latest.get("began", 0)
         if "step" in latest:
@@ -139,8 +142,9 @@ def _phase_of(saved: Saved) -> dict[str, Any]:
     notes = saved.notes
     length = {"steps": 0 if notes.get("until_secs") else notes.get("until") or 0, "secs": notes.get("until_secs", 0.0)}
     phase: dict[str, Any] = dict(notes.get("phase", length))
-    secs, reason = notes.get("secs", 0.0), notes.get("stop_reason")
-    is_over = Period(phase["steps"], phase["secs"]).is_over(saved.step, secs) and notes.get("open_boundary") is None
+    done, reason = (notes.get("secs", 0.0), notes.get("tokens", 0.0)), notes.get("stop_reason")
+    period = Period(phase["steps"], phase["secs"], phase.get("tokens", 0.0))
+    is_over = period.is_over(saved.step, *done) and notes.get("open_boundary") is None
     if is_over or reason:
         phase |= {"step": saved.step, "stop_reason": reason, "reported": notes.get("reported", {})}
     return phase

@@ -10,6 +10,7 @@ This module does not know how a part represents its state.
 
 import contextlib
 import functools
+import math
 import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -98,7 +99,8 @@ class RunCheckpoints:
         """
         was_past, began_at = self.phases.past is not None, time.monotonic()
         newest = self._newest(self._checkpoints) if self._checkpoints is not None else None
-        self.phases.enter(run, newest or self._saved, int(self._state.step), self._loop.secs if self._loop else 0.0)
+        done = (self._loop.secs, self._loop.tokens) if self._loop else (0.0, 0.0)
+        self.phases.enter(run, newest or self._saved, int(self._state.step), *done)
         if (saved := newest or (self._saved if was_past else None)) is not None:  # what was set meanwhile is set back
             self._restore(saved, is_whole=not self.phases.is_of_others)
             self.costs["restore_secs"] = time.monotonic() - began_at
@@ -195,6 +197,7 @@ class RunCheckpoints:
             window = _emptied(saved.notes["window"], self._state) if phases.begins else saved.notes["window"]
             loop.reported = (phases.past or saved.notes).get("reported", {})
             loop.secs = max(loop.secs, saved.notes.get("secs", 0.0))
+            loop.tokens = saved.notes.get("tokens", math.nan)
         self.action_states.attach(actions, states, is_written=self._checkpoints is not None)
         phases.begin(has_other_data=is_other)
         self._saved, self.is_new = saved if is_over or phases.stop_reason else None, False
@@ -338,7 +341,8 @@ def _emptied(window: Mapping[str, Any], state: TrainState) -> dict[str, Any]:
 
 def _is_over(saved: Saved, run: Period) -> bool:
     """Returns whether a run of this length has nothing left to do after a checkpoint."""
-    return run.is_over(saved.step, saved.notes.get("secs", 0.0)) and saved.notes.get("open_boundary") is None
+    done = saved.notes.get("secs", 0.0), saved.notes.get("tokens", 0.0)
+    return run.is_over(saved.step, *done) and saved.notes.get("open_boundary") is None
 
 
 def saves_of(checkpoints: RunCheckpoints, config: Config) -> list[tuple[Callable[..., None], int | str]]:
@@ -362,6 +366,7 @@ def _notes(
         "until": run.steps or (report.step if report is not None and is_at_end else None),
         "until_secs": run.secs,
         "secs": loop.secs,
+        "tokens": loop.tokens,
         "open_boundary": loop.open_boundary,
     }
 

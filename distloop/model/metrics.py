@@ -93,7 +93,7 @@ def weigh(name: str, value: Any, batch_size: tf.Tensor | int, row_weights: tf.Te
 
 
 def is_per_token(value: Any, rows: Any) -> bool:
-    """Returns whether a value of `loss_fn` has a number per token: values `[B, T]` of a batch of text.
+    """Returns whether a value of `loss_fn` counts tokens: values `[B, T]`, or `[B]` with weights, of a batch of text.
 
     A batch of text has weights `[B, T]` or an entry of integers with two axes; the rows of an image are no tokens.
 
@@ -103,9 +103,10 @@ def is_per_token(value: Any, rows: Any) -> bool:
     """
     values, weights = value if isinstance(value, Weighted) else (value, None)
     shape, weights_shape = (tf.TensorShape(getattr(value, "shape", None)) for value in (values, weights))
-    if shape.rank != 2 or shape[1] == 1:
-        return False
-    return weights_shape.rank == 2 or any(e.dtype.is_integer and e.shape.rank == 2 for e in tf.nest.flatten(rows))
+    is_text = any(e.dtype.is_integer and e.shape.rank == 2 and e.shape[1] != 1 for e in tf.nest.flatten(rows))
+    if shape.rank == 1:
+        return weights_shape.rank == 1 and is_text
+    return shape.rank == 2 and shape[1] != 1 and (weights_shape.rank == 2 or is_text)
 
 
 def flatten(tallies: Iterable[Tally]) -> tf.Tensor:

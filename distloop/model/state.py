@@ -43,6 +43,7 @@ class TrainState(tf.Module):
 
     Attributes:
         step: how many times the train step was called, a scalar int64.
+        token_count: the sum of the loss's weights over the steps of the run, a scalar float64, if a schedule reads it.
         skipped_steps: how many of those calls changed nothing, a scalar int64.
         spec: the result of `model_fn`.
         strategy: the strategy in whose scope everything was created.
@@ -105,6 +106,7 @@ class TrainState(tf.Module):
         with tf.device(HOST):  # plain variables: replicas do not read them
             self.step = tf.Variable(0, dtype=tf.int64, trainable=False, name="step")
         with tf.device(strategies.lead_device(strategy)):  # a step changes them without the host
+            self.token_count: tf.Variable | None = None
             self.skipped_steps = tf.Variable(0, dtype=tf.int64, trainable=False, name="skipped_steps")
             self.loss_watch = LossWatch(len(spec.updates))
         self.average: MovingAverage | None = None
@@ -124,6 +126,13 @@ class TrainState(tf.Module):
             self.plain_optimizers = {name: plain_optimizer(optimizer) for name, optimizer in self.optimizers.items()}
             if all(layer.built for layer in _layers_with_variables(spec.model)):
                 self._finish()
+
+    def count_tokens(self) -> tf.Variable:
+        """Returns `token_count`, which the steps raise from now on."""
+        if self.token_count is None:
+            with tf.device(HOST):
+                self.token_count = tf.Variable(0.0, dtype=tf.float64, trainable=False)
+        return self.token_count
 
     @property
     def model(self) -> Any:

@@ -133,6 +133,7 @@ class RunSchedule(schedules.LearningRateSchedule):
         self._arguments = arguments
         self._known: dict[str, Any] = {}  # the arguments in steps
         self._schedule: schedules.LearningRateSchedule | None = None
+        self._tokens: Any = None  # the variable that counts them, if the lengths are in tokens
         self._given: RunSchedule | None = None  # of which it is an optimizer's copy
         self._optimizer = 0  # the identity of that optimizer
 
@@ -144,13 +145,14 @@ class RunSchedule(schedules.LearningRateSchedule):
         copied._given, copied._optimizer = self, id(optimizer)
         return copied
 
-    def resolve(self, units: Units) -> bool:
+    def resolve(self, units: Units, count_tokens: Callable[[], Any]) -> bool:
         """Puts steps in the place of durations; returns whether the schedule is another one than before.
 
         Raises:
             ValueError: if the size of a unit is not known, or the lengths contradict each other.
         """
         before, self._known = self._known, _in_steps(self._arguments, units)
+        self._tokens = count_tokens() if units.period(self._arguments["steps"]).tokens else None
         if self._known == before:
             return False
         self._schedule = make_schedule(**self._known)
@@ -162,17 +164,28 @@ class RunSchedule(schedules.LearningRateSchedule):
         """Returns the learning rate at `step`, a scalar tensor."""
         if self._schedule is None:
             return keras.ops.convert_to_tensor(self._arguments["peak"], "float32")
-        return self._schedule(step)
+        return self._schedule(step if self._tokens is None else keras.ops.convert_to_tensor(self._tokens))
 
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments from which `from_config` creates an equal schedule."""
         return dict(self._arguments)
 
 
-def resolve(optimizers: Iterable[keras.optimizers.Optimizer], units: Units, on_change: Callable[[], None]) -> None:
+def resolve(
+    optimizers: Iterable[keras.optimizers.Optimizer],
+    units: Units,
+    on_change: Callable[[], None],
+    count_tokens: Callable[[], Any] = lambda: None,
+) -> None:
     """Puts steps in the place of durations in the schedules of optimizers, which may be in other optimizers, too.
 
     Calls `on_change` if what a step reads once, when it is traced, is another than at the call before.
+
+    Args:
+        optimizers: of the run.
+        units: of the run.
+        on_change: traces the step anew.
+        count_tokens: returns the variable that counts tokens, for schedules in those.
 
     Raises:
         ValueError: as for `RunSchedule.resolve`.
@@ -181,7 +194,7 @@ def resolve(optimizers: Iterable[keras.optimizers.Optimizer], units: Units, on_c
     for optimizer in optimizers:
         if isinstance(optimizer._learning_rate, schedules.LearningRateSchedule):
             optimizer._learning_rate = _with_copies(optimizer._learning_rate, optimizer)
-        changes += [schedule.resolve(units) for schedule in _run_schedules(optimizer._learning_rate)]
+        changes += [schedule.resolve(units, count_tokens) for schedule in _run_schedules(optimizer._learning_rate)]
         traced = [optimizer._learning_rate, _settings(optimizer)]
         before = vars(optimizer).setdefault("_traced_by_distloop", traced)
         changes.append(before[0] is not traced[0] or before[1] != traced[1])
@@ -258,7 +271,8 @@ def make_schedule(
     Args:
         peak: the highest learning rate.
         steps: the length of the whole schedule, including the warm-up: steps, or "20 epochs", "1e6 examples" or a share
-            of the run, "100 %"; no time, since steps only decide about weights.
+            of the run, "100 %"; no time, since steps only decide about weights. In tokens, "1e9 tokens" or "100 %" of a
+            run in tokens, the rate follows the sum of the loss's weights; then all lengths are in tokens or percents.
         warmup: the length of the warm-up, as `steps`, but a percentage is a share of `steps`; 0: no warm-up.
         decay: "cosine" (half a period: Loshchilov and Hutter 2017, arXiv:1608.03983, without restarts), "linear",
             "step", "constant" or "inverse_sqrt": `peak * sqrt(e / step)`, where e is the end of the warm-up, or
@@ -284,9 +298,9 @@ def make_schedule(
         units = {parse(text).unit for text in texts}
         if "secs" in units:
             raise ValueError(
-                f"A time is among {texts}, given to make_schedule; give steps, epochs, examples or percents."
+                f"A time is among {texts}, given to make_schedule; give steps, epochs, examples, tokens or percents."
             )
-        if units & {"epochs", "examples"} or isinstance(steps, str) and parse(steps).unit == "%":
+        if units & {"epochs", "examples", "tokens"} or isinstance(steps, str) and parse(steps).unit == "%":
             return RunSchedule(**{**arguments, "drop_at": list(drop_at)})
         return make_schedule(**_in_steps(arguments, Units()))
     _check(arguments)
@@ -322,13 +336,23 @@ def _in_steps(arguments: Mapping[str, Any], units: Units) -> dict[str, Any]:
             f"make_schedule was given steps={arguments['steps']!r} of a run that ends by time, so that its steps are "
             "not known: give steps, epochs or examples."
         )
-    parts = units.of(whole)
-    warmup = parts.period(arguments["warmup"]).steps
+    parts, measure = units.of(whole), "tokens" if whole.tokens else "steps"
+
+    def length_of(value: int | str) -> int:
+        period = parts.period(value)
+        if any(period) and not getattr(period, measure):
+            raise ValueError(
+                f"make_schedule was given steps={arguments['steps']!r} and {value!r}, one of which counts tokens: give "
+                "all lengths in tokens or percents of a run in tokens, or none."
+            )
+        return int(getattr(period, measure))
+
+    whole_length, warmup = length_of(arguments["steps"]), length_of(arguments["warmup"])
     amount, unit = parse(arguments["warmup"])
     if unit == "%" and amount < 100:
-        warmup = min(warmup, whole.steps - 1)  # rounded up, 10 % of one step would be all of it
-    lengths = {"steps": whole.steps, "warmup": warmup, "hold_until": parts.period(arguments["hold_until"]).steps}
-    return {**arguments, **lengths, "drop_at": [parts.period(length).steps for length in arguments["drop_at"]]}
+        warmup = min(warmup, whole_length - 1)  # rounded up, 10 % of one step would be all of it
+    lengths = {"steps": whole_length, "warmup": warmup, "hold_until": length_of(arguments["hold_until"])}
+    return {**arguments, **lengths, "drop_at": [length_of(length) for length in arguments["drop_at"]]}
 
 
 def _check(arguments: Mapping[str, Any]) -> None:

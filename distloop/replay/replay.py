@@ -167,12 +167,14 @@ class _Steps:
         """Restores the position in the data, the log window and the constants of a step."""
         state, units = self._state, self._units
         units = units_at(self._notes, units)
-        learning_rates.resolve(state.plain_optimizers.values(), units, lambda: None)
+        learning_rates.resolve(state.plain_optimizers.values(), units, lambda: None, state.count_tokens)
         if state.average is not None:
             state.average.begin_at(run_length.first_averaged(self._config, units), lambda: None)
         if notes := self._run.checkpoints.get(self._start):
             self._source.restore_position(notes["input"])
             self._window = Window(notes["window"])
+            if state.token_count is not None:
+                state.token_count.assign(notes.get("tokens", 0.0))
 
     def take(self, until: int, say: Any) -> None:
         """Takes the steps up to one, and compares the rows on the way."""

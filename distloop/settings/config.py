@@ -82,7 +82,9 @@ class Config:
     steps: int = setting(RUN, 0, "Train until this global step; 0: unset. Give one of steps, epochs and until.")
     epochs: int = setting(RUN, 0, "Train until this many passes over the dataset; 0: unset.")
     until: int | str = setting(
-        RUN, "", "Train for this duration, over all interruptions, then end: 2 h, 3 epochs, 1e6 examples; empty: unset."
+        RUN,
+        "",
+        "Train for this duration, over all interruptions, then end: 2 h, 3 epochs, 1e9 tokens; empty: unset.",
     )
     batch_size: int = setting(RUN, 256, "Examples per step, over all replicas; a dataset has its own.", is_none=True)
     replica_batch_size: int = setting(RUN, 0, "Examples per step of each replica, in place of batch_size; 0: unset.")

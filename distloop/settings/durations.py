@@ -4,11 +4,12 @@ parse(500), parse("500 steps")                  # Duration(500.0, "steps")
 units = Units(steps_per_epoch=lambda: 40, examples_per_step=lambda: 64, run=Period(steps=2_000))
 units.period("2 epochs")                        # Period(steps=80)
 units.period("10 min")                          # Period(secs=600.0)
+units.period("1e9 tokens")                      # Period(tokens=1e9)
 units.period("25 %")                            # Period(steps=500), of the run
 Plan(units).next_boundary(0, 2_000, [100, "2 epochs"])      # 80
 
 Every worker computes the same boundaries without communication. What is due by time is due at the end of the next step,
-on all workers, as they agree on the time between two loops.
+on all workers, as they agree on the time between two loops. Tokens are the weights of the loss, known after each step.
 """
 
 import copy
@@ -21,8 +22,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 ALLOWED = (
-    "a number of steps, or a text with a unit, such as '500 steps', '2 epochs', '1e6 examples', '90 s', '15 min', "
-    "'2 h' or '25 %' of the run"
+    "a number of steps, or a text with a unit, such as '500 steps', '2 epochs', '1e6 examples', '1e9 tokens', '90 s', "
+    "'15 min', '2 h' or '25 %' of the run"
 )
 
 CountOrAuto: TypeAlias = int | Literal["auto"]
@@ -30,32 +31,33 @@ MOST_STEPS = 2**63  # above what TensorFlow counts in an int64
 
 _SECS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 _COUNTS = {"": "steps", "%": "%"} | {
-    unit[: len(unit) - s]: unit for unit in ("steps", "epochs", "examples") for s in (0, 1)
+    unit[: len(unit) - s]: unit for unit in ("steps", "epochs", "examples", "tokens") for s in (0, 1)
 }
 _FORM = re.compile(r"\s*(\d+(?:\.\d*)?(?:e\d+)?)\s*([a-z%]*)\s*")
 
 
 class Duration(NamedTuple):
-    """An amount of a unit, which is "steps", "epochs", "examples", "secs" or "%" (of the run)."""
+    """An amount of a unit, which is "steps", "epochs", "examples", "tokens", "secs" or "%" (of the run)."""
 
     amount: float
     unit: str
 
 
 class Period(NamedTuple):
-    """Steps or seconds; both are 0 for what is due only at the end."""
+    """Steps, seconds or tokens; all are 0 for what is due only at the end."""
 
     steps: int = 0
     secs: float = 0.0
+    tokens: float = 0.0
 
     @property
     def last_step(self) -> float:
-        """The step that a run of this length ends with; inf: it ends by time."""
+        """The step that a run of this length ends with; inf: it ends by time or tokens."""
         return self.steps or math.inf
 
-    def is_over(self, step: int, secs: float) -> bool:
-        """Returns whether so many steps, or seconds, are the whole of it."""
-        return step >= self.last_step or 0 < self.secs <= secs
+    def is_over(self, step: int, secs: float, tokens: float = 0.0) -> bool:
+        """Returns whether so many steps, seconds or tokens are the whole of it."""
+        return step >= self.last_step or 0 < self.secs <= secs or 0 < self.tokens <= tokens
 
 
 class Units:
@@ -88,7 +90,7 @@ class Units:
         return units
 
     def period(self, value: int | str) -> Period:
-        """Returns a duration in whole steps, rounded up, or in seconds; "auto" is an epoch in a run of epochs, else 0.
+        """Returns a duration in whole steps, rounded up, in seconds or in tokens; "auto": an epoch in a run of those.
 
         Raises:
             ValueError: if it is no duration, or the size of its unit is not known.
@@ -102,9 +104,9 @@ class Units:
                     f"The duration {value!r} was given where the length of a run is not known: give steps."
                 )
             share = amount / 100
-            return Period(_whole(share * self.run.steps), share * self.run.secs)
-        if unit == "secs":
-            return Period(secs=amount)
+            return Period(_whole(share * self.run.steps), share * self.run.secs, share * self.run.tokens)
+        if unit in ("secs", "tokens"):
+            return Period(secs=amount) if unit == "secs" else Period(tokens=amount)
         return Period(steps=_whole(amount * self._steps_per(unit, value)) if amount else 0)
 
     def _steps_per(self, unit: str, value: Any) -> float:
@@ -122,6 +124,7 @@ class Plan:
     Attributes:
         units: of the run's durations.
         due_secs: the periods in seconds that are due at the end of the next step.
+        due_tokens: the periods in tokens that are due at the step that was counted last.
         last_step: the one that the run ends with; inf: not known yet, as it ends by time, with the step after that.
         is_chief: whether this worker calls what the chief alone calls.
     """
@@ -136,6 +139,7 @@ class Plan:
         self.units = units or Units()
         self.is_chief = is_chief
         self.due_secs: set[float] = set()
+        self.due_tokens: set[float] = set()
         self.last_step = math.inf
         self._periods: dict[int | str, Period] = {}
 
@@ -149,8 +153,20 @@ class Plan:
             if every is not None:
                 self.period(every)
 
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether anything is due by tokens, so that each step is a loop of its own."""
+        return self.units.run.tokens > 0 or any(period.tokens for period in self._periods.values())
+
+    def count_tokens(self, before: float, now: float, step: int) -> None:
+        """Notes what is due at a step that raised the tokens of the run from `before` to `now`."""
+        periods = {period.tokens for period in self._periods.values()} - {0.0}
+        self.due_tokens = {tokens for tokens in periods if before // tokens < now // tokens}
+        if now >= (self.units.run.tokens or math.inf):
+            self.last_step = step
+
     def period(self, every: int | str) -> Period:
-        """Returns a duration in steps or seconds.
+        """Returns a duration in steps, seconds or tokens.
 
         Raises:
             ValueError: as for `Units.period`.
@@ -164,7 +180,8 @@ class Plan:
         if every is None or step >= until:
             return True
         period = self.period(every)
-        return bool(period.steps and step % period.steps == 0) or period.secs in self.due_secs
+        is_due = period.secs in self.due_secs or period.tokens in self.due_tokens
+        return is_due or bool(period.steps and step % period.steps == 0)
 
     def next_boundary(
         self, step: int, until: float, everys: Iterable[int | str | None], steps_per_loop: int = 0
@@ -178,7 +195,7 @@ class Plan:
             steps_per_loop: the most steps up to the boundary; 0: no limit.
         """
         assert until > step, (step, until)
-        if self.due_secs:
+        if self.due_secs or self.counts_tokens:
             return step + 1
         periods = [self.period(every).steps for every in everys if every is not None]
         boundary = min([until] + [step - step % steps + steps for steps in periods if steps])

@@ -319,6 +319,9 @@ class CompiledLoop:
                 failed |= carry.failed
                 sums, skipped = tf.where(carry.failed, tf.zeros_like(sums), sums), skipped & ~carry.failed
                 diagnosis = tf.where(carry.failed, carry.diagnosis, diagnosis)
+            if self._state.token_count is not None:
+                tallies = self._sums_layout().unpack(sums)["tallies"]
+                self._state.token_count.assign_add(tallies[self._step.loss_weight])
             if self._step.may_skip:
                 self._state.skipped_steps.assign_add(tf.cast(skipped, tf.int64))
             return _Carry(done, is_over, failed, carry.sums + sums, diagnosis)

@@ -6,6 +6,7 @@ and the host fetches their numbers at once. This module does not know flags or f
 """
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -80,6 +81,7 @@ class TrainLoop:
         secs: how long the run has trained, by the chief's clock, at the last look at it; with its earlier processes, if
             set before `train`.
         stop_reason: why an action ended the last `train`; None: none did.
+        tokens: the sum of the loss's weights over all steps of the run; NaN: unknown; with earlier processes, likewise.
         log_every: the window of the reported means, a duration; 0: the whole run.
         require_metrics: called once by the next `train`, before its first step, with the names of what a step reports.
         open_boundary: of this step, whose actions were interrupted, or an evaluation failed: `train` calls all of them;
@@ -114,7 +116,7 @@ class TrainLoop:
         self.log_every = log_every
         self._steps_per_loop = steps_per_loop
         self.reported: dict[str, float] = {}
-        self.secs = 0.0
+        self.secs = self.tokens = 0.0
         self.open_boundary: Any = None
         self.stop_reason: str | None = None
         self.require_metrics: Callable[[list[str]], None] | None = None
@@ -125,6 +127,7 @@ class TrainLoop:
         self._window, self._host = Window(), Host()
         self._is_alone = workers.num_workers(state.strategy) == 1
         self._most_steps = 1  # of the next loop
+        self._loss_weight: int | None = None  # its place in the tallies; None: there is no loss
 
     def train(
         self,
@@ -161,6 +164,8 @@ class TrainLoop:
             self._open_window()
         else:
             self._window = Window(window)
+        if (count := self._state.token_count) is not None:
+            count.assign(self.tokens)
         step = int(self._state.step)
         if self.open_boundary is not None and self._act_again(step, actions):
             return self.reported
@@ -168,7 +173,7 @@ class TrainLoop:
             rows = iter(self._run_to_boundary(source, step, actions))
             try:
                 for row in rows:
-                    step += _count(source, self._window, row)
+                    step += self._count(source, row, step)
                     if row.diagnosis is not None:
                         if self._step.runs_ahead:
                             source.lose_place(0)  # the iterator may be a batch further
@@ -177,7 +182,7 @@ class TrainLoop:
                         return self.reported
             finally:  # an action failed: the steps of the rows after that are done all the same
                 for row in rows:
-                    step += _count(source, self._window, row)
+                    step += self._count(source, row, step)
                     if plan.is_due(self.log_every, step, plan.last_step):
                         self._open_window()
             self._host.show_progress(step, "")
@@ -221,6 +226,8 @@ class TrainLoop:
                 self._on_trace(self._step)
                 self._host.show_progress(step, "")
                 self._traced_for = source
+                if not self._eager:
+                    self._find_tokens()
             check, self.require_metrics = self.require_metrics, None
             if check is not None and not self._eager:
                 check([*self._step.names, *self._state.keras_metrics])
@@ -234,6 +241,7 @@ class TrainLoop:
                     is_single=self._host.profile.is_single(step),
                     secs=_LOOP_SECS if self._is_alone else np.inf,  # each worker would end with another step
                 )
+            self._find_tokens()
         except BaseException as error:  # Ctrl-C, too, where it is not caught
             source.lose_place(int(self._state.step) - step)
             if not isinstance(error, tf.errors.OpError):
@@ -254,6 +262,21 @@ class TrainLoop:
             in_time = int(sum(row.steps for row in rows) * _LOOP_SECS / max(end - start, 1e-6))
             self._most_steps = max(1, min(in_time, 2 * self._most_steps, _MOST_STEPS))
         return [dataclasses.replace(rows[0], host_secs=host_secs), *rows[1:]]
+
+    def _find_tokens(self) -> None:
+        """Finds the weight of the loss; raises a ValueError if tokens are to be counted and cannot be."""
+        self._loss_weight = self._step.loss_weight
+        if not self._host.plan.counts_tokens:
+            return
+        if self._loss_weight is None:
+            raise ValueError(
+                "A duration in tokens was given, and no `loss` whose weights count them is returned: give steps."
+            )
+        if math.isnan(self.tokens):
+            raise ValueError(
+                "A duration in tokens was given, and the checkpoint is of an older version, which counted none: give "
+                "steps."
+            )
 
     def _next_boundary(self, step: int, actions: Sequence[Action]) -> float:
         """Returns the next step at which the host has to look, unless time is over before.
@@ -291,11 +314,21 @@ class TrainLoop:
         boundary, self.open_boundary = self.open_boundary, None
         plan = self._host.plan
         plan.due_secs = set(boundary["due_secs"])
-        is_over = plan.units.run.is_over(step, self.secs)
+        is_over = plan.units.run.is_over(step, self.secs, self.tokens)
         until = step if is_over else plan.last_step
         is_stopped = self._act(actions, Report(step, until, boundary["metrics"], self._state, time=boundary["time"]))
         plan.due_secs = set()
         return is_stopped or is_over
+
+    def _count(self, source: Source, row: Row, step: int) -> int:
+        """Adds a row to the position in the data, the tokens and the window; returns how many steps it has."""
+        source.batches_taken += row.steps
+        self._window.add(row)
+        if self._loss_weight is not None:
+            before, self.tokens = self.tokens, self.tokens + float(row.tallies[self._loss_weight])
+            if self._host.plan.counts_tokens:
+                self._host.plan.count_tokens(before, self.tokens, step + row.steps)
+        return row.steps
 
     def _report(self, step: int, end: float) -> Report:
         """Reports the window, and opens a new one if a log is due."""
@@ -326,10 +359,3 @@ def _diverged(step: TrainStep, last_batch: Any, source: Source, number: int, dia
     """Returns the error of a step that failed; the last batch is None if it is not known."""
     last = None if last_batch is None else (last_batch, source.layout)
     return Diverged(explain(step, number, diagnosis, last), number, source.batches_taken - 1)
-
-
-def _count(source: Source, window: Window, row: Row) -> int:
-    """Adds the steps of a row to the position in the data and to the window; returns how many there are."""
-    source.batches_taken += row.steps
-    window.add(row)
-    return row.steps

@@ -125,21 +125,23 @@ def first_averaged(config: Config, units: Units) -> int:
         ValueError: if it is a share of a run that ends by time.
     """
     period = units.period(config.average_from)
-    if period.secs:
+    if period.secs or period.tokens:
         raise ValueError(
-            f"average_from={config.average_from!r} was given, a share of a run that ends by time, so that its steps "
-            "are not known: give steps, epochs or examples."
+            f"average_from={config.average_from!r} was given, which is by time or tokens, so that its steps are not "
+            "known: give steps, epochs or examples."
         )
     return period.steps
 
 
-def why_over(units: Units, step: int, secs: float, stop_reason: str | None) -> str:
+def why_over(units: Units, step: int, secs: float, stop_reason: str | None, tokens: float = 0.0) -> str:
     """Returns a sentence, without its end, about a run that an action ended for a reason, or that has no step left."""
     run = units.run
     if stop_reason:
         place = f"Stopped at step {step} before ({stop_reason})"
     elif run.secs:
         place = f"Already at step {step}, after {show_secs(secs)} of {show_secs(run.secs)}"
+    elif run.tokens:
+        place = f"Already at step {step}, after {tokens:,.0f} of {run.tokens:,.0f} tokens"
     elif step > run.steps:
         place = (
             f"Nothing to train: already at step {step}, and the run ends at step {run.steps}, counted from its start "

@@ -156,6 +156,13 @@ class TrainStep:
         """The names of the tallies; known once the step is traced."""
         return [update.full_name(name) for update in self.updates for name in (*update.trace.names, *self.own_names)]
 
+    @property
+    def loss_weight(self) -> int | None:
+        """The place of the weight of the first update's loss in the tallies; None: it has none. Known as `names`."""
+        first = self.updates[0]
+        names = [*first.trace.names]
+        return 2 * names.index("loss") + 1 if "loss" in names else None
+
     def __call__(self, batch: Batch, layout: BatchLayout, is_over: tf.Tensor | None = None) -> Outcome:
         """Runs one step; in a `tf.function`, outside `strategy.run`.
 

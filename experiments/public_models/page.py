@@ -59,7 +59,7 @@ it moved in those steps, which is far stricter than relative to the variable.
 | resume | variables with other bits after a restart in another process from step {saved} | 0 |
 | SavedModel, Keras file | predictions of the export, loaded again, with `trainer.predict` | {float32:g} |
 | 2 stages | `distloop.split` over 2 devices with 1 replica | {float32:g} |
-| falls to the host | operations of a train step traced for a GPU that is not there that have no GPU kernel | 0 |
+| falls to the host | operations of the forward and backward pass without a GPU kernel, by `trainer.audit` | 0 |
 
 Members of a family have the same blocks in other numbers, and one model stands for them: its cells answer where a
 cell says *family*; the row names it in parentheses. For keras.applications it is a small form: the first layers of an

@@ -25,7 +25,6 @@ import numpy as np
 import tensorflow as tf
 
 import distloop
-from distloop.audit.pretended_gpus import trace_on_gpus
 from experiments.public_models import zoo
 
 STEPS, SAVED_STEP = 3, 2
@@ -325,10 +324,10 @@ def exact(name: str, directory: str) -> Iterator[dict[str, Any]]:
 
 def gpu_graph(name: str, directory: str) -> Iterator[dict[str, Any]]:
     """The operations of a train step that would run on the host if the model were on a GPU, by name."""
-    model_fn = distloop.from_keras(functools.partial(zoo.make, name))
-    data = data_for(zoo.make(name))
-    step, *_ = trace_on_gpus(model_fn, distloop.Config(console="quiet", log_every=0), data, gpus=1)
-    operations = sorted({fallen.operation.partition("(")[0] for fallen in step.on_host})
+    trainer = trainer_of(functools.partial(zoo.make, name))
+    found = trainer.audit(data_for(trainer.model)).findings
+    fallen = [finding.name for finding in found if finding.what == "runs on the host when this model is on a GPU"]
+    operations = sorted({operation.partition("(")[0] for operation in fallen})
     yield {"cell": "gpu_graph", "difference": len(operations), "tolerance": 0, "worst": " ".join(operations)}
 
 

@@ -28,10 +28,14 @@ def sums(value, batch_size=2, row_weights=None):
         ([4, 6], [4], {"image": tf.zeros([4, 6, 6], tf.uint8), "label": tf.zeros([4], tf.int64)}, False),
         ([4, 6], None, tf.zeros([4, 6]), False),
         ([4, 1], [4, 1], {"tokens": tf.zeros([4, 7], tf.int32)}, False),
-        ([4], [4], {"tokens": tf.zeros([4, 7], tf.int32)}, False),
+        ([4], [4], {"tokens": tf.zeros([4, 7], tf.int32)}, True),  # a mean over the tokens of each, with their number
+        ([4], None, {"tokens": tf.zeros([4, 7], tf.int32)}, False),
+        ([4], [4], {"image": tf.zeros([4, 6, 6], tf.uint8)}, False),
     ],
 )
-def test_a_loss_counts_tokens_where_a_batch_of_text_has_a_value_for_each(shape, weights, rows, is_per_token):
+def test_a_loss_counts_tokens_where_a_batch_of_text_has_a_value_or_a_weight_for_each(
+    shape, weights, rows, is_per_token
+):
     values = tf.zeros(shape)
     value = values if weights is None else metrics.weighted(values, tf.ones(weights))
     assert metrics.is_per_token(value, rows) == is_per_token
