@@ -334,7 +334,9 @@ def _why_over(fit: Fit) -> str:
     """Returns a sentence about a run, or one of its phases, in which nothing is left to train."""
     if fit.checkpoints.phases.past is not None:
         return fit.checkpoints.phases.describe()
-    why = run_length.why_over(fit.units, fit._step, fit._loop.secs, fit.checkpoints.phases.stop_reason, fit._loop.tokens)
+    why = run_length.why_over(
+        fit.units, fit._step, fit._loop.secs, fit.checkpoints.phases.stop_reason, fit._loop.tokens
+    )
     return f"{why} or use another workdir." if fit.config.workdir else f"{why} to go on."
 
 
