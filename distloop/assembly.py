@@ -73,13 +73,24 @@ def make_train_loop(state: TrainState, config: Config) -> TrainLoop:
 
 
 def make_step(state: TrainState, config: Config, **looks: Any) -> TrainStep:
-    """Builds one step as the settings say; `looks` are `histograms` and `look` of `TrainStep`."""
+    """Builds one step as the settings say; `looks` are `histograms` and `look` of `TrainStep`.
+
+    Raises:
+        ValueError: if the gradients of parts of a batch are to be compared, and there is one part.
+    """
+    parts = config.first_microbatches * (config.virtual_replicas or state.strategy.num_replicas_in_sync)
+    if config.gradient_noise_every and (parts < 2 or any(update.step_fn for update in state.spec.updates)):
+        raise ValueError(
+            f"gradient_noise_every={config.gradient_noise_every} was given, and there are no two gradients of parts of "
+            "a batch to compare: give microbatches, virtual_replicas or more devices, and no step_fn."
+        )
     return TrainStep(
         state,
         microbatches=config.first_microbatches,
         clipping=Clipping.from_settings(config),
         skip_nonfinite=config.on_nonfinite == "skip",
         jit_compile=config.jit_compile,
+        measures_noise=bool(config.gradient_noise_every),
         locate_nonfinite=config.locate_nonfinite,
         loss_jump=config.loss_jump if config.on_divergence == "rollback" else None,
         **looks,

@@ -20,6 +20,7 @@ from distloop.actions.action import Action, Report, member, metrics_to_restore, 
 from distloop.actions.action import run as run_actions
 from distloop.actions.built_in import CheckReplicas, DataSeen, Goodput, PipelineUsage, Utilization
 from distloop.actions.evaluate import Evaluate, earlier_rows
+from distloop.actions.gradient_noise import GradientNoise
 from distloop.actions.memory import MemoryUse
 from distloop.actions.save import SaveCosts, make_saves, require_metrics
 from distloop.actions.stop_early import SyncStop
@@ -54,7 +55,14 @@ from distloop.training import agreement, overview, run_length
 from distloop.training.agreement import require_same_run, require_same_trainable
 from distloop.training.loop import Diverged, Host, TrainLoop
 
-_PERIODS = ("log_every", "checkpoint_every", "copy_every", "histograms_every", "check_replicas_every")
+_PERIODS = (
+    "log_every",
+    "checkpoint_every",
+    "copy_every",
+    "histograms_every",
+    "check_replicas_every",
+    "gradient_noise_every",
+)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -99,6 +107,8 @@ class Fit:
         self._goodput = Goodput(workdir, self.clock.seconds, self._is_chief, verify)
         self._notes: list[Action] = [MemoryUse(workdir), self._goodput] if workdir else []
         self._plan = Plan(self.units, is_chief=self._is_chief)
+        every, updates = self.config.gradient_noise_every, [update.name for update in self.state.spec.updates]
+        self._noise = [GradientNoise(every, updates)] if every else []
         periods = [getattr(self.config, name) for name in _PERIODS]
         self._plan.check([*periods, *(action.every for action in [*self.evaluations, *self.actions])])
 
@@ -243,8 +253,8 @@ class Fit:
 
     def _attach(self) -> None:
         """Restores the position in the data, the state of the actions and the log window from the checkpoint."""
-        attach = self.checkpoints.attach
-        self._window = attach(self.source, self._loop, [*self.actions, *self.evaluations], self.units.run)
+        actions = [*self.actions, *self.evaluations, *self._noise]
+        self._window = self.checkpoints.attach(self.source, self._loop, actions, self.units.run)
         if (histograms := self._loop.histograms) is not None:
             histograms.every = self._plan.period(self.config.histograms_every).steps or self.config.histograms_every
             histograms.begin(self._step, is_restored=self._window is not None)
@@ -268,11 +278,9 @@ class Fit:
         actions: list[Action] = [Utilization(*operations, self.state.strategy), DataSeen(self.source)]
         actions += [PipelineUsage(self.state.placement.devices, profile), *self._notes]
         checks = [CheckReplicas(every)] if (every := self.config.check_replicas_every) else []
-        actions += [*checks, *self.evaluations, *self.actions, *filter(None, [self._loop.histograms])]
-        if self.actions:
-            actions.append(
-                SyncStop(functools.partial(workers.agree_to_stop, self.state.strategy), self.actions, self._plan)
-            )
+        actions += [*self._noise, *checks, *self.evaluations, *self.actions, *filter(None, [self._loop.histograms])]
+        agree = functools.partial(workers.agree_to_stop, self.state.strategy)
+        actions += [SyncStop(agree, self.actions, self._plan)] if self.actions else []
         saves = make_saves(functools.partial(self._save, write), saves_of(self.checkpoints, self.config), self._plan)
         for action in actions:
             member(action, "set_saves")(saves[0].saves if saves else None)

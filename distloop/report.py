@@ -86,7 +86,17 @@ _STYLES = {
 # What `--json` has of each run as it is.
 _JSON_NAMES = (
     *("name", "status", "step", "until", "stop_reason", "training_secs", "elapsed_secs", "silent_secs"),
-    *("steps_per_sec", "examples_per_sec", "device_hours", "seen", "starts", "time_spent", "incidents", "settings"),
+    *(
+        "steps_per_sec",
+        "examples_per_sec",
+        "flops_per_example",
+        "device_hours",
+        "seen",
+        "starts",
+        "time_spent",
+        "incidents",
+        "settings",
+    ),
 )
 
 
@@ -272,6 +282,9 @@ def _agrees(question: str) -> bool:
 def _runs(runs: Sequence[Run]) -> Table:
     speeds = ["training", "steps/s", "examples/s"]
     header = ["run", "status", "step", *speeds, "busy", "examples", "epochs", "device-hours", "silent"]
+    flops = {run.name: run.flops_per_example for run in runs}
+    are_known = any(number is not None for number in flops.values())
+    header += ["FLOPs/example"] * are_known
     rows = [
         [
             run.name,
@@ -285,6 +298,7 @@ def _runs(runs: Sequence[Run]) -> Table:
             _show_known(run.seen.get("epochs_seen")),
             _show_known(run.device_hours),
             "-" if run.status in ("complete", "stopped") else _show_secs(run.silent_secs),
+            *[_show_known(flops[run.name])] * are_known,
         ]
         for run in runs
     ]

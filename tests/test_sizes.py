@@ -16,7 +16,7 @@ MAX_PACKAGE_FILES, MAX_PACKAGE_LINES = 194, 42361  # lower them when the package
 
 # What is larger, and how large it is: make it smaller and lower the number, or remove the line.
 EXCEPTIONS = {
-    "settings/config.py: class Config": 260,  # a field for each setting, with its help
+    "settings/config.py: class Config": 259,  # a field for each setting, with its help
     "trainer.py: class Trainer": 352,  # the verbs of a user, half of it their docstrings
 }
 

@@ -84,8 +84,7 @@ class RunCheckpoints:
         self._copies = MemoryCopies(checkpoints, state.strategy, self.lock.verify)
         self._rollback = Rollback(config.max_rollbacks)
         self.action_states, self.phases = RunStates(), Phases(state)
-        self.is_new, self.run = True, ""
-        self._shows_best = False  # whether the state is the best one's, and the next `resume` restores the newest
+        self.is_new, self.run, self._shows_best = True, "", False  # the last: whether `resume` restores the newest
         self._saved: Saved | None = None  # the restored checkpoint, until every part has its state
         self._source: Source | None = None
         self._loop: TrainLoop | None = None
@@ -196,8 +195,7 @@ class RunCheckpoints:
                 on_disk.join()
             window = _emptied(saved.notes["window"], self._state) if phases.begins else saved.notes["window"]
             loop.reported = (phases.past or saved.notes).get("reported", {})
-            loop.secs = max(loop.secs, saved.notes.get("secs", 0.0))
-            loop.tokens = saved.notes.get("tokens", math.nan)
+            loop.secs, loop.tokens = max(loop.secs, saved.notes.get("secs", 0.0)), saved.notes.get("tokens", math.nan)
         self.action_states.attach(actions, states, is_written=self._checkpoints is not None)
         phases.begin(has_other_data=is_other)
         self._saved, self.is_new = saved if is_over or phases.stop_reason else None, False

@@ -29,6 +29,10 @@ GROUPS = {
     "optimizer": {
         "learning_rate": "Of the last step.",
         "gradient_norm": "The global norm of the gradient before clipping.",
+        "gradient_noise_scale": "The batch size above which larger batches help less and less, in weights of the loss: "
+        "`gradient_trace` / `gradient_square`, each averaged over measurements.",
+        "gradient_trace": "The trace of the covariance of an example's gradient, without bias.",
+        "gradient_square": "The squared norm of the gradient without its noise, without bias.",
         "clipped_share": "The fraction of the steps since the last log whose gradient was clipped.",
         "loss_scale": "The factor of the loss in float16.",
         "skipped_steps": "Steps since step 0 that changed nothing, because a gradient was not finite.",

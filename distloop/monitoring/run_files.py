@@ -28,6 +28,7 @@ _FRESH_SECS = 60
 _FRESH_GAPS = 5  # or this many times the median time between two rows.
 
 # Words in a metric's name that say whether smaller or larger is better; the last one in a name counts.
+_HIDDEN = records.ABOUT_THE_RUN - {"gradient_noise_scale"}  # numbers of a row that are not compared
 _SMALLER = "loss error mae mse rmse nll perplexity crossentropy cross_entropy".split()
 _LARGER = r"accuracy acc auc precision recall f1(?!\d) r2(?!\d) iou bleu".split()
 _KNOWN = re.compile(rf"(?<![a-z])(?:(?P<smaller>{'|'.join(_SMALLER)})|(?P<larger>{'|'.join(_LARGER)}))(?![a-z])")
@@ -137,7 +138,7 @@ class Run:
                 series.steps.append(int(row["step"]))
                 series.values.append(value)
         hidden = {"step", "time"}
-        hidden |= {name for name in series_by_name if name.rpartition("/")[2] in records.ABOUT_THE_RUN}
+        hidden |= {name for name in series_by_name if name.rpartition("/")[2] in _HIDDEN}
         if "skipped_steps" in series_by_name and not any(series_by_name["skipped_steps"].values):
             hidden.add("skipped_steps")
         return {name: series for name, series in series_by_name.items() if name not in hidden}
@@ -185,6 +186,14 @@ class Run:
     def steps_per_sec(self) -> float | None:
         """Steps per second of training time; None: unknown."""
         return sum(steps for steps, _, _ in self._windows.values()) / self.training_secs if self._windows else None
+
+    @property
+    def flops_per_example(self) -> float | None:
+        """Floating-point operations that training on one example takes, of the last row that tells; None: none does."""
+        for row in reversed(self.rows):
+            if row.get("examples_per_sec") and "model_flops_per_sec" in row:
+                return row["model_flops_per_sec"] / row["examples_per_sec"]
+        return None
 
     @property
     def examples_per_sec(self) -> float | None:

@@ -82,9 +82,7 @@ class Config:
     steps: int = setting(RUN, 0, "Train until this global step; 0: unset. Give one of steps, epochs and until.")
     epochs: int = setting(RUN, 0, "Train until this many passes over the dataset; 0: unset.")
     until: int | str = setting(
-        RUN,
-        "",
-        "Train for this duration, over all interruptions, then end: 2 h, 3 epochs, 1e9 tokens; empty: unset.",
+        RUN, "", "Train for this duration, over interruptions, then end: 2 h, 3 epochs, 1e9 tokens; empty: unset."
     )
     batch_size: int = setting(RUN, 256, "Examples per step, over all replicas; a dataset has its own.", is_none=True)
     replica_batch_size: int = setting(RUN, 0, "Examples per step of each replica, in place of batch_size; 0: unset.")
@@ -121,9 +119,7 @@ class Config:
         "Parts in which each replica computes its batch, to save memory; auto: twice as many whenever memory ends.",
         minimum=1,
     )
-    recompute: str = setting(
-        OPTIMIZATION, "", "Recompute layers in whose path this regular expression is found; empty: keep activations."
-    )
+    recompute: str = setting(OPTIMIZATION, "", "Recompute layers whose path has this regular expression; empty: none.")
     clip_norm: float = setting(OPTIMIZATION, 0.0, "Clip the gradients of an update to this global norm; 0: none.")
     clip_variable_norm: float = setting(
         OPTIMIZATION, 0.0, "Clip the gradient of each variable to this norm, instead of clip_norm; 0: none."
@@ -193,6 +189,7 @@ class Config:
         "Duration between logs: 500, 1 epoch, 30 s; 0: only at the end; auto: each epoch if the run's length is given "
         "in epochs, else 100 steps.",
     )
+    gradient_noise_every: int | str = setting(MONITORING, 0, "Duration between two gradient noise scales; 0: none.")
     histograms_every: int | str = setting(
         MONITORING,
         0,

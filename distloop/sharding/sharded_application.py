@@ -198,6 +198,7 @@ class ShardedApplication(Application):
             tallies=first(summed.tallies),
             new_values=first(summed.new_values),
             secs=None if summed.secs is None else first(summed.secs),
+            noise=None if summed.noise is None else first(summed.noise),
         )
 
     def sum_over_owners(self, update: ForwardBackward) -> Callable[[tf.Tensor], tf.Tensor] | None:

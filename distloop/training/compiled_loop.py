@@ -19,7 +19,7 @@ from distloop.graph_functions import TimeLimit, compiled, graph_clock
 from distloop.model import metrics
 from distloop.model.state import TrainState
 from distloop.training import diagnosis
-from distloop.training.step import TrainStep
+from distloop.training.step import TrainStep, loss_weight
 from distloop.training.step_operations import unsaved_draws_refused
 from distloop.training.window import Row, RowLayout
 from distloop.variables import tensorflow_variable
@@ -321,7 +321,7 @@ class CompiledLoop:
                 diagnosis = tf.where(carry.failed, carry.diagnosis, diagnosis)
             if self._state.token_count is not None:
                 tallies = self._sums_layout().unpack(sums)["tallies"]
-                self._state.token_count.assign_add(tallies[self._step.loss_weight])
+                self._state.token_count.assign_add(tallies[loss_weight(self._step)])
             if self._step.may_skip:
                 self._state.skipped_steps.assign_add(tf.cast(skipped, tf.int64))
             return _Carry(done, is_over, failed, carry.sums + sums, diagnosis)

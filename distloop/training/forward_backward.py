@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import tensorflow as tf
 
+from distloop.actions import gradient_noise
 from distloop.data.shards import Batch, BatchLayout, batch_size, take_shard
 from distloop.distributed import gathering, strategies, tensorflow_internals
 from distloop.distributed.placement import Sums
@@ -45,6 +46,7 @@ class Summed(NamedTuple):
     after: list[tf.Tensor]  # and after it
     new_values: list[tf.Tensor]  # of the overwritten variables
     secs: tf.Tensor | None  # [R]: of forward and backward on each replica; None: there is only one
+    noise: tf.Tensor | None = None  # [2]: as `gradient_noise.of_part`, over all parts; None: it is not measured
     are_finite: Sequence[tf.Tensor] = ()  # [] each: conditions on the passes that led to it
 
 
@@ -85,6 +87,7 @@ class ForwardBackward:
         microbatches: int = 1,
         jit_compile: bool = False,
         needs_whole_gradients: bool = False,
+        measures_noise: bool = False,
     ):
         """Prepares; nothing is traced yet.
 
@@ -94,6 +97,7 @@ class ForwardBackward:
             microbatches: the number of parts that each replica's shard is cut into.
             jit_compile: whether XLA compiles the pass.
             needs_whole_gradients: whether every worker needs all gradients.
+            measures_noise: whether the gradients of the parts are compared.
         """
         self.update = update
         variables = state.variables_of_update[update.name]
@@ -103,9 +107,8 @@ class ForwardBackward:
         self.packing = state.slot_placement.make_packing(state, update, self.variables, needs_all=needs_whole_gradients)
         self.reduce = gathering.sum_in_tree if state.virtual_replicas else tensorflow_internals.sum_over_replicas
         self.differentiate = Differentiation(state, update, self.variables, self.overwritten, microbatches)
-        self.state = state
-        self.microbatches = microbatches
-        self.jit_compile = jit_compile
+        self.state, self.microbatches = state, microbatches
+        self.jit_compile, self.measures_noise = jit_compile, measures_noise
         self._trace: Trace | None = None
         of_metrics = state.keras_metrics.variables().values()
         self.writable = [*state.untrained_variables, *of_metrics, *state.trained_variables]
@@ -162,8 +165,7 @@ class ForwardBackward:
                 are not updated. None: the first pass.
         """
         replicas = self.state.strategy.num_replicas_in_sync
-        before = self.values() if again_from is None else again_from
-        shard = _Shard(batch, layout, before, is_first=again_from is None)
+        shard = _Shard(batch, layout, self.values() if again_from is None else again_from, again_from is None)
         is_timed = shard.is_first and strategies.times_replicas(self.state.strategy)
         started = _time_after(tf.nest.flatten(batch.rows, expand_composites=True)[:1]) if is_timed else None
 
@@ -175,10 +177,7 @@ class ForwardBackward:
             segments, vector, metric_rows = sum_parts(shard, compute)
         self._set_trace(shard)
         self.state.keras_metrics.update_gathered(metric_rows, shard.joins[-1])
-        size = 2 * len(self.trace.names) if shard.is_first else 2
-        sums: dict[str, Any] = {"tallies": vector}
-        if vector.shape[0] > size:
-            sums = {"tallies": vector[:size], "writes": vector[size:]}
+        sums = _split(self, vector, shard.is_first)
         if started is not None:
             sums["secs"] = _secs_of_replicas(started, segments, replicas)
         if shard.pulled_back:
@@ -235,8 +234,9 @@ class ForwardBackward:
         weight = tallies[self.trace.divisor(value) if shard.is_first else 1]
         if shard.is_first:
             after, new_values = self.written_values.merge(written, after, sums.get("writes"))
+        noise = gradient_noise.unscaled(sums.get("noise"), factor)
         weight = weight if factor is None else weight * factor
-        return Summed(segments, weight, tallies, written, before, after, new_values, sums.get("secs"))
+        return Summed(segments, weight, tallies, written, before, after, new_values, sums.get("secs"), noise)
 
     def values(self) -> dict[int, tf.Tensor]:
         """Returns the values of all variables that the pass may write, by `id`; in replica context."""
@@ -333,8 +333,20 @@ def _of_part(update: ForwardBackward, shard: _Shard, part: Part) -> Sums:
         size = batch_size(part.rows) if part.row_weights is None else tf.reduce_sum(part.row_weights)
         values = [part.written[id(v)] for v in written]
         flat = update.written_values.flatten(written, values, new_values, size, part.number)
-        tallies = tallies if flat is None else tf.concat([tallies, flat], 0)
+        vectors = [tallies] if flat is None else [tallies, flat]
+        if update.measures_noise:
+            vectors.append(gradient_noise.of_part(segments, tallies[trace.divisor("loss")]))
+        tallies = vectors[0] if len(vectors) == 1 else tf.concat(vectors, 0)
     return segments, tallies, metric_rows.tensors
+
+
+def _split(update: ForwardBackward, vector: tf.Tensor, is_first: bool) -> dict[str, Any]:
+    """Returns the parts of a vector that `_of_part` has joined, by name."""
+    size, end = 2 * len(update.trace.names) if is_first else 2, vector.shape[0]
+    noise = {}
+    if is_first and update.measures_noise:
+        noise, end = {"noise": vector[-2:]}, end - 2
+    return {"tallies": vector[:size]} | ({"writes": vector[size:end]} if end > size else {}) | noise
 
 
 def _pull_back(update: ForwardBackward, shard: _Shard, turns: Turns, slopes: list[tf.Tensor]) -> list[tf.Tensor]:

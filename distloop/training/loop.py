@@ -28,7 +28,7 @@ from distloop.settings.durations import Plan
 from distloop.training import out_of_memory
 from distloop.training.compiled_loop import CompiledLoop
 from distloop.training.diagnosis import explain, explain_compile_error
-from distloop.training.step import TrainStep
+from distloop.training.step import TrainStep, loss_weight
 from distloop.training.window import Row, Window
 
 _LOOP_SECS = 1.0  # after which a loop begins no other step
@@ -173,7 +173,7 @@ class TrainLoop:
             rows = iter(self._run_to_boundary(source, step, actions))
             try:
                 for row in rows:
-                    step += self._count(source, row, step)
+                    step += _count(self, source, row, step)
                     if row.diagnosis is not None:
                         if self._step.runs_ahead:
                             source.lose_place(0)  # the iterator may be a batch further
@@ -182,7 +182,7 @@ class TrainLoop:
                         return self.reported
             finally:  # an action failed: the steps of the rows after that are done all the same
                 for row in rows:
-                    step += self._count(source, row, step)
+                    step += _count(self, source, row, step)
                     if plan.is_due(self.log_every, step, plan.last_step):
                         self._open_window()
             self._host.show_progress(step, "")
@@ -220,14 +220,7 @@ class TrainLoop:
             self.trace_again()
         try:
             if self._traced_for is not source:
-                workers.report_phase(self._state.strategy, "tracing the step")
-                self._host.show_progress(step, "tracing the train step ...")
-                self._compiled.trace(source, self._host.executor)
-                self._on_trace(self._step)
-                self._host.show_progress(step, "")
-                self._traced_for = source
-                if not self._eager:
-                    self._find_tokens()
+                _trace(self, source, step)
             check, self.require_metrics = self.require_metrics, None
             if check is not None and not self._eager:
                 check([*self._step.names, *self._state.keras_metrics])
@@ -241,7 +234,7 @@ class TrainLoop:
                     is_single=self._host.profile.is_single(step),
                     secs=_LOOP_SECS if self._is_alone else np.inf,  # each worker would end with another step
                 )
-            self._find_tokens()
+            self._loss_weight = _place_of_tokens(self._step, self._host.plan, self.tokens)
         except BaseException as error:  # Ctrl-C, too, where it is not caught
             source.lose_place(int(self._state.step) - step)
             if not isinstance(error, tf.errors.OpError):
@@ -262,21 +255,6 @@ class TrainLoop:
             in_time = int(sum(row.steps for row in rows) * _LOOP_SECS / max(end - start, 1e-6))
             self._most_steps = max(1, min(in_time, 2 * self._most_steps, _MOST_STEPS))
         return [dataclasses.replace(rows[0], host_secs=host_secs), *rows[1:]]
-
-    def _find_tokens(self) -> None:
-        """Finds the weight of the loss; raises a ValueError if tokens are to be counted and cannot be."""
-        self._loss_weight = self._step.loss_weight
-        if not self._host.plan.counts_tokens:
-            return
-        if self._loss_weight is None:
-            raise ValueError(
-                "A duration in tokens was given, and no `loss` whose weights count them is returned: give steps."
-            )
-        if math.isnan(self.tokens):
-            raise ValueError(
-                "A duration in tokens was given, and the checkpoint is of an older version, which counted none: give "
-                "steps."
-            )
 
     def _next_boundary(self, step: int, actions: Sequence[Action]) -> float:
         """Returns the next step at which the host has to look, unless time is over before.
@@ -320,16 +298,6 @@ class TrainLoop:
         plan.due_secs = set()
         return is_stopped or is_over
 
-    def _count(self, source: Source, row: Row, step: int) -> int:
-        """Adds a row to the position in the data, the tokens and the window; returns how many steps it has."""
-        source.batches_taken += row.steps
-        self._window.add(row)
-        if self._loss_weight is not None:
-            before, self.tokens = self.tokens, self.tokens + float(row.tallies[self._loss_weight])
-            if self._host.plan.counts_tokens:
-                self._host.plan.count_tokens(before, self.tokens, step + row.steps)
-        return row.steps
-
     def _report(self, step: int, end: float) -> Report:
         """Reports the window, and opens a new one if a log is due."""
         per_token = [update.full_name("loss") for update in self._step.updates if update.trace.has_tokens]
@@ -353,6 +321,46 @@ class TrainLoop:
         numbers = self._most_steps, time.monotonic() - self._started_at
         most_steps, self.secs = workers.agree_to_go_on(self._state.strategy, stop_requests, step, *numbers).tolist()
         self._most_steps = int(most_steps)
+
+
+def _trace(loop: TrainLoop, source: Source, step: int) -> None:
+    """Traces the step for a source, and checks what is then known of it."""
+    workers.report_phase(loop._state.strategy, "tracing the step")
+    loop._host.show_progress(step, "tracing the train step ...")
+    loop._compiled.trace(source, loop._host.executor)
+    loop._on_trace(loop._step)
+    loop._host.show_progress(step, "")
+    loop._traced_for = source
+    if not loop._eager:
+        _place_of_tokens(loop._step, loop._host.plan, loop.tokens)
+
+
+def _place_of_tokens(step: TrainStep, plan: Plan, tokens: float) -> int | None:
+    """Returns the place of the loss's weight in the tallies of a traced step; None: there is no loss.
+
+    Raises:
+        ValueError: if something is due by tokens, and they cannot be counted; `tokens` is their number so far.
+    """
+    place = loss_weight(step)
+    if plan.counts_tokens and (place is None or math.isnan(tokens)):
+        why = (
+            "no `loss` whose weights count them is returned"
+            if place is None
+            else "the checkpoint is of an older version, which counted none"
+        )
+        raise ValueError(f"A duration in tokens was given, and {why}: give steps.")
+    return place
+
+
+def _count(loop: TrainLoop, source: Source, row: Row, step: int) -> int:
+    """Adds a row to the position in the data, the tokens and the window; returns how many steps it has."""
+    source.batches_taken += row.steps
+    loop._window.add(row)
+    if loop._loss_weight is not None:
+        before, loop.tokens = loop.tokens, loop.tokens + float(row.tallies[loop._loss_weight])
+        if loop._host.plan.counts_tokens:
+            loop._host.plan.count_tokens(before, loop.tokens, step + row.steps)
+    return row.steps
 
 
 def _diverged(step: TrainStep, last_batch: Any, source: Source, number: int, diagnosis: np.ndarray) -> Diverged:

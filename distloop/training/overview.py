@@ -101,6 +101,8 @@ def make_charts(settings: Config) -> dict[str, dict[str, list[str]]]:
         charts["Steps"]["share of the steps that were clipped"] = r"optimizer/(.*/)?clipped_share$"
     if settings.precision == "mixed_float16":
         charts["Steps"]["loss scale"] = r"optimizer/(.*/)?loss_scale$"
+    if settings.gradient_noise_every:
+        charts["Steps"]["gradient noise scale"] = r"optimizer/(.*/)?gradient_noise_scale$"
     if settings.histograms_every:
         charts["Steps"]["update norm"] = r"optimizer/(.*/)?update_norm$"
         charts["Steps"]["update norm over weight norm"] = r"optimizer/(.*/)?update_ratio$"

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, Protocol
 
 import tensorflow as tf
 
+from distloop.actions import gradient_noise
 from distloop.data import shards
 from distloop.data.shards import Batch, BatchLayout
 from distloop.distributed import gathering, strategies, workers
@@ -96,6 +97,7 @@ class TrainStep:
         clipping: Clipping = NO_CLIPPING,
         skip_nonfinite: bool = False,
         jit_compile: bool = False,
+        measures_noise: bool = False,
         locate_nonfinite: bool = False,
         loss_jump: float | None = None,
         histograms: GradientRecorder | None = None,
@@ -110,6 +112,7 @@ class TrainStep:
             clipping: the limit of an update's gradients.
             skip_nonfinite: whether a step that is not finite is skipped, every bit unchanged; else it is an error.
             jit_compile: whether XLA compiles the forward and backward pass.
+            measures_noise: whether the gradients of the parts of a batch are compared, for `GradientNoise`.
             locate_nonfinite: whether a step that is an error leaves every bit unchanged, so that `diagnosis.explain`
                 can run it again.
             loss_jump: how far above its usual value a loss makes the step an error, as for `LossWatch.check`; then a
@@ -119,8 +122,8 @@ class TrainStep:
             runs_ahead: whether the host may look at a step after the next one has begun; None: it may on GPUs.
         """
         self.state, self.skip_nonfinite, self.jit_compile = state, skip_nonfinite, jit_compile
-        self.locate_nonfinite = locate_nonfinite
-        self.loss_jump = loss_jump
+        self._measures_noise = measures_noise
+        self.locate_nonfinite, self.loss_jump = locate_nonfinite, loss_jump
         self.histograms, self.look = histograms, look
         self.may_skip = skip_nonfinite or locate_nonfinite or bool(state.loss_scalers)
         self.may_fail = not skip_nonfinite or bool(state.loss_scalers) or loss_jump is not None
@@ -130,9 +133,8 @@ class TrainStep:
         self._lead = strategies.lead_device(state.strategy)
         self._needs_whole_gradients = bool(clipping.variable_norm) or histograms is not None or look is not None
         self.set_microbatches(microbatches)
-        self.own_names = [GRADIENT_NORM, CLIPPED_SHARE] if clipping else [GRADIENT_NORM]
-        self._strategy = state.strategy
-        self._clipping = clipping
+        self.own_names = [GRADIENT_NORM] + [CLIPPED_SHARE] * bool(clipping) + [*gradient_noise.NAMES] * measures_noise
+        self._strategy, self._clipping = state.strategy, clipping
         if histograms is not None:
             for update in self.updates:
                 histograms.allocate(update.name, update.packing)
@@ -147,6 +149,7 @@ class TrainStep:
                 microbatches=microbatches,
                 jit_compile=self.jit_compile,
                 needs_whole_gradients=self._needs_whole_gradients,
+                measures_noise=self._measures_noise,
             )
             for update in self.state.spec.updates
         ]
@@ -155,13 +158,6 @@ class TrainStep:
     def names(self) -> list[str]:
         """The names of the tallies; known once the step is traced."""
         return [update.full_name(name) for update in self.updates for name in (*update.trace.names, *self.own_names)]
-
-    @property
-    def loss_weight(self) -> int | None:
-        """The place of the weight of the first update's loss in the tallies; None: it has none. Known as `names`."""
-        first = self.updates[0]
-        names = [*first.trace.names]
-        return 2 * names.index("loss") + 1 if "loss" in names else None
 
     def __call__(self, batch: Batch, layout: BatchLayout, is_over: tf.Tensor | None = None) -> Outcome:
         """Runs one step; in a `tf.function`, outside `strategy.run`.
@@ -183,7 +179,9 @@ class TrainStep:
                 finite = of_update.finite
                 counts = finite if counts is None else self._strategy.run(tf.logical_and, args=(counts, finite))
                 self._settle(update, of_update, counts)
-                self._record_gradients(update, of_update)
+                if self.histograms is not None:
+                    segments = tf.nest.map_structure(self._first, of_update.segments)
+                    self.histograms.record(update.name, segments, self._first(of_update.scale))
                 tallies.append(self._apply(update, of_update, counts, is_over, undo))
                 gradients.append(of_update)
             for restore in undo[-2::-1] if self.runs_ahead else ():  # a later update may have failed
@@ -243,11 +241,11 @@ class TrainStep:
         for condition in (*summed.are_finite, *(tf.reduce_all(tf.math.is_finite(v)) for v in summed.new_values)):
             finite &= condition
         segments, scale, is_clipped = self._clipping.clip(update.packing, summed.segments, norm, scale, finite)
-        own_tallies = [norm, 1.0]
         if self._clipping.value and add is not None:
             is_clipped = add(tf.cast(is_clipped, tf.float32)) > 0
-        if self._clipping:
-            own_tallies += [tf.cast(is_clipped, tf.float32), 1.0]
+        own_tallies = [norm, 1.0, *([tf.cast(is_clipped, tf.float32), 1.0] if self._clipping else [])]
+        if summed.noise is not None:
+            own_tallies += gradient_noise.estimates(summed.noise, summed.tallies[update.trace.divisor("loss")], norm)
         return Gradients(
             segments=segments,
             squares=squares,
@@ -268,11 +266,6 @@ class TrainStep:
                 variable.assign(tf.where(finite, new, old))
 
         self._strategy.run(settle, args=(finite, gradients.before, gradients.after))
-
-    def _record_gradients(self, update: ForwardBackward, gradients: Gradients) -> None:
-        if self.histograms is not None:
-            segments = tf.nest.map_structure(self._first, gradients.segments)
-            self.histograms.record(update.name, segments, self._first(gradients.scale))
 
     def _apply(
         self,
@@ -331,6 +324,12 @@ class TrainStep:
             return tf.zeros_like(tallies)
 
         return tf.cond(self._first(counts), applied, undone)
+
+
+def loss_weight(step: TrainStep) -> int | None:
+    """Returns the place of the weight of the first update's loss in the tallies; None: it has none."""
+    names = list(step.updates[0].trace.names)
+    return 2 * names.index("loss") + 1 if "loss" in names else None
 
 
 def _rescale(

@@ -44,6 +44,7 @@ OTHER_VALUES = {
     "jit_compile": True,
     "steps_per_loop": 5,
     "log_every": 6,
+    "gradient_noise_every": 15,
     "histograms_every": 14,
     "graph": "always",
     "profile": "100:110",

@@ -1,0 +1,101 @@
+"""The gradient noise scale: how much the gradients of the parts of a batch differ, and so which batch size still helps.
+
+    noise = of_part(segments, weight)                   # [2], of each part of a batch, in replica context
+    trace, square = estimates(sums, weight, norm)       # of the noise summed over all parts
+
+McCandlish et al. 2018, arXiv:1812.06162, appendix A.1, for R parts of any weights: part r has the weight w and the mean
+gradient g, the batch W = sum(w) and G. With N = sum(w * |g|^2), both without bias,
+
+    trace  = (N - W * |G|^2) / (R - 1)       # of the covariance of the gradient of a weight of 1, such as an example
+    square = |G|^2 - trace / W               # the squared norm of the true gradient
+
+The simple noise scale is trace / square, each smoothed before the division.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from distloop.actions.action import Action, Report
+from distloop.optimizers.gradients import Rows, Segment
+
+NAMES = TRACE, SQUARE = "gradient_trace", "gradient_square"  # of the tallies
+SCALE = "gradient_noise_scale"
+_DECAY = 0.9  # of the moving averages, from one measurement to the next
+
+
+def of_part(segments: Sequence[Segment], weight: tf.Tensor) -> tf.Tensor:
+    """Returns `weight * |gradient / weight|^2` and 1 of a part, zeros if nothing counts in it.
+
+    Args:
+        segments: the packed gradient of a sum over the part.
+        weight: of the sum, [].
+    """
+    squares = [2.0 * tf.nn.l2_loss(tf.cast(_values_once(segment), tf.float32)) for segment in segments]
+    return tf.stack([tf.math.divide_no_nan(tf.add_n(squares), weight), tf.cast(weight > 0, tf.float32)])
+
+
+def unscaled(noise: tf.Tensor | None, factor: tf.Tensor | None) -> tf.Tensor | None:
+    """Returns the noise of gradients that a factor of the loss has scaled, without the factor."""
+    return noise if noise is None or factor is None else noise / tf.stack([factor**2, 1.0])
+
+
+def estimates(noise: tf.Tensor, weight: tf.Tensor, norm: tf.Tensor) -> list[tf.Tensor]:
+    """Returns the tallies of both estimates: a total and the weight 1 each, zeros with less than two parts.
+
+    Args:
+        noise: the sum of `of_part` over all parts, [2].
+        weight: of the batch, [].
+        norm: of its mean gradient, [].
+    """
+    total, parts = tf.unstack(noise)
+    trace = tf.math.divide_no_nan(total - weight * norm**2, parts - 1.0)
+    square = norm**2 - tf.math.divide_no_nan(trace, weight)
+    counts = tf.cast(parts > 1, tf.float32)
+    return [trace * counts, counts, square * counts, counts]
+
+
+def _values_once(segment: Segment) -> tf.Tensor:
+    """Returns the values of a segment; of a sparse one, each row of the table once."""
+    if not isinstance(segment, Rows):
+        return segment
+    _, places = tf.unique(segment.numbers)
+    return tf.math.unsorted_segment_sum(segment.values, places, tf.size(segment.numbers))
+
+
+class GradientNoise(Action):
+    """Reports the gradient noise scale of each update, from moving averages of its two estimates."""
+
+    phase = "logging"
+    only_writes = True
+    name = "GradientNoise"
+
+    def __init__(self, every: int | str, updates: Sequence[str]):
+        """Stores when it is due, and the names of the updates; "" for a single one."""
+        self.every = every
+        self._prefixes = [f"{name}/" if name else "" for name in updates]
+        self._averages: dict[str, float] = {}  # each with a weight that grows to 1
+
+    def get_state(self) -> dict[str, float]:
+        """Returns the moving averages."""
+        return dict(self._averages)
+
+    def set_state(self, state: dict[str, float]) -> None:
+        """Goes on with moving averages."""
+        self._averages = dict(state)
+
+    def __call__(self, report: Report) -> dict[str, Any]:
+        """Returns the scales; of an update without a measurement since the last log, none."""
+        scales = {}
+        for prefix in self._prefixes:
+            trace, square = (report.metrics.get(f"{prefix}{name}", float("nan")) for name in (TRACE, SQUARE))
+            if trace - trace != 0 or square - square != 0:  # not finite
+                continue
+            for name, value in ((TRACE, trace), (SQUARE, square)):
+                before = self._averages.get(f"{prefix}{name}", 0.0)
+                self._averages[f"{prefix}{name}"] = _DECAY * before + (1 - _DECAY) * value
+            square = self._averages[f"{prefix}{SQUARE}"]
+            if square > 0:
+                scales[f"{prefix}{SCALE}"] = self._averages[f"{prefix}{TRACE}"] / square
+        return scales
