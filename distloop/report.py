@@ -48,12 +48,9 @@ columns.
 """
 
 import argparse
-import contextlib
 import dataclasses
-import itertools
 import json
 import math
-import os
 import signal
 import sys
 import tempfile
@@ -69,7 +66,6 @@ from distloop.monitoring.curves import draw_lines, draw_picture
 from distloop.monitoring.directory import fetch_reports
 from distloop.monitoring.records import show_bytes, show_number
 from distloop.monitoring.run_files import Run, Series
-from distloop.monitoring.run_lock import RunLock
 from distloop.monitoring.text_tables import GAP, INDENT, Table
 from distloop.monitoring.timing import largest_shares, show_secs, show_share
 from distloop.urls import expand, require_disk, whole
@@ -117,7 +113,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(import_part("audit.bug_report", "--environment").describe(runs))
             return 0
         if options.prune:
-            return _prune(runs, options.keep, is_agreed=options.yes)
+            from distloop.checkpoints.prune import prune  # imports TensorFlow
+
+            return prune(runs, options.keep, _complain, is_agreed=options.yes)
         if options.png:
             draw_picture(runs, options.png)
             _complain(f"the curves are in {options.png}")
@@ -224,59 +222,6 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 def _complain(sentence: str) -> None:
     """Prints a sentence apart from the tables."""
     print(f"distloop.report: {printable(sentence)}", file=sys.stderr)
-
-
-def _prune(runs: Sequence[Run], keep: int, *, is_agreed: bool) -> int:
-    """Removes what runs do not need, once somebody has agreed; returns the exit code: 2 if a run is left as it is.
-
-    Args:
-        runs: those that train are left as they are.
-        keep: as for `prune.find`.
-        is_agreed: whether to remove it without a question.
-
-    Raises:
-        ValueError: if something cannot be removed.
-    """
-    from distloop.checkpoints import prune  # imports TensorFlow
-
-    superfluous: dict[RunLock, list[prune.Superfluous]] = {}
-    is_any_left = False
-    with contextlib.ExitStack() as locks:
-        for run in runs:
-            try:
-                lock = locks.enter_context(RunLock(run.path))
-                superfluous[lock] = prune.find(run.path, keep, with_memory=not superfluous)
-            except (ValueError, OSError) as error:
-                _complain(f"{run.name} is left as it is: {error}")
-                is_any_left = True
-        listed = list(itertools.chain(*superfluous.values()))
-        root = os.path.commonpath([os.path.dirname(os.path.abspath(run.path)) for run in runs])
-        what = f"{len(listed)} path{'s' * (len(listed) != 1)}, {show_bytes(sum(item.num_bytes for item in listed))}"
-        if listed:
-            rows = [[os.path.relpath(item.path, root), show_bytes(item.num_bytes), item.why] for item in listed]
-            text_tables.print_lines(Table("", ["path", "size", "why"], rows))
-        if not listed:
-            print("There is nothing to remove.")
-        elif not is_agreed and not sys.stdin.isatty():
-            print(f"Nothing was removed: give --yes to remove {what}.")
-        elif is_agreed or _agrees(f"Remove {what}? [y/N] "):
-            try:
-                for lock, items in superfluous.items():
-                    prune.remove(items, lock.verify)
-            except OSError as error:
-                raise ValueError(f"{error.filename!r} cannot be removed ({error.strerror}).") from error
-            print(f"Removed {what}.")
-        else:
-            print("Nothing was removed.")
-    return 2 if is_any_left else 0
-
-
-def _agrees(question: str) -> bool:
-    try:
-        return input(question).strip().lower() in ("y", "yes")
-    except (EOFError, KeyboardInterrupt):
-        print()
-        return False
 
 
 def _runs(runs: Sequence[Run]) -> Table:

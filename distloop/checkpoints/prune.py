@@ -7,15 +7,23 @@
 Rows, event files, settings, the newest checkpoint and the best ones stay. `distloop.report --prune` asks before.
 """
 
+import contextlib
+import itertools
 import os
 import re
+import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from distloop import atomic_files
 from distloop.checkpoints import memory_copies, store
 from distloop.checkpoints.checkpoint import read_manifest
+from distloop.monitoring import text_tables
+from distloop.monitoring.records import show_bytes
+from distloop.monitoring.run_files import Run
+from distloop.monitoring.run_lock import RunLock
+from distloop.monitoring.text_tables import Table
 from distloop.variables import WEIGHT_FILES
 
 
@@ -115,3 +123,55 @@ def _size(path: str) -> int:
 
 def _by_number(path: str) -> list[int | str]:
     return [int(part) if i % 2 else part for i, part in enumerate(re.split(r"(\d+)", path))]
+
+
+def prune(runs: Sequence[Run], keep: int, complain: Callable[[str], None], *, is_agreed: bool) -> int:
+    """Removes what runs do not need, once somebody has agreed; returns the exit code: 2 if a run is left as it is.
+
+    Args:
+        runs: those that train are left as they are.
+        keep: as for `find`.
+        complain: prints a sentence about a run that is left as it is.
+        is_agreed: whether to remove it without a question.
+
+    Raises:
+        ValueError: if something cannot be removed.
+    """
+    superfluous: dict[RunLock, list[Superfluous]] = {}
+    is_any_left = False
+    with contextlib.ExitStack() as locks:
+        for run in runs:
+            try:
+                lock = locks.enter_context(RunLock(run.path))
+                superfluous[lock] = find(run.path, keep, with_memory=not superfluous)
+            except (ValueError, OSError) as error:
+                complain(f"{run.name} is left as it is: {error}")
+                is_any_left = True
+        listed = list(itertools.chain(*superfluous.values()))
+        root = os.path.commonpath([os.path.dirname(os.path.abspath(run.path)) for run in runs])
+        what = f"{len(listed)} path{'s' * (len(listed) != 1)}, {show_bytes(sum(item.num_bytes for item in listed))}"
+        if listed:
+            rows = [[os.path.relpath(item.path, root), show_bytes(item.num_bytes), item.why] for item in listed]
+            text_tables.print_lines(Table("", ["path", "size", "why"], rows))
+        if not listed:
+            print("There is nothing to remove.")
+        elif not is_agreed and not sys.stdin.isatty():
+            print(f"Nothing was removed: give --yes to remove {what}.")
+        elif is_agreed or _agrees(f"Remove {what}? [y/N] "):
+            try:
+                for lock, items in superfluous.items():
+                    remove(items, lock.verify)
+            except OSError as error:
+                raise ValueError(f"{error.filename!r} cannot be removed ({error.strerror}).") from error
+            print(f"Removed {what}.")
+        else:
+            print("Nothing was removed.")
+    return 2 if is_any_left else 0
+
+
+def _agrees(question: str) -> bool:
+    try:
+        return input(question).strip().lower() in ("y", "yes")
+    except (EOFError, KeyboardInterrupt):
+        print()
+        return False
