@@ -15,6 +15,7 @@ import os
 import random
 import re
 import secrets
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -87,17 +88,15 @@ class RemoteDirectory:
             return dict(self._system.find(self._path(below), detail=True))
 
         start = len(self._path(below)) + 1
-        names = {path[start:]: int(info["size"] or 0) for path, info in self._try(find, "list", {}).items()}
-        names = {name: size for name, size in names.items() if name and not name.endswith("/")}  # not folders' own
+        sizes = {path[start:]: int(info["size"] or 0) for path, info in self._try(find, "list", {}).items()}
+        names = {name for name in sizes if name and not name.endswith("/")}  # not folders' own
         folders = {name[:i] for name in names for i, letter in enumerate(name) if letter == "/"}
-        files = {name: size for name, size in names.items() if name not in folders and is_path(name)}
-        if refused := sorted(names.keys() - files.keys() - self._refused):
+        files = {name for name in names if name not in folders and is_path(name)}
+        if refused := sorted(names - files - self._refused):
             self._refused.update(refused)
-            log.warning(
-                "%s holds keys that no file of a directory can have, which are left alone: %s",
-                *(self.url, ", ".join(map(ascii, refused[:3])) + (", ..." if len(refused) > 3 else "")),
-            )
-        return files
+            shown = ", ".join(map(ascii, refused[:3])) + (", ..." if len(refused) > 3 else "")
+            log.warning("%s holds keys that no file of a directory can have, which are left alone: %s", self.url, shown)
+        return {name: size for name, size in sizes.items() if name in files}
 
     def read(self, name: str) -> bytes | None:
         """Returns the bytes of a file; None: there is none."""
@@ -153,21 +152,17 @@ class RemoteDirectory:
             path: of a file in a directory that is there.
             size: that it had when it was listed, by which a silence may last longer; it may have been replaced since.
         """
-        parts: list[str] = []  # of each try: one that was given up may go on writing
 
         def get(progress: _Progress) -> None:
-            parts.append(part := os.path.join(os.path.dirname(path), f".{secrets.token_hex(4)}.part"))
+            part = os.path.join(folder, secrets.token_hex(4))  # of this try: one that was given up may go on writing
             self._system.get_file(self._path(name), part, callback=progress)
             self._require_size(self._path(name), os.path.getsize(part))
             progress.call()
             os.replace(part, path)
 
-        try:
+        options: Any = {"prefix": ".", "ignore_cleanup_errors": True}
+        with tempfile.TemporaryDirectory(dir=os.path.dirname(path), **options) as folder:
             self._try(get, f"read {name}", size=size)
-        finally:
-            for part in parts:
-                with contextlib.suppress(FileNotFoundError):
-                    os.remove(part)
 
     def copy(self, name: str, new: str) -> None:
         """Copies a file within the directory, without its bytes coming here."""
@@ -182,14 +177,14 @@ class RemoteDirectory:
         """Deletes a file if it is there."""
         self._try(lambda _: self._system.rm_file(self._path(name)), f"delete {name}", None)
 
-    def probe(self) -> None:
-        """Writes a file and deletes it.
-
-        Raises:
-            RemoteError: if the directory takes no file at all.
-        """
-        self.write(".probe", b"distloop")
-        self.delete(".probe")
+    def takes_files(self) -> bool:
+        """Returns whether a file can be written, and deleted again."""
+        try:
+            self.write(".probe", b"distloop")
+            self.delete(".probe")
+        except RemoteError:
+            return False
+        return True
 
     def remove_leftovers(self) -> None:
         """Deletes what killed processes have left; no other process may write meanwhile."""
@@ -247,31 +242,22 @@ class RemoteDirectory:
             RemoteError: if it fails each time; its message begins with `what`.
         """
         silent_secs = _SILENT_SECS + min(size, _PART_BYTES) / _LEAST_BYTES_PER_SEC
-        pauses_secs, heard_at = iter(_PAUSES_SECS), time.monotonic()
-
-        def hear() -> None:
-            nonlocal heard_at
-            heard_at = time.monotonic()
-
+        pauses_secs, num_silent = iter(_PAUSES_SECS), 0
         while True:
             try:
-                return _call_in_thread(request, silent_secs, hear)
+                return _call_in_thread(request, silent_secs)
             except Exception as error:  # the packages raise errors of many kinds
                 if absent is not _RAISE and isinstance(error, FileNotFoundError):
                     return absent
+                num_silent += isinstance(error, TimeoutError)
                 is_final, pause_secs = _is_final(error), next(pauses_secs, None)
-                is_too_late = time.monotonic() > heard_at + 2 * silent_secs
-                if is_final or is_too_late or pause_secs is None:
+                if is_final or num_silent == 2 or pause_secs is None:
                     raise RemoteError(f"{what}: {_first_line(error)}", is_final) from error
             time.sleep(pause_secs * random.uniform(0.5, 1.0))
 
 
-def _call_in_thread(request: Callable[[_Progress], _T], silent_secs: float, hear: Callable[[], None]) -> _T:
-    """Calls a request in a thread of its own, which is left behind if nothing is heard from it; `hear` at progress.
-
-    Raises:
-        TimeoutError: if there was no progress for `silent_secs`.
-    """
+def _call_in_thread(request: Callable[[_Progress], _T], silent_secs: float) -> _T:
+    """Calls a request in a thread of its own, which is left behind after so many seconds without progress."""
     from fsspec.callbacks import Callback
 
     heard_at, is_given_up = time.monotonic(), False
@@ -282,7 +268,6 @@ def _call_in_thread(request: Callable[[_Progress], _T], silent_secs: float, hear
         if is_given_up:
             raise TimeoutError("the request was given up")
         heard_at = time.monotonic()
-        hear()
 
     def call() -> None:
         try:

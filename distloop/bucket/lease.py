@@ -51,11 +51,10 @@ class Lease:
             RemoteError: if the directory cannot be written.
         """
         held.add(self._holder.token)
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(held.discard, self._holder.token)  # after an error this process may try again
             self._acquire()
-        except BaseException:  # this process may try again, over a file that it has left
-            held.discard(self._holder.token)
-            raise
+            stack.pop_all()
         self._beating.start()
 
     def _acquire(self) -> None:

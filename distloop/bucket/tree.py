@@ -7,7 +7,7 @@
 A unit is a file, or a directory with a seal: a checkpoint with `manifest.json`, an export with `saved_model.pb`. Its
 seal is written last and deleted first, so that who sees the seal sees the whole. While a checkpoint is written again,
 the one before is `<unit>.old`. `.uploaded.json` has the stamps of the files that are uploaded from this machine, and
-digests of the manifests of its checkpoints.
+digests of the manifests of its checkpoints. A function that brings files raises a `RemoteError` if one cannot be read.
 """
 
 import contextlib
@@ -59,6 +59,11 @@ class Unit(NamedTuple):
         return self.path in self.files
 
     @property
+    def is_checkpoint(self) -> bool:
+        """Whether it is one, of an older branch too."""
+        return os.path.dirname(self.path) == CHECKPOINTS and not self.is_file
+
+    @property
     def seal(self) -> str:
         """The path of the file that is written last."""
         return next(reversed(self.files))
@@ -69,28 +74,30 @@ class Unit(NamedTuple):
         return step_of(self.path)
 
 
-def others(root: str) -> list[Unit]:
-    """Returns all that is uploaded of a workdir but its checkpoints: files, then exports; it may change meanwhile."""
-    files, exports = [], []
-    for folder, folders, names in os.walk(root):
-        below = os.path.relpath(folder, root)
-        folders[:] = [name for name in folders if not _SKIPPED.fullmatch(name) and below != CHECKPOINTS]
-        if unit := sealed_unit(root, "" if below == "." else below):
+def units(root: str, below: str = "") -> list[Unit]:
+    """Returns what is uploaded of a workdir, which may change meanwhile: checkpoints, the newest first; files; exports.
+
+    Args:
+        root: the workdir.
+        below: a directory in it, of which alone the units are wanted.
+    """
+    found: list[Unit | None] = []
+    for folder, folders, names in os.walk(os.path.join(root, below)):
+        path = os.path.relpath(folder, root)
+        is_wanted = _CHECKPOINT.fullmatch if path == CHECKPOINTS else lambda name: not _SKIPPED.fullmatch(name)
+        folders[:] = filter(is_wanted, folders)
+        if (unit := sealed_unit(root, path)) or os.path.dirname(path) == CHECKPOINTS:
             folders.clear()
-            exports.append(unit)
-            continue
-        for path in (os.path.normpath(os.path.join(below, name)) for name in names if not _SKIPPED.fullmatch(name)):
-            if unit := file_unit(root, path):
-                files.append(unit)
-    return files + exports
+            found.append(unit)
+        else:
+            paths = (os.path.normpath(os.path.join(path, name)) for name in names if not _SKIPPED.fullmatch(name))
+            found += [file_unit(root, path) for path in paths]
+    return sorted(filter(None, found), key=lambda u: (not u.is_checkpoint, -u.step, not u.is_file, u.path))
 
 
 def checkpoints(root: str) -> list[Unit]:
     """Returns the checkpoints of a workdir that have their manifest: the newest first, those of older branches last."""
-    folder = os.path.join(root, CHECKPOINTS)
-    names = filter(_CHECKPOINT.fullmatch, os.listdir(folder) if os.path.isdir(folder) else [])
-    units = (sealed_unit(root, f"{CHECKPOINTS}/{name}") for name in names)
-    return sorted((unit for unit in units if unit), key=lambda unit: (-unit.step, unit.path))
+    return [unit for unit in units(root, CHECKPOINTS) if unit.is_checkpoint]
 
 
 def file_unit(root: str, path: str) -> Unit | None:
@@ -101,15 +108,19 @@ def file_unit(root: str, path: str) -> Unit | None:
 
 def sealed_unit(root: str, path: str) -> Unit | None:
     """Returns the unit that a directory is; None: it has no seal."""
-    files: dict[str, Stamp] = {}
-    for folder, _, names in os.walk(os.path.join(root, path)):
-        if not files and not set(SEALS) & set(names):
-            return None
-        for name in names:
-            if stamp := _stamp(file := os.path.join(folder, name)):
-                files[os.path.relpath(file, root)] = stamp
-    seals = [file for seal in SEALS if (file := os.path.join(path, seal)) in files]
-    return Unit(path, dict(sorted(files.items(), key=lambda item: (item[0] == seals[0], item[0])))) if seals else None
+    place = os.path.join(root, path)
+    seal = next((os.path.join(path, name) for name in SEALS if os.path.isfile(os.path.join(place, name))), None)
+    if seal is None:
+        return None
+    names = [os.path.relpath(os.path.join(folder, n), root) for folder, _, files in os.walk(place) for n in files]
+    names.sort(key=lambda name: (name == seal, name))
+    files = {name: stamp for name in names if (stamp := _stamp(os.path.join(root, name)))}
+    return Unit(path, files) if seal in files else None
+
+
+def folder_of(path: str) -> str:
+    """Returns the directory of a checkpoint that a file is in, by its path in the workdir; else something else."""
+    return "/".join(path.split("/")[:2])
 
 
 def step_of(path: str) -> int:
@@ -123,15 +134,16 @@ def by_checkpoint(files: Mapping[str, int]) -> dict[str, dict[str, int]]:
     """Returns the files of a bucket that are in a directory of checkpoints: directory -> path in it -> size."""
     folders: dict[str, dict[str, int]] = {}
     for path, size in files.items():
-        first, *rest = path.split("/", 2)
-        if first == CHECKPOINTS and len(rest) == 2:
-            folders.setdefault(f"{first}/{rest[0]}", {})[rest[1]] = size
+        if (folder := folder_of(path)).startswith(f"{CHECKPOINTS}/") and folder != path:
+            folders.setdefault(folder, {})[path[len(folder) + 1 :]] = size
     return folders
 
 
-def whole_checkpoints(directory: RemoteDirectory, files: Mapping[str, int]) -> Iterator[tuple[int, str, bytes]]:
-    """Yields step, path and manifest of each whole checkpoint among the files of a bucket, the newest first."""
-    folders, last = by_checkpoint(files), -1
+def whole_checkpoints(
+    directory: RemoteDirectory, files: Mapping[str, int] | None = None
+) -> Iterator[tuple[int, str, bytes]]:
+    """Yields step, path and manifest of each whole checkpoint of a bucket, or among its files; the newest first."""
+    folders, last = by_checkpoint(directory.list() if files is None else files), -1
     for path in sorted(folders, key=lambda path: (-step_of(path), path.endswith(OLD))):
         if step_of(path) not in (-1, last) and (manifest := _manifest_of_whole(directory, path, folders[path])):
             last = step_of(path)
@@ -196,17 +208,13 @@ def fetch_workdir(directory: RemoteDirectory, root: str) -> State:
 
     Returns:
         The files that are below `root`, empty before, as they are in the bucket.
-
-    Raises:
-        RemoteError: if one cannot be read.
     """
     files = directory.list()
     folders, whole = by_checkpoint(files), {path: step for step, path, _ in whole_checkpoints(directory, files)}
     for path in sorted(folders.keys() - whole.keys()):
         if MANIFEST in folders[path] and step_of(path) not in {-1, *whole.values()}:
             log.error("The checkpoint %s/%s is damaged. Trying the one before it.", directory.url, path)
-    in_checkpoints = {f"{folder}/{name}" for folder, names in folders.items() for name in names}
-    others = [p for p in files if p not in in_checkpoints and not any(map(_SKIPPED.fullmatch, p.split("/")))]
+    others = [p for p in files if folder_of(p) not in folders and not any(map(_SKIPPED.fullmatch, p.split("/")))]
     fetch_files(directory, {path: files[path] for path in others}, root)
     state = State({path: stamp for path in others if (stamp := _stamp(os.path.join(root, path)))}, [])
     for path in whole:
@@ -222,11 +230,7 @@ def fetch_workdir(directory: RemoteDirectory, root: str) -> State:
 
 
 def fetch_checkpoint(directory: RemoteDirectory, path: str, files: Mapping[str, int], root: str) -> Unit:
-    """Brings a checkpoint, whole or not at all, from a path of the bucket to the path of its step; returns it.
-
-    Raises:
-        RemoteError: if it cannot be read.
-    """
+    """Brings a checkpoint, whole or not at all, from a path of the bucket to the path of its step; returns it."""
     target = local_path(root, new := path.removesuffix(OLD))
     os.makedirs(os.path.dirname(target), exist_ok=True)
     with replacing(target) as temporary:
@@ -244,9 +248,6 @@ def fetch_files(directory: RemoteDirectory, files: Mapping[str, int], root: str,
         files: their sizes, by path.
         root: the local directory.
         below: what is before each path in the bucket.
-
-    Raises:
-        RemoteError: if one cannot be read, or would be written elsewhere.
     """
     for name, size in files.items():
         path = local_path(root, name)
@@ -256,11 +257,7 @@ def fetch_files(directory: RemoteDirectory, files: Mapping[str, int], root: str,
 
 @contextlib.contextmanager
 def fetched(path: str, *, best: bool = False) -> Iterator[str]:
-    """Yields a local path with what is at a URL, for as long as the block runs; see `monitoring.directory.local_copy`.
-
-    Raises:
-        RemoteError: if it cannot be read.
-    """
+    """Yields a local path with what is at a URL, for as long as the block runs; as `directory.local_copy`."""
     with tempfile.TemporaryDirectory(prefix="distloop_") as root:
         path = path.rstrip("/")
         folder, _, name = path.rpartition("/")

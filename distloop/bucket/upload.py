@@ -5,10 +5,8 @@
     upload.finish()         # the files that could not be uploaded; waits as long as anything comes through
 
 A checkpoint that is whole is uploaded at once and before anything else: the rows up to it, its files, its manifest,
-`best.json` once all that it lists is there; then what the run has deleted is deleted. So rows are there up to the step
-of every whole checkpoint, and nothing is deleted before its successor is whole. Other files follow, at intervals.
-A file that the bucket refuses, while it takes others, is left out. It is tried again when it has changed, and at the
-end.
+`best.json` once all that it lists is there; then what the run has deleted is deleted. Other files follow, at intervals.
+A file that the bucket refuses, while it takes others, is left out until it changes, and tried again at the end.
 """
 
 import contextlib
@@ -30,7 +28,7 @@ PASS_SECS = 5.0  # between two passes over all files, at least
 STALLED_SECS = 300.0  # at the end of a run, without an answer
 _POLL_SECS = 0.2  # between two searches for a new checkpoint
 _LONGEST_PAUSE_SECS = 60.0  # between two passes while requests fail
-_SHARE = 10  # a pass comes after this many times what the last one took for files that are uploaded whole
+_SHARE = 10  # a pass over all files comes after this many times what the last one took
 _PATIENT_SECS = 3.0  # that the end of a run waits without a word
 _COPY = ".uploading"  # of a file that the run may write to meanwhile
 
@@ -40,7 +38,6 @@ class Upload:
 
     Attributes:
         failure: why the last pass failed, or a file was refused; empty: all went well.
-        refused: by path, the stamps of units that the bucket does not take, while it takes the rest.
     """
 
     def __init__(
@@ -57,8 +54,9 @@ class Upload:
         self._root, self._directory, self._verify, self._say = root, directory, verify, say
         self._state = tree.read_state(root)
         tree.write_state(root, self._state)
-        self.failure, self.refused = "", dict[str, dict[str, Stamp]]()
-        self._named: set[str] = set()  # of those that are refused, in the log
+        self.failure = ""
+        self._refused: dict[str, dict[str, Stamp]] = {}  # stamps of units that the bucket does not take, by path
+        self._named: set[str] = set()  # of those, in the log
         self._num_failed = 0  # passes, since one went well
         self._is_late, self._must_prune = False, True
         self._sent_at = 0.0  # when something was uploaded last, by `time.monotonic`
@@ -85,8 +83,7 @@ class Upload:
 
     def missing(self) -> list[str]:
         """Returns what is not uploaded as it is now: the paths of files and directories, checkpoints first."""
-        units = tree.checkpoints(self._root) + tree.others(self._root)
-        return [unit.path for unit in units if not self._is_there(unit)]
+        return [unit.path for unit in tree.units(self._root) if not self._is_there(unit)]
 
     def wait_for(self, step: int) -> None:
         """Waits until the checkpoint of a step is uploaded, if the run has it.
@@ -96,7 +93,7 @@ class Upload:
         """
         path, self._sent_at = f"{CHECKPOINTS}/{step}", time.monotonic()
         while (unit := tree.sealed_unit(self._root, path)) and not self._is_there(unit):
-            if path in self.refused or self._is_stalled() or not self._thread.is_alive():
+            if path in self._refused or self._is_stalled() or not self._thread.is_alive():
                 raise OSError(f"{path} could not be uploaded ({self.failure})")
             time.sleep(_POLL_SECS / 4)
 
@@ -104,17 +101,17 @@ class Upload:
         pass_at = 0.0  # when the next pass over all files is due, by `time.monotonic`
         while True:
             is_ending = self._ending.is_set()  # what is saved until then is in this pass
+            began_at, pause_secs = time.monotonic(), _POLL_SECS
             try:
                 if is_ending:
-                    self.refused.clear()
-                    self.failure = ""
+                    self._refused, self.failure = {}, ""
                 self._upload_checkpoints()
-                if is_ending or time.monotonic() >= pass_at:
-                    secs = self._upload_others()
-                    pass_at = time.monotonic() + max(PASS_SECS, _SHARE * secs)
+                if is_ending or began_at >= pass_at:
+                    self._upload_others()
+                    pass_at = time.monotonic() + max(PASS_SECS, _SHARE * (time.monotonic() - began_at))
                 if self._num_failed:
                     self._say(f"{self._directory.url} answers again: the upload goes on.")
-                self._num_failed, pause_secs = 0, _POLL_SECS
+                self._num_failed = 0
                 if is_ending and self._is_all_there():
                     return
             except LockLost as error:
@@ -136,18 +133,15 @@ class Upload:
     def _is_stalled(self) -> bool:
         return self._num_failed > 0 and time.monotonic() - self._sent_at > STALLED_SECS
 
-    def _upload_others(self) -> float:
-        """Uploads all else that has changed; returns the seconds that went to other files than checkpoints."""
-        secs = 0.0
-        for unit in sorted(tree.others(self._root), key=lambda unit: unit.path in self.refused):
-            if unit.path != BEST and self._is_due(unit):
-                began_at = time.monotonic()
+    def _upload_others(self) -> None:
+        """Uploads all else that has changed, and any checkpoint that is saved meanwhile."""
+        for unit in tree.units(self._root):
+            if unit.path != BEST and not unit.is_checkpoint and self._is_due(unit):
                 self._upload(unit)
-                secs += time.monotonic() - began_at
                 self._upload_checkpoints()
-        self._delete_vanished()
+        gone = [path for path in self._state.uploaded if not os.path.exists(os.path.join(self._root, path))]
+        self._delete([path for path in gone if tree.step_of(tree.folder_of(path)) < 0])
         self._write_state()
-        return secs
 
     def _upload_checkpoints(self) -> None:
         """Uploads the checkpoints that have changed, the newest first, each after the rows up to it."""
@@ -162,7 +156,9 @@ class Upload:
         if not late & tree.best_steps(tree.read(self._root, BEST)):
             self._upload_file_if_due(BEST)
         if self._must_prune and units and units[0].step not in late and not any(map(self._is_due, units)):
-            self._prune({unit.path for unit in units})
+            kept, there = {unit.path for unit in units}, tree.by_checkpoint(self._directory.list())
+            gone = [path for path in there if tree.step_of(path) >= 0 and path not in kept]
+            self._delete([f"{path}/{name}" for path in gone for name in there[path]])
             self._must_prune = False
 
     def _upload_file_if_due(self, path: str) -> None:
@@ -179,18 +175,14 @@ class Upload:
                 return
             except OSError as error:
                 reason = str(error)
-                if self._is_stalled():
+                if self._is_stalled() or not self._directory.takes_files():
                     raise
-                try:
-                    self._directory.probe()
-                except RemoteError:
-                    raise error from None
             else:
-                self.refused.pop(unit.path, None)
+                self._refused.pop(unit.path, None)
                 self._state.uploaded.update(unit.files)
                 self._sent_at = time.monotonic()
                 return
-        self.refused[unit.path], self.failure = unit.files, reason
+        self._refused[unit.path], self.failure = unit.files, reason
         if unit.path not in self._named:
             self._named.add(unit.path)
             text = "%s cannot be uploaded to %s (%s): it is left out and tried again at the end; the rest goes on."
@@ -201,7 +193,7 @@ class Upload:
         if unit.is_file:
             return self._directory.upload(files[unit.path], unit.path)
         if unit.step >= 0:
-            if ROWS not in self.refused:
+            if ROWS not in self._refused:
                 self._upload_file_if_due(ROWS)  # after the unit: at least those up to its step
             there = self._directory.list(unit.path)
             for name in sorted(there, key=_seals_first, reverse=True) if MANIFEST in there else ():
@@ -209,50 +201,28 @@ class Upload:
             self._state.manifests.append(tree.digest(tree.read(files[unit.seal])))
             self._write_state()  # a machine that is lost after the seal knows its checkpoint again
             self._must_prune = True
-        if not self._copy_former(unit):
-            _send(self._directory, unit, files, self._verify)
-
-    def _copy_former(self, unit: Unit) -> bool:
-        """Copies a checkpoint of an older branch from where it was before the run went back; False: it is not there."""
-        path, end = unit.path.partition(".abandoned")[0], len(unit.path)
-        if any(self._state.uploaded.get(path + name[end:]) != stamp for name, stamp in unit.files.items()):
-            return False
-        self._verify()
-        with contextlib.suppress(RemoteError):
-            for name in unit.files:
-                self._directory.copy(path + name[end:], name)
-            return True
-        return False
+        _send(self._directory, unit, files, self._verify)
 
     def _write_state(self) -> None:
-        if os.path.exists(os.path.join(self._root, STATE)):  # else somebody has deleted the directory
+        if self._is_run_there():
             tree.write_state(self._root, self._state)
 
-    def _prune(self, kept: Collection[str]) -> None:
-        """Deletes the checkpoints of a bucket that the run has deleted or renamed, the newest last."""
-        self._verify()
-        folders = tree.by_checkpoint({f"{CHECKPOINTS}/{path}": 0 for path in self._directory.list(CHECKPOINTS)})
-        for path in sorted(folders, key=tree.step_of):
-            if path not in kept and tree.step_of(path) >= 0:
-                for name in sorted(folders[path], key=_seals_first):
-                    self._directory.delete(f"{path}/{name}")
+    def _is_run_there(self) -> bool:
+        return os.path.exists(os.path.join(self._root, STATE))  # else somebody has deleted the directory
 
-    def _delete_vanished(self) -> None:
-        """Deletes what the run has deleted since it was uploaded, seals first; forgets checkpoints, deleted before."""
-        if not os.path.exists(os.path.join(self._root, STATE)):
-            return
-        gone = [path for path in self._state.uploaded if not os.path.exists(os.path.join(self._root, path))]
-        for path in sorted(gone, key=_seals_first):
-            if not path.startswith(f"{CHECKPOINTS}/"):
-                self._verify()
+    def _delete(self, gone: Collection[str]) -> None:
+        """Deletes files of the bucket: older checkpoints first, and seals before what they seal."""
+        if gone and self._is_run_there():
+            self._verify()
+            for path in sorted(gone, key=lambda path: (tree.step_of(tree.folder_of(path)), *_seals_first(path))):
                 self._directory.delete(path)
-            del self._state.uploaded[path]
+                self._state.uploaded.pop(path, None)
 
     def _is_there(self, unit: Unit) -> bool:
         return unit.files.items() <= self._state.uploaded.items()
 
     def _is_due(self, unit: Unit) -> bool:
-        return not self._is_there(unit) and self.refused.get(unit.path) != unit.files
+        return not self._is_there(unit) and self._refused.get(unit.path) != unit.files
 
     def _is_all_there(self) -> bool:
         """Returns whether the bucket has each uploaded file with its size; what it lacks is uploaded again.
@@ -301,17 +271,14 @@ def _frozen(root: str, unit: Unit) -> Iterator[dict[str, str]]:
     Raises:
         FileNotFoundError: if the run has deleted it already.
     """
-    if unit.is_file:
-        copied = os.path.join(root, _COPY)
-        shutil.copyfile(os.path.join(root, unit.path), copied)
-        try:
-            yield {unit.path: copied}
-        finally:
-            remove(copied)
-        return
     with contextlib.ExitStack() as stack:
-        files = {name: stack.enter_context(open(os.path.join(root, name), "rb")) for name in unit.files}
-        yield {name: f"/proc/self/fd/{file.fileno()}" for name, file in files.items()}
+        if unit.is_file:
+            stack.callback(remove, copied := os.path.join(root, _COPY))
+            shutil.copyfile(os.path.join(root, unit.path), copied)
+            yield {unit.path: copied}
+        else:
+            files = {name: stack.enter_context(open(os.path.join(root, name), "rb")) for name in unit.files}
+            yield {name: f"/proc/self/fd/{file.fileno()}" for name, file in files.items()}
 
 
 def _send(

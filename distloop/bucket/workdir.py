@@ -11,14 +11,12 @@ checkpoint, wherever it runs.
 """
 
 import contextlib
-import itertools
 import os
-import shutil
 import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from distloop.atomic_files import is_private, replacing
+from distloop.atomic_files import is_private, remove, replacing
 from distloop.bucket import tree
 from distloop.bucket.directory import RemoteDirectory, RemoteError
 from distloop.bucket.lease import Lease
@@ -184,19 +182,27 @@ class Workdir(Directory):
         upload.start()
 
     def _replace(self, directory: RemoteDirectory) -> None:
-        """Replaces the staging directory by what the bucket has; keeps it aside if the bucket lacks some of it."""
+        """Replaces the staging directory by what the bucket has; keeps it aside if it has gone farther."""
         root, url = self._root, self._url
         if os.path.isdir(root):
             say(f"{root} is replaced by what is in {url}, which was written to from elsewhere since.")
-            _keep_aside(root, directory)
-            shutil.rmtree(root, ignore_errors=True)
+            newest, steps = _newest_of(directory)[0], [unit.step for unit in tree.checkpoints(root)]
+            if steps and steps[0] > newest:
+                remove(f"{root}.aside")
+                os.rename(root, f"{root}.aside")
+                say(f"{root}.aside keeps the checkpoint of step {steps[0]}, after step {newest} of the bucket.")
+            remove(root)
         os.makedirs(os.path.dirname(root), exist_ok=True)
         with replacing(root) as temporary:
             os.mkdir(temporary, 0o700)
-            state = tree.fetch_workdir(directory, temporary)
-            tree.write_state(temporary, state)
+            tree.write_state(temporary, state := tree.fetch_workdir(directory, temporary))
         if state.uploaded:
             self._say(f"{len(state.uploaded)} files were brought from {url} to {root}")
+
+
+def _newest_of(directory: RemoteDirectory) -> tuple[int, bytes]:
+    """Returns step and manifest of the newest whole checkpoint of a bucket; -1 and nothing: there is none."""
+    return next(((step, manifest) for step, _, manifest in tree.whole_checkpoints(directory)), (-1, b""))
 
 
 def _is_current(root: str, directory: RemoteDirectory) -> bool:
@@ -214,7 +220,7 @@ def _is_current(root: str, directory: RemoteDirectory) -> bool:
     if not steps and not os.path.exists(os.path.join(root, tree.STATE)):
         return False
     manifests = tree.read_state(root).manifests
-    for _, _, manifest in tree.whole_checkpoints(directory, directory.list()):  # the newest
+    if manifest := _newest_of(directory)[1]:
         return bool(steps) and tree.digest(manifest) in manifests
     if steps and manifests:
         raise ValueError(
@@ -224,13 +230,3 @@ def _is_current(root: str, directory: RemoteDirectory) -> bool:
             "begin anew, the whole directory."
         )
     return True
-
-
-def _keep_aside(root: str, directory: RemoteDirectory) -> None:
-    """Renames a staging directory with checkpoints that were not uploaded, or that are newer than the bucket's."""
-    uploaded, units = tree.read_state(root).uploaded, [unit for unit in tree.checkpoints(root) if unit.step >= 0]
-    newest = next(tree.whole_checkpoints(directory, directory.list()), (-1,))[0] if units else -1
-    if late := [u.step for u in units if not u.files.items() <= uploaded.items() or u.step > newest]:
-        names = itertools.chain([f"{root}.aside"], (f"{root}.aside-{i}" for i in itertools.count(2)))
-        os.rename(root, aside := next(name for name in names if not os.path.lexists(name)))
-        say(f"{aside} keeps steps {', '.join(map(str, late))}, which the bucket did not get before it was written to.")

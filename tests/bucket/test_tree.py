@@ -44,7 +44,7 @@ def test_locks_temporary_names_and_damaged_checkpoints_stay_where_they_are(run):
     for name in ("saved_model.pb", "variables/variables.index"):
         (run / "export" / name).write_text("x")
     os.rename(run / "checkpoints" / "20", run / "checkpoints" / "20.abandoned")
-    checkpoints, others = tree.checkpoints(str(run)), tree.others(str(run))
+    checkpoints, others = tree.checkpoints(str(run)), tree.units(str(run))
     assert {unit.path: unit.seal for unit in checkpoints + others if not unit.is_file} == {
         "checkpoints/10": "checkpoints/10/manifest.json",
         "checkpoints/20.abandoned": "checkpoints/20.abandoned/manifest.json",

@@ -90,13 +90,12 @@ def test_of_a_staging_directory_that_was_deleted_nothing_is_deleted_in_the_bucke
 
 def test_a_run_that_has_gone_back_leaves_its_later_checkpoints_under_another_name(root):
     save(root, 10, 20)
-    with bucket(share=0.0) as faults:
+    with bucket(share=0.0):
         upload(root)
         save(root, 15)
         upload(root)
         files = RemoteDirectory(URL).list()
     assert sealed_steps(files) == [10, 15] and "checkpoints/20.abandoned/manifest.json" in files
-    assert ("copy", "/bucket/run/checkpoints/20/manifest.json") in faults.requests  # nothing was sent again
 
 
 def test_a_checkpoint_that_the_run_deletes_meanwhile_is_uploaded_whole(root, monkeypatch):
