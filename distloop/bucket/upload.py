@@ -6,7 +6,7 @@
 
 A checkpoint that is whole is uploaded at once and before anything else: the rows up to it, its files, its manifest,
 `best.json` once all that it lists is there; then what the run has deleted is deleted. Other files follow, at intervals.
-A file that the bucket refuses, while it takes others, is left out until it changes, and tried again at the end.
+A file that the bucket refuses, while it takes others, is left out until the next pass over all files.
 """
 
 import contextlib
@@ -14,12 +14,12 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from distloop.atomic_files import remove
 from distloop.bucket import tree
 from distloop.bucket.directory import RemoteDirectory, RemoteError
-from distloop.bucket.tree import BEST, CHECKPOINTS, MANIFEST, OLD, ROWS, SEALS, STATE, Stamp, Unit
+from distloop.bucket.tree import BEST, CHECKPOINTS, MANIFEST, OLD, ROWS, SEALS, STATE, Unit
 from distloop.log import log, printable
 from distloop.monitoring.console import say
 from distloop.monitoring.run_lock import LockLost
@@ -55,8 +55,7 @@ class Upload:
         self._state = tree.read_state(root)
         tree.write_state(root, self._state)
         self.failure = ""
-        self._refused: dict[str, dict[str, Stamp]] = {}  # stamps of units that the bucket does not take, by path
-        self._named: set[str] = set()  # of those, in the log
+        self._refused, self._named = set[str](), set[str]()  # units that the last pass could not upload; in the log
         self._num_failed = 0  # passes, since one went well
         self._is_late, self._must_prune = False, True
         self._sent_at = 0.0  # when something was uploaded last, by `time.monotonic`
@@ -98,20 +97,17 @@ class Upload:
             time.sleep(_POLL_SECS / 4)
 
     def _run(self) -> None:
-        pass_at = 0.0  # when the next pass over all files is due, by `time.monotonic`
+        full_at, pause_secs = 0.0, 0.0  # when the next pass over all files is due, by `time.monotonic`
         while True:
-            is_ending = self._ending.is_set()  # what is saved until then is in this pass
-            began_at, pause_secs = time.monotonic(), _POLL_SECS
+            self._ending.wait(pause_secs)
+            is_ending, began_at = self._ending.is_set(), time.monotonic()  # what is saved until now is in this pass
             try:
-                if is_ending:
-                    self._refused, self.failure = {}, ""
-                self._upload_checkpoints()
-                if is_ending or began_at >= pass_at:
-                    self._upload_others()
-                    pass_at = time.monotonic() + max(PASS_SECS, _SHARE * (time.monotonic() - began_at))
+                self._upload_due(is_full := is_ending or began_at >= full_at)
+                if is_full:
+                    full_at = time.monotonic() + max(PASS_SECS, _SHARE * (time.monotonic() - began_at))
                 if self._num_failed:
                     self._say(f"{self._directory.url} answers again: the upload goes on.")
-                self._num_failed = 0
+                self._num_failed, pause_secs = 0, _POLL_SECS
                 if is_ending and self._is_all_there():
                     return
             except LockLost as error:
@@ -124,77 +120,62 @@ class Upload:
                 if self._num_failed == 1:
                     text = "%s does not take the upload (%s); training goes on, and the upload tries again."
                     log.warning(text, self._directory.url, error)
-                pass_at, pause_secs = 0.0, min(_LONGEST_PAUSE_SECS, PASS_SECS * 2 ** min(self._num_failed - 1, 10))
+                full_at, pause_secs = 0.0, min(_LONGEST_PAUSE_SECS, PASS_SECS * 2 ** min(self._num_failed - 1, 10))
             if is_ending:
                 time.sleep(min(pause_secs, PASS_SECS))
-            else:
-                self._ending.wait(pause_secs)
 
     def _is_stalled(self) -> bool:
         return self._num_failed > 0 and time.monotonic() - self._sent_at > STALLED_SECS
 
-    def _upload_others(self) -> None:
-        """Uploads all else that has changed, and any checkpoint that is saved meanwhile."""
-        for unit in tree.units(self._root):
-            if unit.path != BEST and not unit.is_checkpoint and self._is_due(unit):
-                self._upload(unit)
-                self._upload_checkpoints()
-        gone = [path for path in self._state.uploaded if not os.path.exists(os.path.join(self._root, path))]
-        self._delete([path for path in gone if tree.step_of(tree.folder_of(path)) < 0])
-        self._write_state()
-
-    def _upload_checkpoints(self) -> None:
-        """Uploads the checkpoints that have changed, the newest first, each after the rows up to it."""
-        while due := [unit for unit in tree.checkpoints(self._root) if self._is_due(unit)]:
-            self._upload(due[0])
-            waiting = [unit.step for unit in due[1:] if unit.step >= 0]
-            if len(waiting) > 1 and not self._is_late and not self._ending.is_set():
-                self._is_late, url = True, self._directory.url
-                self._say(f"the upload to {url} lags: the checkpoint of step {waiting[0]} is not there yet.")
-        units = tree.checkpoints(self._root)
-        late = {unit.step for unit in units if not self._is_there(unit)}
-        if not late & tree.best_steps(tree.read(self._root, BEST)):
-            self._upload_file_if_due(BEST)
-        if self._must_prune and units and units[0].step not in late and not any(map(self._is_due, units)):
-            kept, there = {unit.path for unit in units}, tree.by_checkpoint(self._directory.list())
-            gone = [path for path in there if tree.step_of(path) >= 0 and path not in kept]
-            self._delete([f"{path}/{name}" for path in gone for name in there[path]])
-            self._must_prune = False
-
-    def _upload_file_if_due(self, path: str) -> None:
-        if (unit := tree.file_unit(self._root, path)) and self._is_due(unit):
+    def _upload_due(self, is_full: bool) -> None:
+        """Uploads what has changed, the newest checkpoint first; files that are no checkpoints only if it is full."""
+        if is_full:
+            self._refused, self.failure = set(), ""
+        is_new = is_full
+        while unit := self._next_due("" if is_full else CHECKPOINTS):
             self._upload(unit)
+            is_new = True
+        if is_new and self._write_state():
+            self._delete_gone()
+
+    def _next_due(self, below: str) -> Unit | None:
+        """Returns what is to be uploaded next."""
+        units = tree.units(self._root, below)
+        late = [unit.step for unit in units if unit.step >= 0 and not self._is_there(unit)]
+        if len(late) > 2 and not self._is_late and not self._ending.is_set():
+            self._is_late, url = True, self._directory.url
+            self._say(f"the upload to {url} lags: the checkpoint of step {late[1]} is not there yet.")
+        is_best_there = not tree.best_steps(tree.read(self._root, BEST)) & {*late}
+        return next((u for u in units if self._is_due(u) and (u.path != BEST or is_best_there)), None)
 
     def _upload(self, unit: Unit) -> None:
         """Uploads a unit, or notes that the bucket refuses it; raises if the bucket takes nothing at all."""
-        for _ in range(2):  # the bucket may have come back before the probe
+        for _ in range(2):  # the bucket may have come back before it was asked whether it takes files
             try:
                 with _frozen(self._root, unit) as files:
                     self._send(unit, files)
-            except FileNotFoundError:  # the run has deleted it
-                return
-            except OSError as error:
-                reason = str(error)
-                if self._is_stalled() or not self._directory.takes_files():
-                    raise
-            else:
-                self._refused.pop(unit.path, None)
                 self._state.uploaded.update(unit.files)
                 self._sent_at = time.monotonic()
                 return
-        self._refused[unit.path], self.failure = unit.files, reason
+            except FileNotFoundError:  # the run has deleted it
+                return
+            except OSError as error:
+                if self._is_stalled() or not self._directory.takes_files():
+                    raise
+                self.failure = str(error)
+        self._refused.add(unit.path)
         if unit.path not in self._named:
             self._named.add(unit.path)
-            text = "%s cannot be uploaded to %s (%s): it is left out and tried again at the end; the rest goes on."
-            log.warning(text, unit.path, self._directory.url, reason)
+            text = "%s cannot be uploaded to %s (%s): it is left out and tried again; the rest goes on."
+            log.warning(text, unit.path, self._directory.url, self.failure)
 
     def _send(self, unit: Unit, files: dict[str, str]) -> None:
         """Sends a unit, its seal last; a checkpoint that is saved again stays whole meanwhile, as `<unit>.old`."""
         if unit.is_file:
             return self._directory.upload(files[unit.path], unit.path)
         if unit.step >= 0:
-            if ROWS not in self._refused:
-                self._upload_file_if_due(ROWS)  # after the unit: at least those up to its step
+            if (rows := tree.file_unit(self._root, ROWS)) and self._is_due(rows):
+                self._upload(rows)  # as they are after the unit: at least those up to its step
             there = self._directory.list(unit.path)
             for name in sorted(there, key=_seals_first, reverse=True) if MANIFEST in there else ():
                 self._directory.copy(f"{unit.path}/{name}", f"{unit.path}{OLD}/{name}")
@@ -203,26 +184,33 @@ class Upload:
             self._must_prune = True
         _send(self._directory, unit, files, self._verify)
 
-    def _write_state(self) -> None:
-        if self._is_run_there():
+    def _write_state(self) -> bool:
+        """Notes what is uploaded; returns False if somebody has deleted the directory."""
+        if is_there := os.path.exists(os.path.join(self._root, STATE)):
             tree.write_state(self._root, self._state)
+        return is_there
 
-    def _is_run_there(self) -> bool:
-        return os.path.exists(os.path.join(self._root, STATE))  # else somebody has deleted the directory
-
-    def _delete(self, gone: Collection[str]) -> None:
-        """Deletes files of the bucket: older checkpoints first, and seals before what they seal."""
-        if gone and self._is_run_there():
+    def _delete_gone(self) -> None:
+        """Deletes what the run has deleted: checkpoints once the newest is there, and seals before what they seal."""
+        units = tree.checkpoints(self._root)
+        gone = [path for path in self._state.uploaded if not os.path.exists(os.path.join(self._root, path))]
+        gone = [path for path in gone if tree.step_of(tree.folder_of(path)) < 0]
+        if self._must_prune and units and self._is_there(units[0]) and not any(map(self._is_due, units)):
+            there = tree.by_checkpoint(self._directory.list())
+            old = [path for path in there if tree.step_of(path) >= 0 and path not in {unit.path for unit in units}]
+            gone += [f"{path}/{name}" for path in old for name in there[path]]
+            self._must_prune = False
+        if gone:
             self._verify()
-            for path in sorted(gone, key=lambda path: (tree.step_of(tree.folder_of(path)), *_seals_first(path))):
-                self._directory.delete(path)
-                self._state.uploaded.pop(path, None)
+        for path in sorted(gone, key=lambda path: (tree.step_of(tree.folder_of(path)), *_seals_first(path))):
+            self._directory.delete(path)
+            self._state.uploaded.pop(path, None)
 
     def _is_there(self, unit: Unit) -> bool:
         return unit.files.items() <= self._state.uploaded.items()
 
     def _is_due(self, unit: Unit) -> bool:
-        return not self._is_there(unit) and self._refused.get(unit.path) != unit.files
+        return not self._is_there(unit) and unit.path not in self._refused
 
     def _is_all_there(self) -> bool:
         """Returns whether the bucket has each uploaded file with its size; what it lacks is uploaded again.

@@ -1,6 +1,7 @@
 """The upload of a run, and of an export: what goes up in which order, what is deleted, and what a bucket away costs."""
 
 import os
+import shutil
 import threading
 import time
 
@@ -96,6 +97,10 @@ def test_a_run_that_has_gone_back_leaves_its_later_checkpoints_under_another_nam
         upload(root)
         files = RemoteDirectory(URL).list()
     assert sealed_steps(files) == [10, 15] and "checkpoints/20.abandoned/manifest.json" in files
+    shutil.rmtree(root / "checkpoints" / "20.abandoned")
+    with bucket(share=0.0):
+        upload(root)
+        assert not [path for path in RemoteDirectory(URL).list() if "abandoned" in path]
 
 
 def test_a_checkpoint_that_the_run_deletes_meanwhile_is_uploaded_whole(root, monkeypatch):
