@@ -24,6 +24,7 @@ from distloop.actions.gradient_noise import GradientNoise
 from distloop.actions.memory import MemoryUse
 from distloop.actions.save import SaveCosts, make_saves, require_metrics
 from distloop.actions.stop_early import SyncStop
+from distloop.actions.tells import Tells
 from distloop.actions.write import JsonWriter, Write
 from distloop.checkpoints.loading import left_files, may_lack_best
 from distloop.checkpoints.phases import units_at
@@ -100,8 +101,7 @@ class Fit:
         self._window: Mapping[str, Any] | None = None  # the open log window of the checkpoint
         self._secs_before: Mapping[str, float] = {}  # of the clock, before a rollback
         self._stop_requests: StopRequests | None = None
-        self._has_finished = self._is_training = False
-        self._recorder = Recorder()
+        self._has_finished, self._is_training, self._recorder = False, False, Recorder()
         self._say = speaker(self._is_chief, self.config.console)
         workdir, verify = self.config.local_workdir, self.checkpoints.lock.verify
         self._goodput = Goodput(workdir, self.clock.seconds, self._is_chief, verify)
@@ -109,6 +109,7 @@ class Fit:
         self._plan = Plan(self.units, is_chief=self._is_chief)
         every, updates = self.config.gradient_noise_every, [update.name for update in self.state.spec.updates]
         self._noise = [GradientNoise(every, updates)] if every else []
+        self._tells: Any = Tells(workdir, self.state, self.evaluations, self._plan)
         periods = [getattr(self.config, name) for name in _PERIODS]
         self._plan.check([*periods, *(action.every for action in [*self.evaluations, *self.actions])])
 
@@ -139,7 +140,7 @@ class Fit:
         """Returns a context in which the user's writers are open."""
         are_used = self._is_chief and not self.config.fast_dev_run
         writers, workdir = self.writers if are_used else (), self.config.local_workdir
-        self._deliveries = Deliveries(writers, workdir, self.checkpoints.run, self._left_files)
+        self._deliveries = Deliveries(writers, workdir, self.checkpoints.run, lambda: _left_by(self))
         shown = self._step - (self._loop.open_boundary is not None)  # the row of an open boundary is yet to come
         return self._deliveries.open(shown, flags.run_settings(self.config), is_over=self.is_over)
 
@@ -191,7 +192,7 @@ class Fit:
             return self._finish()
         _announce(self)
         self._prepare()
-        with started([*self._notes, *self.actions], self._report, is_chief=self._is_chief):
+        with started([*self._notes, self._tells, *self.actions], self._report, is_chief=self._is_chief):
             while True:
                 try:
                     self._train()
@@ -199,10 +200,6 @@ class Fit:
                 except Diverged as diverged:
                     self._go_back(diverged)
             self._finish()
-
-    def _left_files(self) -> Sequence[RunFile]:
-        """Returns the files that the run has left for writers; none of a run that was interrupted."""
-        return left_files(self.config.workdir, self.actions) if self._has_finished or self.is_over else ()
 
     def _finish(self) -> None:
         """Restores the best checkpoint if an action asks for it."""
@@ -227,6 +224,7 @@ class Fit:
                 profile=profile,
                 executor=self._executor,
                 say=self._say,
+                tells=self._tells,
                 show_progress=Host.show_progress if console is None or self.config.eager else console.show_progress,
             )
             read_again(self.source.behind, self.state.strategy, host.stop_requests, host.say, host.show_progress)
@@ -276,9 +274,9 @@ class Fit:
         """Returns the actions in the order in which numbers flow: measure, decide, write, save."""
         operations = self._flops_per_example, overview.peak_flops(self.state, self.config)
         actions: list[Action] = [Utilization(*operations, self.state.strategy), DataSeen(self.source)]
-        actions += [PipelineUsage(self.state.placement.devices, profile), *self._notes]
+        actions += [PipelineUsage(self.state.placement.devices, profile), *self._notes, *self._noise]
         checks = [CheckReplicas(every)] if (every := self.config.check_replicas_every) else []
-        actions += [*self._noise, *checks, *self.evaluations, *self.actions, *filter(None, [self._loop.histograms])]
+        actions += [*checks, *self.evaluations, *self._tells, *self.actions, *filter(None, [self._loop.histograms])]
         agree = functools.partial(workers.agree_to_stop, self.state.strategy)
         actions += [SyncStop(agree, self.actions, self._plan)] if self.actions else []
         saves = make_saves(functools.partial(self._save, write), saves_of(self.checkpoints, self.config), self._plan)
@@ -338,6 +336,11 @@ def _tell(fit: Fit, error: str) -> str:
     return "; ".join(filter(None, workers.Workers(fit.state.strategy).gather(error)))
 
 
+def _left_by(fit: Fit) -> Sequence[RunFile]:
+    """Returns the files that a run has left for writers; none of a run that was interrupted."""
+    return left_files(fit.config.workdir, fit.actions) if fit._has_finished or fit.is_over else ()
+
+
 def _why_over(fit: Fit) -> str:
     """Returns a sentence about a run, or one of its phases, in which nothing is left to train."""
     if fit.checkpoints.phases.past is not None:
@@ -363,7 +366,7 @@ def _open_files(fit: Fit, workdir: str, evals: Sequence[str]) -> list[Any]:
     """Returns the writers of the event files and of `metrics.jsonl`."""
     try:
         restore_secs = fit.checkpoints.costs.pop("restore_secs", None)
-        _begin_in(workdir, fit.state, restore_secs, fit._secs_before)
+        _begin_in(workdir, fit.state, restore_secs, fit._secs_before, fit._tells.takes)
         summaries = SummaryWriter(workdir, evals, fit._step)
         overview.introduce(summaries, fit.state, fit.config, fit._forward, fit.units.length)
         again = fit._loop.open_boundary is not None or (fit.config.eval_first and fit._step == 0)
@@ -376,12 +379,18 @@ def _open_files(fit: Fit, workdir: str, evals: Sequence[str]) -> list[Any]:
     return [summaries, rows]
 
 
-def _begin_in(workdir: str, state: TrainState, restore_secs: float | None, secs_before: Mapping[str, float]) -> None:
+def _begin_in(
+    workdir: str,
+    state: TrainState,
+    restore_secs: float | None,
+    secs_before: Mapping[str, float],
+    takes: Mapping[str, Sequence[str]],
+) -> None:
     """Creates the workdir and notes the start, unless the disk is full, on which a run may train."""
     os.makedirs(os.path.join(workdir, "train"), exist_ok=True)
     kind = "GPU" if has_gpus(state.strategy) else "CPU"
     try:
         facts: dict[str, Any] = {"step": int(state.step), "devices": overview.num_devices(state), "kind": kind}
-        ledger.note_start(workdir, restore_secs, **facts, secs_before=secs_before)
+        ledger.note_start(workdir, restore_secs, **facts, secs_before=secs_before, takes=takes)
     except OSError as error:
         log.warning("The report will lack the device-hours of this start: %s.", error.strerror or error)

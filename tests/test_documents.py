@@ -37,6 +37,7 @@ OTHERS = LAUNCHER | {
     "pretend_gpus",
     "environment",
     "diff",
+    "tell",
     "rows",
     *planning.COSTS,
     "all",

@@ -183,7 +183,7 @@ def test_workers_draw_different_dropout_masks(on_workers):
     assert len(keys) == 4
 
 
-@pytest.mark.parametrize("scenario", ["resume", "phases"])
+@pytest.mark.parametrize("scenario", ["resume", "phases", "told"])
 def test_a_run_of_several_workers_resumes_bit_for_bit(scenario, on_workers):
     for result in on_workers[0][scenario]:
         assert not result["local/different"].size

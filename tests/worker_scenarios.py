@@ -18,6 +18,7 @@ import pytest
 import tensorflow as tf
 
 import distloop
+from distloop.actions.tells import tell
 from distloop.distributed import tensorflow_internals, workers
 from distloop.model.saved_state import SavedState
 from distloop.monitoring.records import OF_THE_MACHINE
@@ -202,7 +203,7 @@ def phases(make, workdir):
                 spec = classifier(dropout=0.3)()
                 return distloop.ModelSpec(spec.model, keras.optimizers.Adam(0.01), spec.loss_fn, trainable=trainable)
 
-            return make(model_fn, workdir=os.path.join(workdir, name), checkpoint_every=4, average_decay=0.9)
+            return make(model_fn, workdir=os.path.join(workdir, "phases", name), checkpoint_every=4, average_decay=0.9)
 
         def stop(report):
             if is_worker(head, 99):
@@ -218,11 +219,42 @@ def phases(make, workdir):
     straight = everything(fit("straight", 12))
     trainer = fit("stopped", 12)
     if trainer.workers.is_chief:
-        shutil.rmtree(os.path.join(workdir, "stopped", "checkpoints", "12"))  # as if killed before
+        shutil.rmtree(os.path.join(workdir, "phases", "stopped", "checkpoints", "12"))  # as if killed before
     trainer.workers.barrier()
     stopped = everything(fit("stopped", 12))
     different = [name for name in straight if straight[name].tobytes() != stopped[name].tobytes()]
     return {"local/different": np.array(different), "step": np.array(trainer.step)}
+
+
+def told(make, workdir):
+    """The chief's workdir has commands for the run, on which all workers act at one step, and again after a kill."""
+    workdir = os.path.join(workdir, "told")
+
+    def fit(*commands):
+        trainer = make(classifier(dropout=0.3), workdir=workdir, checkpoint_every=4, keep_checkpoints=9)
+
+        def act(report):
+            for command in commands if trainer.workers.is_chief and report.step == 5 else ():
+                tell(workdir, command)
+
+        act.every = 5
+        evals = {"test": distloop.Evaluation(batches(), every=0)}
+        return trainer, trainer.fit(batches(shuffle=True), steps=12, evals=evals, actions=[act])
+
+    trainer, metrics = fit("evaluate", "learning_rate=0.5", "save")
+    straight = everything(trainer)
+    trainer.workers.barrier()
+    saved = sorted(os.listdir(os.path.join(workdir, "checkpoints")), key=int)
+    trainer.workers.barrier()
+    for step in saved[1:] if trainer.workers.is_chief else ():
+        shutil.rmtree(os.path.join(workdir, "checkpoints", step))
+    trainer.workers.barrier()
+    trainer, again = fit()
+    stopped = everything(trainer)
+    different = [name for name in straight if straight[name].tobytes() != stopped[name].tobytes()]
+    if again.steps["test/loss"] != metrics.steps["test/loss"] or saved != ["4", "6", "8", "12"]:
+        different += [f"evaluated at {again.steps['test/loss']}, saved at {saved}"]
+    return {"local/different": np.array(different), "rate": np.array(again["learning_rate"])}
 
 
 def elastic(make, workdir):
@@ -559,6 +591,7 @@ SCENARIOS = [
     statistics_and_seeds,
     resume,
     phases,
+    told,
     elastic,
     tokens,
     position,

@@ -45,6 +45,7 @@ def note_start(
     devices: int,
     kind: str,
     secs_before: Mapping[str, float] | None = None,
+    takes: Mapping[str, Sequence[str]] | None = None,
 ) -> None:
     """Adds a row: time, step, devices, the age of the process, and what the start before it has noted last.
 
@@ -58,6 +59,7 @@ def note_start(
         devices: of all workers.
         kind: "GPU" or "CPU".
         secs_before: what `Clock.seconds` counted before a rollback, after which the same call of `fit` starts again.
+        takes: what the run can be told, as `Tells.takes`; None: nothing.
 
     Raises:
         OSError: if it cannot be written.
@@ -66,6 +68,7 @@ def note_start(
     facts = {"step": step, "devices": devices, "kind": kind, "last_row_time": row and row.get("time")}
     facts |= {"restore_secs": restore_secs, "progress": read_progress(workdir)}
     facts |= {"secs_before": secs_before} if secs_before else {}
+    facts |= {"takes": takes} if takes else {}
     facts["process_secs"] = age = _age_at_first_start()
     facts |= notes.change() if age is not None else {}
     records.append_row(os.path.join(workdir, STARTS), facts)

@@ -9,6 +9,7 @@ gets a value that it can use, a warning that names the file, or a ValueError.
 """
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -36,6 +37,7 @@ GROUPS = {
         "clipped_share": "The fraction of the steps since the last log whose gradient was clipped.",
         "loss_scale": "The factor of the loss in float16.",
         "skipped_steps": "Steps since step 0 that changed nothing, because a gradient was not finite.",
+        "told": "The commands of `distloop.report --tell` that the run acted on at this step.",
         "weight_norm": "The global norm of the weights that train, without tables that are updated by rows.",
         "update_norm": "How far the weights moved since the last histograms: the norm of the difference.",
         "update_ratio": "`update_norm` divided by `weight_norm`.",
@@ -317,3 +319,12 @@ def as_number(value: Any) -> float:
         return float(value) if isinstance(value, (int, float)) else float("nan")
     except OverflowError:  # an integer of more than 308 digits
         return float("nan")
+
+
+def without_nan(value: Any) -> Any:
+    """Returns a value of JSON with null in place of numbers that are not finite, as a file of a run may hold them."""
+    if isinstance(value, dict):
+        return {name: without_nan(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

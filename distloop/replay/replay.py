@@ -11,13 +11,14 @@ import contextlib
 import dataclasses
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from distloop.actions.tells import read_told, set_rate
 from distloop.assembly import make_step
 from distloop.checkpoints.checkpoint import DamagedError
 from distloop.checkpoints.phases import number_at, units_at
@@ -61,6 +62,7 @@ class _Recorded:
         incidents: the rows of `incidents.jsonl`.
         checkpoints: the notes of each checkpoint, by step, in ascending order.
         settings: of `config.json`.
+        told: the commands that it has acted on, by step.
         began: the step at which its first process began; 0, or that of a checkpoint which was given to `restore`.
     """
 
@@ -70,6 +72,7 @@ class _Recorded:
     incidents: list[dict[str, Any]]
     checkpoints: dict[int, dict[str, Any]]
     settings: dict[str, Any]
+    told: dict[int, list[str]]
     began: int
 
     @property
@@ -124,8 +127,8 @@ def replay(state: TrainState, config: Config, source: Source, units: Units, step
         ValueError: if the run has no such step, cannot be taken up before it, or is of another model or other data.
     """
     say = speaker(is_chief=True, console=config.console)
-    with _files(config.workdir) as directory:
-        run = _read(directory, step)
+    with tempfile.TemporaryDirectory(prefix="distloop_") as root:  # for the files of a run at a URL
+        run = _read(fetch_reports(config.workdir, root), step)
     _require_step(run, config, step)
     if (trained := run.settings.get("virtual_replicas", state.virtual_replicas)) != state.virtual_replicas:
         raise ValueError(
@@ -185,7 +188,8 @@ class _Steps:
                 console.show_progress(self._at, "tracing the train step ...")
                 self._loop.trace(self._source, self._executor)
             while self._at < until:
-                count = min(until - self._at, self._source.start_loop() or until)
+                told = (at - self._at for at in self._run.told if at > self._at)
+                count = min(until - self._at, self._source.start_loop() or until, *told)
                 if self._state.keras_metrics and self._log_steps:  # their results are read at the end of a loop
                     count = min(count, self._log_steps - self._at % self._log_steps)
                 options: dict[str, Any] = dict(executor=self._executor, is_single=False, secs=_LOOP_SECS)
@@ -196,6 +200,8 @@ class _Steps:
                             f"{explain(self._step, self._at, row.diagnosis)} No step after it can be replayed: replay "
                             f"step {self._at}."
                         )
+                for command in self._run.told.get(self._at, ()):
+                    set_rate(self._state, command)
                 console.show_progress(self._at)
 
     def look(self, number: int) -> Replay:
@@ -304,13 +310,6 @@ def different_settings(recorded: Mapping[str, Any], config: Config) -> list[str]
     ]
 
 
-@contextlib.contextmanager
-def _files(workdir: str) -> Iterator[str]:
-    """Yields a local directory with the files of a run that tell of it; those of a URL are brought."""
-    with tempfile.TemporaryDirectory(prefix="distloop_") as root:
-        yield fetch_reports(workdir, root)
-
-
 def _read(directory: str, step: int) -> _Recorded:
     """Reads what the files of a run tell of it."""
     folder, notes = os.path.join(directory, "checkpoints"), {}
@@ -328,11 +327,11 @@ def _read(directory: str, step: int) -> _Recorded:
     furthest = max(int((told or {}).get("step", 0)) for told in (last, progress))
     incidents = records.read_rows_if_any(os.path.join(directory, "incidents.jsonl"), instead="it counts as empty")
     starts = records.read_rows_if_any(os.path.join(directory, "starts.jsonl"), instead="it counts as empty")
-    settings = records.read_json(
-        os.path.join(directory, "config.json"), records.as_object, instead="it is not compared"
-    )
+    path = os.path.join(directory, "config.json")
+    settings = records.read_json(path, records.as_object, instead="it is not compared")
     began = int(starts[0]["step"]) if starts else 0
-    return _Recorded(rows, furthest, float(last.get("steps_per_sec") or 0.0), incidents, notes, settings or {}, began)
+    speed = float(last.get("steps_per_sec") or 0.0)
+    return _Recorded(rows, furthest, speed, incidents, notes, settings or {}, read_told(directory), began)
 
 
 def _require_step(run: _Recorded, config: Config, step: Any) -> None:

@@ -61,6 +61,7 @@ class Host:
         profile: of some of its steps.
         executor: what runs the operations, as `strategies.choose_executor` returns it.
         say: prints a line about the run.
+        tells: the commands to the run, as `Tells`; None: it takes none.
         show_progress: called after each loop with the step, and before tracing with what is being done, too.
     """
 
@@ -70,6 +71,7 @@ class Host:
     profile: Profile = dataclasses.field(default_factory=lambda: Profile("", ""))
     executor: str = strategies.PARALLEL_EXECUTOR
     say: Callable[[str], None] = say
+    tells: Any = None
     show_progress: Callable[[int, str], None] = lambda step, doing: None
 
 
@@ -270,9 +272,8 @@ class TrainLoop:
 
     def _is_boundary(self, step: int, actions: Sequence[Action]) -> bool:
         """Returns whether a log or an action with a period of its own is due."""
-        everys = [self.log_every, *(action.every for action in actions if action.every is not None)]
-        plan = self._host.plan
-        return any(plan.is_due(every, step, plan.last_step) for every in everys)
+        plan, everys = self._host.plan, [self.log_every, *(a.every for a in actions if a.every is not None)]
+        return step in plan.told or any(plan.is_due(every, step, plan.last_step) for every in everys)
 
     def _act(self, actions: Sequence[Action], report: Report) -> bool:
         """Calls the actions of a boundary; returns whether one of them ended the run."""
@@ -280,8 +281,9 @@ class TrainLoop:
             self.reported, self.stop_reason = run_actions(actions, report, self._host.clock, self._host.plan)
         except (Exception, KeyboardInterrupt):
             is_last, due = int(self._state.step) == report.step, self._host.plan.due_secs  # else later steps are done
-            boundary = {"metrics": report.metrics, "time": report.time, "due_secs": [*due]}
-            self.open_boundary = boundary if is_last else None
+            self.open_boundary = (
+                {"metrics": report.metrics, "time": report.time, "due_secs": [*due]} if is_last else None
+            )
             raise
         if self.stop_reason:
             self._host.say(f"Stopped at step {report.step}: {self.stop_reason}.")
@@ -301,8 +303,7 @@ class TrainLoop:
     def _report(self, step: int, end: float) -> Report:
         """Reports the window, and opens a new one if a log is due."""
         per_token = [update.full_name("loss") for update in self._step.updates if update.trace.has_tokens]
-        numbers = self._window.metrics(self._step.names, per_token)
-        plan = self._host.plan
+        plan, numbers = self._host.plan, self._window.metrics(self._step.names, per_token)
         report = Report(step, plan.last_step, numbers, self._state, time=unix_time(end))
         if plan.is_due(self.log_every, step, plan.last_step):
             self._open_window()  # before the actions run: a checkpoint then begins with the new window
@@ -318,9 +319,12 @@ class TrainLoop:
         Raises:
             Interrupted: if any worker has a reason to leave the run.
         """
-        numbers = self._most_steps, time.monotonic() - self._started_at
-        most_steps, self.secs = workers.agree_to_go_on(self._state.strategy, stop_requests, step, *numbers).tolist()
-        self._most_steps = int(most_steps)
+        tells, secs = self._host.tells, time.monotonic() - self._started_at
+        numbers = self._most_steps, secs, tells is not None and tells.are_new()
+        agreed = workers.agree_to_go_on(self._state.strategy, stop_requests, step, *numbers)
+        self._most_steps, self.secs = int(agreed[0]), float(agreed[1])
+        if agreed[2]:
+            tells.take(step + 1)
 
 
 def _trace(loop: TrainLoop, source: Source, step: int) -> None:
