@@ -132,21 +132,24 @@ class Upload:
         if is_full:
             self._refused, self.failure = set(), ""
         is_new = is_full
-        while unit := self._next_due("" if is_full else CHECKPOINTS):
-            self._upload(unit)
-            is_new = True
+        for unit in [None, *self._due("")] if is_full else [None]:
+            if unit and not unit.is_checkpoint and self._is_due(unit):
+                self._upload(unit)
+            while due := self._due(CHECKPOINTS):
+                self._upload(due[0])
+                is_new = True
         if is_new and self._write_state():
             self._delete_gone()
 
-    def _next_due(self, below: str) -> Unit | None:
-        """Returns what is to be uploaded next."""
+    def _due(self, below: str) -> list[Unit]:
+        """Returns what is to be uploaded below a directory of the run, in order."""
         units = tree.units(self._root, below)
         late = [unit.step for unit in units if unit.step >= 0 and not self._is_there(unit)]
         if len(late) > 2 and not self._is_late and not self._ending.is_set():
             self._is_late, url = True, self._directory.url
             self._say(f"the upload to {url} lags: the checkpoint of step {late[1]} is not there yet.")
         is_best_there = not tree.best_steps(tree.read(self._root, BEST)) & {*late}
-        return next((u for u in units if self._is_due(u) and (u.path != BEST or is_best_there)), None)
+        return [unit for unit in units if self._is_due(unit) and (unit.path != BEST or is_best_there)]
 
     def _upload(self, unit: Unit) -> None:
         """Uploads a unit, or notes that the bucket refuses it; raises if the bucket takes nothing at all."""

@@ -21,6 +21,7 @@ import glob
 import hashlib
 import json
 import os
+import pathlib
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -37,9 +38,8 @@ from distloop.urls import absolute, file_system, is_url, keep_password
 _FORMAT = b"distloop records 1"
 _NUM_THREADS = 8
 HEADER_BYTES, FOOTER_BYTES = 12, 4
-_JOINT_BYTES = FOOTER_BYTES + HEADER_BYTES  # the end of a record and the beginning of the next one
+_AROUND_BYTES = HEADER_BYTES + FOOTER_BYTES  # of a record, without its data
 _MASK_DELTA = 0xA282EAD8
-_LARGE_PART = 8  # a record of more than this part of a window is not read
 _PATIENCE_SECS = 1.5  # before a line is printed
 MAX_OPEN_FILES = 128  # of one `Files`; a process may usually have 1024
 
@@ -53,7 +53,7 @@ class Files:
 
     Attributes:
         paths: paths, or URLs of one file system.
-        window_bytes: how much to read at once when a file is read from its beginning to its end.
+        buffer_bytes: how much `open` reads at once.
     """
 
     def __init__(self, paths: Sequence[str]):
@@ -66,8 +66,8 @@ class Files:
             raise ValueError("Files of several file systems were given; give those of one, or copy them to one.")
         self.paths = paths
         self._system = file_system(paths[0]) if is_url(paths[0]) else None
-        self.window_bytes = 1 << 18 if self._system is None else 1 << 23
-        self._open = functools.lru_cache(MAX_OPEN_FILES)(_OpenFile)
+        self.buffer_bytes = 1 << 16 if self._system is None else 1 << 22
+        self._opened = functools.lru_cache(MAX_OPEN_FILES)(_OpenFile)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Files, (self.paths,)
@@ -80,10 +80,16 @@ class Files:
         status = os.stat(path)
         return status.st_size, str(status.st_mtime_ns)
 
+    def open(self, file: int) -> Any:
+        """Returns a file, open to be read from its beginning on."""
+        if self._system is not None:
+            return self._system.open(self.paths[file], "rb", block_size=self.buffer_bytes)
+        return open(self.paths[file], "rb", self.buffer_bytes)
+
     def read(self, ranges: Sequence[tuple[int, int, int]]) -> Iterable[bytes]:
         """Returns the bytes of ranges, each the number of a file, its begin and its end; fewer where a file ends."""
         if self._system is None:
-            return (self._open(self.paths[file]).read(begin, end) for file, begin, end in ranges)
+            return (self._opened(self.paths[file]).read(begin, end) for file, begin, end in ranges)
         files, begins, ends = map(list, zip(*ranges, strict=True))
         return self._system.cat_ranges([self.paths[file] for file in files], begins, ends, on_error="raise")
 
@@ -187,11 +193,7 @@ def _has_changed(before: Shard, now: Shard, path: str) -> ValueError:
 def _load(path: str, paths: Sequence[str]) -> Index | None:
     """Returns the index in a file; None if there is none, or, with a warning, if it cannot be used."""
     try:
-        if is_url(path):
-            data = file_system(path).cat_file(path)
-        else:
-            with open(path, "rb") as file:
-                data = file.read()
+        data = file_system(path).cat_file(path) if is_url(path) else pathlib.Path(path).read_bytes()
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -286,49 +288,38 @@ def scan_shards(
 
 
 def _scan_shard(files: Files, number: int, stat: tuple[int, str], is_over: threading.Event) -> tuple[Shard, np.ndarray]:
-    """Returns one shard and where its records begin; small records are read through, large ones left out."""
+    """Returns one shard and where its records begin."""
     path, digest, crc, num_bytes = files.paths[number], hashlib.blake2b(digest_size=8), crc32c(), stat[0]
-
-    def read(begin: int, end: int) -> bytes:
-        if is_over.is_set():
-            raise concurrent.futures.CancelledError
-        end = min(end, num_bytes)
-        (data,) = files.read([(number, begin, end)]) if begin < end else [b""]
-        if len(data) < end - begin:
-            raise ValueError(f"The shard {path!r} became shorter while it was read: wait until it is written.")
-        return data
-
-    block, origin = bytes(FOOTER_BYTES) + read(0, files.window_bytes), -FOOTER_BYTES  # zeros are before the beginning
-    positions, damage = array.array("q", [0]), ""
-    while (begin := positions[-1]) < num_bytes:
-        first, end = begin - FOOTER_BYTES, begin + HEADER_BYTES
-        if end > num_bytes:
-            damage = "is cut off"
-            break
-        if end > origin + len(block):
-            is_small = len(positions) > 1 and begin - positions[-2] <= files.window_bytes // _LARGE_PART
-            size = max(files.window_bytes, _JOINT_BYTES) if is_small else _JOINT_BYTES
-            block, origin = read(first, first + size), first
-        joint = block[first - origin : end - origin]
-        length = joint[FOOTER_BYTES:-4]
-        if masked(crc(length)) != int.from_bytes(joint[-4:], "little"):
-            digest.update(joint[:FOOTER_BYTES])
-            damage = "has a corrupt length"
-            break
-        digest.update(joint)
-        if (following := end + int.from_bytes(length, "little") + FOOTER_BYTES) > num_bytes:
-            damage = "is cut off"
-            break
-        positions.append(following)
-    num_records, end = len(positions) - 1, positions[-1]
-    if damage and not end:
-        _require_records(path, read(0, 2))
-    if damage:
-        damage = f"record {num_records}, at byte {end}, {damage}"
-    elif num_bytes:
-        digest.update(read(num_bytes - FOOTER_BYTES, num_bytes))
-    else:
-        damage = "it is empty"
+    if not num_bytes:  # of which object stores refuse to send a range
+        return Shard(path, *stat, 0, digest.hexdigest(), "it is empty"), np.zeros(1, np.int64)
+    positions, damage, footer = array.array("q", [0]), "", bytes(FOOTER_BYTES)
+    with files.open(number) as file:
+        while (begin := positions[-1]) < num_bytes:
+            if is_over.is_set():
+                raise concurrent.futures.CancelledError
+            header = file.read(HEADER_BYTES)
+            following = begin + _AROUND_BYTES + int.from_bytes(header[:8], "little")
+            if begin + HEADER_BYTES > num_bytes:
+                damage = "is cut off"
+            elif masked(crc(header[:8])) != int.from_bytes(header[8:], "little"):
+                digest.update(footer)
+                damage = "has a corrupt length"
+            else:
+                digest.update(footer + header)
+                damage = "is cut off" if following > num_bytes else ""
+            if damage:
+                break
+            file.seek(following - FOOTER_BYTES)
+            if len(footer := file.read(FOOTER_BYTES)) < FOOTER_BYTES:
+                raise ValueError(f"The shard {path!r} became shorter while it was read: wait until it is written.")
+            positions.append(following)
+        if not damage:
+            digest.update(footer)
+        elif not begin:
+            file.seek(0)
+            _require_records(path, file.read(2))
+    num_records = len(positions) - 1
+    damage = damage and f"record {num_records}, at byte {begin}, {damage}"
     return Shard(path, *stat, num_records, digest.hexdigest(), damage), np.array(positions, np.int64)
 
 

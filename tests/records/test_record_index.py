@@ -1,5 +1,6 @@
 import concurrent.futures
 import contextlib
+import io
 import os
 import pathlib
 import shutil
@@ -177,28 +178,34 @@ def test_a_million_records_open_in_a_moment(tmp_path, scanned):
     assert time.thread_time() - start < 0.1 and len(scanned) == 1
 
 
-def scan(path, window=1 << 18):
+def scan(path, buffer=1 << 16):
     files = Files([str(path)])
-    files.window_bytes = window
+    files.buffer_bytes = buffer
     return scan_shards(files, [0], [files.stat(0)])[0]
 
 
-@pytest.mark.parametrize("window", [16, 17, 40, 100, 1000, 1 << 18])
-def test_records_begin_where_they_were_written_however_the_file_is_read(tmp_path, window):
+@pytest.mark.parametrize("buffer", [16, 17, 40, 100, 1000, 1 << 16])
+def test_records_begin_where_they_were_written_however_the_file_is_read(tmp_path, buffer):
     path = tmp_path / "shard"
     write(path, [*contents(50), *[b"x" * 300] * 5, b"", *contents(50)])
-    shard, positions = scan(path, window)
+    shard, positions = scan(path, buffer)
     assert positions.tolist() == [position_of(path, record) for record in range(107)]
     assert shard == scan(path)[0] and shard.num_records == 106 and not shard.damage
 
 
-def test_large_records_are_not_read(tmp_path, monkeypatch):
+def test_large_records_are_not_read(tmp_path):
     path = tmp_path / "shard"
-    write(path, [bytes(100_000)] * 30)
-    sizes, pread = [], os.pread
-    monkeypatch.setattr(os, "pread", lambda file, size, offset: sizes.append(size) or pread(file, size, offset))
-    assert scan(path)[0].num_records == 30
-    assert sum(sizes) < (1 << 18) + 30 * 16
+    write(path, [bytes(1_000_000)] * 30)
+    files, reads = Files([str(path)]), []
+
+    class Counted(io.FileIO):
+        def readinto(self, buffer):
+            reads.append(len(buffer))
+            return super().readinto(buffer)
+
+    files.open = lambda number: io.BufferedReader(Counted(path), files.buffer_bytes)
+    assert scan_shards(files, [0], [files.stat(0)])[0][0].num_records == 30
+    assert 0 < sum(reads) < 0.2 * 30_000_000
 
 
 def test_a_digest_is_that_of_the_lengths_and_checksums(tmp_path):
@@ -232,17 +239,17 @@ def test_any_corrupt_length_ends_a_shard(tmp_path, length):
     data = bytearray(path.read_bytes())
     data[byte : byte + 8] = struct.pack("<Q", length)
     path.write_bytes(data)
-    for window in (16, 1 << 18):
-        shard, positions = scan(path, window)
+    for buffer in (16, 1 << 16):
+        shard, positions = scan(path, buffer)
         assert shard.num_records == 7 and positions[-1] == byte and "record 7" in shard.damage
 
 
 def test_a_line_says_what_is_read_where_it_takes_longer(tmp_path, monkeypatch, capsys):
     write(tmp_path / "shard", contents(20_000))  # so many that a busy machine looks before the end
-    scan(tmp_path / "shard", window=64)
+    scan(tmp_path / "shard", buffer=64)
     assert capsys.readouterr().out == ""
     monkeypatch.setattr(record_index, "_PATIENCE_SECS", 0.0)
-    scan(tmp_path / "shard", window=64)
+    scan(tmp_path / "shard", buffer=64)
     assert capsys.readouterr().out == "distloop: Reading the headers of 1 shards, 0.0 GB, once.\n"
 
 
@@ -250,15 +257,15 @@ def test_an_error_in_a_shard_ends_the_scans_of_others(tmp_path, monkeypatch):
     write(tmp_path / "shard", contents(2000))
     (tmp_path / "text").write_text("This is a text.")
     files, reads = Files([str(tmp_path / "shard"), str(tmp_path / "text")]), []
-    read, files.window_bytes = files.read, 64
 
-    def slow_read(ranges):
-        if ranges[0][0] == 0:
+    class Slow(io.FileIO):
+        def read(self, size=-1):
             time.sleep(0.1)  # longer than the other file takes
-            reads.append(ranges)
-        return read(ranges)
+            reads.append(size)
+            return super().read(size)
 
-    monkeypatch.setattr(files, "read", slow_read)
+    open_file = files.open
+    files.open = lambda number: open_file(number) if number else Slow(files.paths[0])
     with pytest.raises(ValueError, match="text' does not begin with a TFRecord"):
         scan_shards(files, [0, 1], [files.stat(0), files.stat(1)])
     time.sleep(0.5)
@@ -268,6 +275,6 @@ def test_an_error_in_a_shard_ends_the_scans_of_others(tmp_path, monkeypatch):
 def test_of_an_empty_shard_no_byte_is_asked_for(tmp_path, monkeypatch):
     (tmp_path / "shard").write_bytes(b"")
     files = Files([str(tmp_path / "shard")])
-    monkeypatch.setattr(files, "read", lambda ranges: pytest.fail(f"{ranges} was read"))  # which object stores refuse
+    monkeypatch.setattr(files, "open", lambda file: pytest.fail(f"{file} was read"))  # which object stores refuse
     ((shard, positions),) = scan_shards(files, [0], [files.stat(0)])
     assert shard.damage == "it is empty" and positions.tolist() == [0]
