@@ -41,6 +41,7 @@ _MODULES = {
     "PRCurve": "monitoring.media",
     "RateTest": "audit.tuning",
     "Report": "actions.action",
+    "Embeddings": "monitoring.media",
     "Evaluation": "actions.evaluate",
     "SaveBest": "actions.save",
     "when_better": "actions.save",
@@ -52,6 +53,7 @@ _MODULES = {
     "Update": "model.spec",
     "WandbWriter": "trackers.trackers",
     "Writer": "monitoring.writers",
+    "Video": "monitoring.media",
     "WorstExamples": "actions.summary",
     "autotune_batch": "audit.tuning",
     "define_flags": "settings.flags",
@@ -61,6 +63,7 @@ _MODULES = {
     "from_callback": "actions.keras_callback",
     "from_keras": "keras_models.compiled_model",
     "gather_rows": "distributed.gathering",
+    "keep": "actions.keep",
     "make_dataset": "data.make_dataset",
     "make_schedule": "optimizers.learning_rates",
     "notebook_launch": "notebook",
@@ -94,6 +97,7 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not run the code
     from distloop.actions.action import StopTraining as StopTraining
     from distloop.actions.evaluate import Evaluation as Evaluation
     from distloop.actions.histograms import ActivationHistograms as ActivationHistograms
+    from distloop.actions.keep import keep as keep
     from distloop.actions.keras_callback import from_callback as from_callback
     from distloop.actions.save import SaveBest as SaveBest
     from distloop.actions.save import when_better as when_better
@@ -121,10 +125,12 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not run the code
     from distloop.monitoring.curves import History as History
     from distloop.monitoring.media import Audio as Audio
     from distloop.monitoring.media import ConfusionMatrix as ConfusionMatrix
+    from distloop.monitoring.media import Embeddings as Embeddings
     from distloop.monitoring.media import Histogram as Histogram
     from distloop.monitoring.media import Images as Images
     from distloop.monitoring.media import PRCurve as PRCurve
     from distloop.monitoring.media import Text as Text
+    from distloop.monitoring.media import Video as Video
     from distloop.monitoring.records import read_metrics as read_metrics
     from distloop.monitoring.writers import Writer as Writer
     from distloop.notebook import notebook_launch as notebook_launch

@@ -44,6 +44,8 @@ def train_with_media(workdir, steps, *, crash_at=None, **settings):
             "words": distloop.Text("some **words**"),
             "spread": distloop.Histogram(rng.normal(size=50)),
             "curve": distloop.PRCurve([0, 1, 1], [0.2, 0.7, 0.4]),
+            "clip": distloop.Video(rng.random((3, 4, 5, 3))),
+            "points": distloop.Embeddings(np.arange(6.0).reshape(3, 2), ["one", "two words", 3]),
             "half": 0.5,
         }
 

@@ -53,7 +53,7 @@ class Summary(Action):
             if not isinstance(value, (Media, numbers.Real)) and not getattr(value, "shape", None) == ():
                 raise ValueError(
                     f"The function of Summary({self.name!r}) returned a {type(value).__name__} as {name!r}; it returns "
-                    "numbers, or media: distloop.Images(array), Text, Audio, Histogram, PRCurve or ConfusionMatrix."
+                    "numbers, or media: distloop.Images(array), Video, Text, Audio, Histogram, Embeddings and others."
                 )
         return {name: value if isinstance(value, Media) else float(value) for name, value in named.items()}
 

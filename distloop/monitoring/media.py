@@ -11,7 +11,7 @@ import io
 import json
 import math
 import wave
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,10 @@ class Media(abc.ABC):
     def encode(self) -> Encoded:
         """Returns the tensor and the metadata for TensorBoard's plugin of this kind."""
 
+    def projected(self) -> Mapping[str, bytes]:
+        """Returns files for TensorBoard's projector, by the end of their names: none, but of vectors."""
+        return {}
+
     def as_file(self) -> MediaFile | None:
         """Returns the media as the content of a file; None if its kind has none, such as a precision-recall curve."""
         tensor, metadata = self.encode()
@@ -74,10 +78,15 @@ class EncodedMedia(Media):
     """Media that is already encoded, and so independent of arrays that may change."""
 
     encoded: Encoded
+    files: Mapping[str, bytes]  # as `projected` returns them
 
     def encode(self) -> Encoded:
         """Returns the stored encoding."""
         return self.encoded
+
+    def projected(self) -> Mapping[str, bytes]:
+        """Returns the stored files."""
+        return self.files
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,11 +136,75 @@ class Images(Media):
 
     def encode(self) -> Encoded:
         """Returns width, height and one PNG for the image plugin."""
-        array = np.asarray(self.array[: self.max])
-        if array.dtype != np.uint8:
-            array = np.round(255 * np.clip(np.nan_to_num(array.astype(np.float32)), 0, 1)).astype(np.uint8)
-        pictures = [Image.fromarray(image[..., 0] if image.shape[-1] == 1 else image) for image in array]
-        return _encode_image(_grid(pictures, list(self.captions or [])[: self.max]))
+        return _encode_image(_grid(_pictures(self.array[: self.max]), list(self.captions or [])[: self.max]))
+
+
+@dataclass(frozen=True, eq=False)
+class Video(Media):
+    """A video, which is shown as an animated GIF; of 256 colors each frame, and without sound.
+
+    Attributes:
+        array: `[T, H, W, C]`, C in 1 (grey), 3 (RGB): uint8, or floats, clipped to 0..1.
+        fps: frames per second, at most 50, as GIFs have no more.
+    """
+
+    array: Any
+    fps: float = 10.0
+
+    def __post_init__(self) -> None:
+        shape, dtype = np.shape(self.array), np.asarray(self.array).dtype
+        is_number = dtype == np.uint8 or dtype.kind == "f"
+        if len(shape) != 4 or shape[-1] not in (1, 3) or 0 in shape or not is_number or not 0 < self.fps <= 50:
+            raise ValueError(
+                f"Video was given {dtype} of shape {list(shape)} and fps={self.fps}; it takes uint8, or floats in 0..1"
+                ", [T, H, W, C] with C in 1, 3, none of them 0, and up to 50 frames a second: give one video at a time."
+            )
+
+    def encode(self) -> Encoded:
+        """Returns width, height and a GIF for the image plugin."""
+        file, (first, *others) = io.BytesIO(), _pictures(self.array)
+        first.save(file, "GIF", save_all=True, append_images=others, duration=1000 / self.fps, loop=0)
+        return _as_image(first, file.getvalue())
+
+    def as_file(self) -> MediaFile:
+        """Returns the GIF."""
+        return MediaFile(".gif", self.encode()[0].string_val[2])
+
+
+@dataclass(frozen=True, eq=False)
+class Embeddings(Media):
+    """Vectors with labels, for TensorBoard's projector.
+
+    Attributes:
+        array: `[N, D]`, floats.
+        labels: N texts, or anything that is written as one; None: the numbers of the rows.
+    """
+
+    array: Any
+    labels: Sequence[Any] | None = None
+
+    def __post_init__(self) -> None:
+        shape, count = np.shape(self.array), None if self.labels is None else len(self.labels)
+        if len(shape) != 2 or 0 in shape or count not in (None, shape[0]):
+            raise ValueError(
+                f"Embeddings was given an array of shape {list(shape)} and {'no' if count is None else count} labels; "
+                "it takes [N, D], neither of them 0, and a label for each row, or none."
+            )
+
+    def encode(self) -> Encoded:
+        """Returns the shape as a text: the vectors are in files."""
+        return Text(f"{' x '.join(map(str, np.shape(self.array)))}, in the projector").encode()
+
+    def as_file(self) -> MediaFile:
+        """Returns the vectors as lines of numbers between tabs."""
+        rows = np.asarray(self.array, np.float32).tolist()
+        return MediaFile(".tsv", "".join("\t".join(map(repr, row)) + "\n" for row in rows).encode())
+
+    def projected(self) -> dict[str, bytes]:
+        """Returns the vectors, and a line for each label."""
+        labels = range(len(self.array)) if self.labels is None else self.labels
+        lines = "".join(" ".join(str(label).split()) + "\n" for label in labels)
+        return {".tsv": self.as_file().data, ".labels.tsv": lines.encode()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -273,6 +346,14 @@ class LayerGraph(Media):
         return make_tensor_proto([self.json.encode()], DT_STRING, shape=[]), SummaryMetadata(plugin_data=data)
 
 
+def _pictures(array: Any) -> list[Image.Image]:
+    """Returns images, `[N, H, W, C]`: uint8, or floats, clipped to 0..1."""
+    array = np.asarray(array)
+    if array.dtype != np.uint8:
+        array = np.round(255 * np.clip(np.nan_to_num(array.astype(np.float32)), 0, 1)).astype(np.uint8)
+    return [Image.fromarray(image[..., 0] if image.shape[-1] == 1 else image) for image in array]
+
+
 def _grid(pictures: Sequence[Image.Image], captions: Sequence[str]) -> Image.Image:
     """Returns pictures of one size and mode in a grid that is about as wide as high, with a caption below each.
 
@@ -308,5 +389,9 @@ def _draw_upright(picture: Image.Image, bottom: tuple[int, int], text: str, font
 def _encode_image(picture: Image.Image) -> Encoded:
     file = io.BytesIO()
     picture.save(file, "PNG")
-    parts = [str(side).encode() for side in picture.size] + [file.getvalue()]
+    return _as_image(picture, file.getvalue())
+
+
+def _as_image(picture: Image.Image, content: bytes) -> Encoded:
+    parts = [str(side).encode() for side in picture.size] + [content]
     return make_tensor_proto(parts, DT_STRING, shape=[len(parts)]), images.create_summary_metadata(None, None)

@@ -217,16 +217,17 @@ class TrainLoop:
     def _run_to_boundary(self, source: Source, step: int, actions: Sequence[Action]) -> list[Row]:
         """Runs the steps up to the next boundary or the first that fails; returns their rows."""
         most_steps = source.start_loop()
-        count = int(min(self._next_boundary(step, actions) - step, self._most_steps, most_steps or np.inf))
         if self._halving is not None and self._halving.keep(source):
             self.trace_again()
         try:
-            if self._traced_for is not source:
+            if is_new := self._traced_for is not source:
                 _trace(self, source, step)
             check, self.require_metrics = self.require_metrics, None
             if check is not None and not self._eager:
                 check([*self._step.names, *self._state.keras_metrics])
             workers.report_phase(self._state.strategy, "training")
+            count = int(min(self._next_boundary(step, actions) - step, self._most_steps, most_steps or np.inf))
+            count = 1 if is_new and self._eager else count  # what is due is known after it
             with self._host.profile.loop(step):
                 rows = self._compiled.run(
                     source,

@@ -36,9 +36,10 @@ from distloop.settings import flags
 from distloop.settings.config import Config
 from distloop.training import run_length
 from distloop.urls import whole
-from distloop.variables import count_parameters, named_variables, top_layers
+from distloop.variables import count_parameters, named_variables, tensorflow_variable, top_layers
 
 _MAX_ROWS = 200  # of the model's table
+_MOST_VALUES = 2**20  # of a variable, in its mean
 _MAX_NODES = 5000  # of a graph: TensorBoard cannot draw more in a reasonable time
 _MAX_BYTES = 1024  # of a constant in a graph
 # Tracing takes about 2 ms per variable and cannot be interrupted; with this many it stays below 0.3 s.
@@ -144,13 +145,24 @@ def describe_model(state: TrainState) -> str:
     counts = {path: int(np.prod(variable.shape)) for path, variable in named.items()}
     rows = []
     for path, variable in list(named.items())[:_MAX_ROWS]:
-        updates, dtype = ", ".join(trained.get(id(variable), ["no"])), tf.as_dtype(variable.dtype).name
-        row = path, list(variable.shape), dtype, updates, f"{counts[path]:,}", devices.get(id(variable), "")
-        rows.append(row if devices else row[:-1])
+        updates, dtype = ", ".join(trained.get(id(variable), ["no"])), tf.as_dtype(variable.dtype)
+        row = [path, list(variable.shape), dtype.name, updates, f"{counts[path]:,}"]
+        row += [records.show_bytes(counts[path] * dtype.size), *_moments(variable, counts[path])]
+        rows.append([*row, devices.get(id(variable), "")] if devices else row)
     more = f"\n\nand {len(named) - _MAX_ROWS} more variables" if len(named) > _MAX_ROWS else ""
     total = f"{state.num_parameters():,} trained parameters of {sum(counts.values()):,} in {len(named)} variables"
-    head = ["variable", "shape", "dtype", "trained", "count", *(["device"] if devices else [])]
+    head = ["variable", "shape", "dtype", "trained", "count", "size", "mean", "deviation"] + ["device"] * bool(devices)
     return f"{total}\n\n{_table(head, rows)}{more}"
+
+
+def _moments(variable: Any, count: int) -> tuple[str, str]:
+    """Returns the mean and the standard deviation of a variable's values now; of a large one, of its first values."""
+    plain = tensorflow_variable(variable)
+    if not count or not (plain.dtype.is_floating or plain.dtype.is_integer):
+        return "", ""
+    rows = plain[: max(1, _MOST_VALUES * plain.shape[0] // count)] if count > _MOST_VALUES else plain
+    values = np.asarray(rows, np.float64)
+    return records.show_number(values.mean()), records.show_number(values.std())
 
 
 def describe_environment(state: TrainState, settings: Config) -> str:

@@ -135,3 +135,34 @@ def test_a_confusion_matrix_takes_many_classes_and_refuses_bad_input():
         distloop.ConfusionMatrix(np.array([0, 1]), np.array([0.1, 0.9]))
     with pytest.raises(ValueError, match="classes 0 to 2 and 2 names"):
         distloop.ConfusionMatrix(np.array([0, 1]), np.array([0, 2]), names=["a", "b"])
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_video_is_an_animated_gif_of_its_frames(channels):
+    frames = np.zeros([5, 6, 8, channels], np.float32)
+    for i, frame in enumerate(frames):
+        frame[i] = 1.0
+    video = distloop.Video(frames, fps=20)
+    file = video.as_file()
+    gif = Image.open(io.BytesIO(file.data))
+    assert (file.suffix, gif.format, gif.n_frames, gif.size) == (".gif", "GIF", 5, (8, 6))
+    for i in range(5):
+        gif.seek(i)
+        assert gif.info["duration"] == 50
+        assert np.array_equal(np.asarray(gif.convert("L")) > 127, frames[i, ..., 0] > 0.5)
+    tensor, metadata = video.encode()
+    assert [*tensor.string_val[:2]] == [b"8", b"6"] and metadata.plugin_data.plugin_name == "images"
+
+
+@pytest.mark.parametrize(
+    ("array", "fps"), [(np.zeros([4, 4, 3]), 10), (np.zeros([2, 4, 4, 4]), 10), (np.zeros([2, 4, 4, 3]), 60)]
+)
+def test_what_is_no_video_is_refused(array, fps):
+    with pytest.raises(ValueError, match=r"Video was given float64 of shape \[.*; it takes uint8, or floats in 0..1"):
+        distloop.Video(array, fps)
+
+
+@pytest.mark.parametrize(("array", "labels"), [(np.zeros([3]), None), (np.zeros([3, 2]), ["a"])])
+def test_what_are_no_embeddings_is_refused(array, labels):
+    with pytest.raises(ValueError, match="Embeddings was given an array of shape"):
+        distloop.Embeddings(array, labels)
