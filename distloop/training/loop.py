@@ -226,12 +226,15 @@ class TrainLoop:
             if check is not None and not self._eager:
                 check([*self._step.names, *self._state.keras_metrics])
             workers.report_phase(self._state.strategy, "training")
-            count = int(min(self._next_boundary(step, actions) - step, self._most_steps, most_steps or np.inf))
-            count = 1 if is_new and self._eager else count  # what is due is known after it
+            limits = (
+                self._most_steps,
+                most_steps or np.inf,
+                1 if is_new and self._eager else np.inf,
+            )  # is anything kept?
             with self._host.profile.loop(step):
                 rows = self._compiled.run(
                     source,
-                    count,
+                    int(min(self._next_boundary(step, actions) - step, *limits)),
                     self._host.plan.period(self.log_every).steps,
                     executor=self._host.executor,
                     is_single=self._host.profile.is_single(step),
