@@ -226,15 +226,11 @@ class TrainLoop:
             if check is not None and not self._eager:
                 check([*self._step.names, *self._state.keras_metrics])
             workers.report_phase(self._state.strategy, "training")
-            limits = (
-                self._most_steps,
-                most_steps or np.inf,
-                1 if is_new and self._eager else np.inf,
-            )  # is anything kept?
+            most = 1 if is_new and self._eager else most_steps or np.inf  # what is due is known after it
             with self._host.profile.loop(step):
                 rows = self._compiled.run(
                     source,
-                    int(min(self._next_boundary(step, actions) - step, *limits)),
+                    int(min(self._next_boundary(step, actions) - step, self._most_steps, most)),
                     self._host.plan.period(self.log_every).steps,
                     executor=self._host.executor,
                     is_single=self._host.profile.is_single(step),
