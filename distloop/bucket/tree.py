@@ -100,6 +100,13 @@ def checkpoints(root: str) -> list[Unit]:
     return [unit for unit in units(root, CHECKPOINTS) if unit.is_checkpoint]
 
 
+def is_changing(root: str, path: str) -> bool:
+    """Returns whether a checkpoint is there after all, or has a temporary name while the run replaces it."""
+    step = str(step_of(path))
+    names = {name for name in os.listdir(os.path.join(root, CHECKPOINTS)) if name.split(".")[0] == step}
+    return step in names or any(not _CHECKPOINT.fullmatch(name) for name in names)
+
+
 def file_unit(root: str, path: str) -> Unit | None:
     """Returns the unit that a file is; None: it is not there any more, or no file."""
     stamp = _stamp(os.path.join(root, path))

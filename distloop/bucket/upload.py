@@ -200,9 +200,10 @@ class Upload:
         gone = [path for path in gone if tree.step_of(tree.folder_of(path)) < 0]
         if self._must_prune and units and self._is_there(units[0]) and not any(map(self._is_due, units)):
             there = tree.by_checkpoint(self._directory.list())
-            old = [path for path in there if tree.step_of(path) >= 0 and path not in {unit.path for unit in units}]
-            gone += [f"{path}/{name}" for path in old for name in there[path]]
-            self._must_prune = False
+            old = {path for path in there if tree.step_of(path) >= 0 and path not in {unit.path for unit in units}}
+            changing = {path for path in old if not path.endswith(OLD) and tree.is_changing(self._root, path)}
+            gone += [f"{path}/{name}" for path in old - changing for name in there[path]]
+            self._must_prune = bool(changing)
         if gone:
             self._verify()
         for path in sorted(gone, key=lambda path: (tree.step_of(tree.folder_of(path)), *_seals_first(path))):

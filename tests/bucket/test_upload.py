@@ -103,6 +103,18 @@ def test_a_run_that_has_gone_back_leaves_its_later_checkpoints_under_another_nam
         assert not [path for path in RemoteDirectory(URL).list() if "abandoned" in path]
 
 
+def test_a_checkpoint_that_is_being_replaced_on_the_disk_stays_in_the_bucket(root):
+    save(root, 10, 20)
+    with bucket(share=0.0):
+        upload(root)
+        os.rename(root / "checkpoints" / "20", root / "checkpoints" / "20.7-0123abcd.old")  # as `replacing` does
+        upload(root)
+        assert sealed_steps(RemoteDirectory(URL).list()) == [10, 20]
+        shutil.rmtree(root / "checkpoints" / "20.7-0123abcd.old")
+        upload(root)
+        assert sealed_steps(RemoteDirectory(URL).list()) == [10]
+
+
 def test_a_checkpoint_that_the_run_deletes_meanwhile_is_uploaded_whole(root, monkeypatch):
     save(root, 10)
     put, is_waiting, may_go_on = Unreliable.put_file, threading.Event(), threading.Event()
