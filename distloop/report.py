@@ -87,17 +87,8 @@ _STYLES = {
 # What `--json` has of each run as it is.
 _JSON_NAMES = (
     *("name", "status", "step", "until", "stop_reason", "training_secs", "elapsed_secs", "silent_secs"),
-    *(
-        "steps_per_sec",
-        "examples_per_sec",
-        "flops_per_example",
-        "device_hours",
-        "seen",
-        "starts",
-        "time_spent",
-        "incidents",
-        "settings",
-    ),
+    *("steps_per_sec", "examples_per_sec", "flops_per_example", "device_hours", "seen", "starts", "time_spent"),
+    *("incidents", "settings"),
 )
 
 

@@ -76,8 +76,8 @@ def described(directives: str) -> str:
     for directive in re.split(r"^(?=\.\. )", directives, flags=re.M)[1:]:
         kind, name = re.search(r"^\.\. (?:py:)?(?:auto)?(\w+):: ([\w.]+)", directive, re.M).groups()
         members = re.findall(r"auto(?:property|method):: [\w.]+\.(\w+)", directive)
-        for names in re.findall(r":members: (.+)", directive):
-            members += names.split(", ")
+        for names in re.findall(r":members: (.+(?:\n {4,}.+)*)", directive):
+            members += re.findall(r"\w+", names)
         is_called = f"{name}()" not in directive and kind == "class" and "class-doc-from: class" not in directive
         texts += [entry(name, with_arguments=is_called or kind in ("function", "exception"))]
         texts += [entry(f"{name}.{member}", with_arguments=True) for member in members]

@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
 import types
 import unittest.mock
@@ -77,6 +78,15 @@ def run(arguments: Sequence[str], *, env: Mapping[str, str], timeout: float) -> 
             program.kill()  # if it has not ended
         texts = [open(path).read() for path in (stdout, stderr)]
     return subprocess.CompletedProcess(arguments, code, *texts)
+
+
+def run_program(workdir: Any, program: str, *arguments: str) -> subprocess.CompletedProcess:
+    """Writes the text of a program into a workdir, and runs it with the workdir and some arguments."""
+    os.makedirs(workdir, exist_ok=True)
+    path = os.path.join(workdir, "program.py")
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(textwrap.dedent(program))
+    return run([path, workdir, *arguments], env=os.environ, timeout=300)
 
 
 def launch(arguments: Sequence[str], *, env: Mapping[str, str], timeout: float) -> subprocess.CompletedProcess:

@@ -4,6 +4,7 @@ import functools
 import itertools
 import json
 import os
+import pathlib
 import re
 import time
 import types
@@ -17,6 +18,7 @@ import distloop
 from distloop.data import shards
 from distloop.distributed import devices, strategies
 from distloop.evaluation.comparison import relative_difference
+from distloop.monitoring.records import OF_THE_MACHINE
 from distloop.testing import tiny_classification as classification  # noqa: F401 - for the tests
 
 
@@ -154,6 +156,12 @@ def assert_equal(found, expected):
 # What a run with the evaluation "test" leaves in its workdir, beside event files.
 FILES_OF_A_RUN = ["checkpoints", "config.json", "flags.txt", "memory.json", "metrics.jsonl", "progress.json"]
 FILES_OF_A_RUN += ["run_id.json", "starts.jsonl", "test", "train"]
+
+
+def rows_of(workdir):
+    """Returns the rows of a run's metrics.jsonl without what depends on the machine."""
+    rows = [json.loads(line) for line in (pathlib.Path(workdir) / "metrics.jsonl").read_text().splitlines()]
+    return [{name: row[name] for name in sorted(row.keys() - OF_THE_MACHINE - {"time"})} for row in rows]
 
 
 def files_of(workdir):

@@ -1,7 +1,6 @@
 """The law of virtual replicas: a run has the same bits on any number of devices, and when it moves between them."""
 
 import json
-import pathlib
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from tests.problems import (
     mostly_wide,
     on,
     optimize_graphs,
+    rows_of,
     weights,
 )
 from tests.training.test_gradient_step import sam
@@ -320,13 +320,6 @@ def state_of(trainer):
             value = value - np.array([(first + int(replica)) * turns * SEED_STRIDE, 0], value.dtype)
         assert value.tobytes() == values.setdefault(name, value).tobytes(), name
     return values
-
-
-def rows_of(workdir):
-    """Returns the rows of a run's metrics.jsonl without what depends on the machine."""
-    rows = [json.loads(line) for line in (pathlib.Path(workdir) / "metrics.jsonl").read_text().splitlines()]
-    of_machine = OF_THE_MACHINE | {"time"}
-    return [{name: row[name] for name in sorted(row.keys() - of_machine)} for row in rows]
 
 
 def outcome(trainer, case, workdir):

@@ -1,7 +1,7 @@
 """Tensors out of `loss_fn`: what `distloop.keep` hands to the writers at due steps, such as attention maps.
 
     distloop.keep("attention", maps, every=1000)            # in loss_fn, of a train step
-    with part(number), keeping(state):                      # around it: a part of the batch, the first is 0
+    with part(number), keeping(state, update):              # around it: a part of the batch, the first is 0
         loss_fn(batch, True)
     KeptTensors(state)                                      # the action that shows them
 
@@ -38,6 +38,7 @@ class Kept:
 
 class _Keeping(NamedTuple):
     state: Any
+    update: str
     is_compiled: bool  # by XLA
     names: set[str]  # kept in it so far
 
@@ -55,7 +56,7 @@ def keep(
         distloop.keep("attention", maps, every=1000, show=lambda maps: distloop.Images(maps[0, ..., None]))
 
     Args:
-        name: to show it under.
+        name: to show it under; of several updates, behind the name of the update and a slash.
         tensor: `[B, ...]`, with a row for each example.
         every: steps, as 1000 or "1000 steps".
         rows: so many of the first rows of the global batch; less, where the first part of the batch, a microbatch of a
@@ -85,7 +86,7 @@ def keep(
         )
         raise ValueError(f"keep({name!r}) was called with {why}.")
     scope.names.add(name)
-    kept = scope.state.kept
+    kept, name = scope.state.kept, f"{scope.update}/{name}".lstrip("/")
     kept[name] = Kept(int(amount), show or _as_media)
     number, replica = _number.get(), tf.distribute.get_replica_context().replica_id_in_sync_group
     if tf.get_static_value(replica) != 0 or (isinstance(number, int) and number):
@@ -122,10 +123,10 @@ def part(number: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def keeping(state: Any, *, is_compiled: bool = False, is_first: bool = True) -> Iterator[None]:
-    """Enters a scope in which `keep` keeps tensors in a `TrainState`, if it is in one of a `part` in a first pass."""
+def keeping(state: Any, update: str, *, is_compiled: bool = False, is_first: bool = True) -> Iterator[None]:
+    """Enters a scope in which `keep` keeps tensors of an update, if it is in a `part` and in a first pass over it."""
     is_kept = is_first and _number.get() is not None
-    token = _scope.set(_Keeping(state, is_compiled, set()) if is_kept else None)
+    token = _scope.set(_Keeping(state, update, is_compiled, set()) if is_kept else None)
     try:
         yield
     finally:

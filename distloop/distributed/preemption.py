@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, NoReturn
 
-from distloop.distributed import notes, output
+from distloop.distributed import heartbeat, notes, output
 
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: run the same command again
 
@@ -53,7 +53,7 @@ class Interrupted(Exception):
 class OtherFailed(Interrupted):
     """Raised when another worker has failed, and waits until all have saved the run."""
 
-    exit_code = 76  # as `heartbeat.EXIT_CODE`
+    exit_code = heartbeat.EXIT_CODE
 
 
 @contextlib.contextmanager

@@ -47,7 +47,7 @@ class Media(abc.ABC):
     def encode(self) -> Encoded:
         """Returns the tensor and the metadata for TensorBoard's plugin of this kind."""
 
-    def projected(self) -> Mapping[str, bytes]:
+    def projector_files(self) -> Mapping[str, bytes]:
         """Returns files for TensorBoard's projector, by the end of their names: none, but of vectors."""
         return {}
 
@@ -78,13 +78,13 @@ class EncodedMedia(Media):
     """Media that is already encoded, and so independent of arrays that may change."""
 
     encoded: Encoded
-    files: Mapping[str, bytes]  # as `projected` returns them
+    files: Mapping[str, bytes]  # as `projector_files` returns them
 
     def encode(self) -> Encoded:
         """Returns the stored encoding."""
         return self.encoded
 
-    def projected(self) -> Mapping[str, bytes]:
+    def projector_files(self) -> Mapping[str, bytes]:
         """Returns the stored files."""
         return self.files
 
@@ -200,7 +200,7 @@ class Embeddings(Media):
         rows = np.asarray(self.array, np.float32).tolist()
         return MediaFile(".tsv", "".join("\t".join(map(repr, row)) + "\n" for row in rows).encode())
 
-    def projected(self) -> dict[str, bytes]:
+    def projector_files(self) -> dict[str, bytes]:
         """Returns the vectors, and a line for each label."""
         labels = range(len(self.array)) if self.labels is None else self.labels
         lines = "".join(" ".join(str(label).split()) + "\n" for label in labels)

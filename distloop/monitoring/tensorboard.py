@@ -187,7 +187,7 @@ class SummaryWriter:
     def _add(self, run: str, step: int, when: float, media: Mapping[str, Media]) -> None:
         event = Event(wall_time=when, step=step)
         for tag, item in media.items():
-            if files := item.projected():
+            if files := item.projector_files():
                 self._project(run, tag, files)
             tensor, metadata = item.encode()
             metadata.summary_description = metadata.summary_description or describe_media(tag)

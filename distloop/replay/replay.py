@@ -137,10 +137,9 @@ def replay(state: TrainState, config: Config, source: Source, units: Units, step
         )
     if source.layout.is_split:
         raise ValueError("replay was given a DistributedDataset, of which replicas have parts: give the plain dataset.")
-    # `on_divergence` needs a workdir, and only decides what comes after a step.
-    settings = dataclasses.replace(
-        config, workdir="", copy_every=0, histograms_every=0, profile="", on_divergence="none"
-    )
+    # Nothing of this decides about a step: `on_divergence` needs a workdir, and the noise two parts of a batch.
+    off: dict[str, Any] = {"copy_every": 0, "histograms_every": 0, "gradient_noise_every": 0, "profile": ""}
+    settings = dataclasses.replace(config, workdir="", on_divergence="none", **off)
     checkpoints = RunCheckpoints(state, settings)
     start = _start(run, config, checkpoints, state, step)
     progress = _Steps(state, settings, source, units, run, start)

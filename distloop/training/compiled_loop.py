@@ -32,8 +32,7 @@ class _Carry(NamedTuple):
     """
 
     done: tf.Tensor  # [], int32: the steps of this call so far, up to the first one that failed
-    is_over: tf.Tensor  # [], int32: 1 if one of the steps failed at which the host has looked: all, or all but the
-    #                     last; or if no rows are ahead for another step
+    is_over: tf.Tensor  # [], int32: 1 if a step failed, as far as the host has looked, or no rows are ahead for another
     failed: tf.Tensor  # []: whether a step failed
     sums: tf.Tensor  # [S]: what the steps of the row add up to; one zero before the first, as tracing it tells S
     diagnosis: tf.Tensor  # [D]: of the step that failed, or the last one; one zero before the first
@@ -319,9 +318,8 @@ class CompiledLoop:
                 failed |= carry.failed
                 sums, skipped = tf.where(carry.failed, tf.zeros_like(sums), sums), skipped & ~carry.failed
                 diagnosis = tf.where(carry.failed, carry.diagnosis, diagnosis)
-            if self._state.token_count is not None:
-                tallies = self._sums_layout().unpack(sums)["tallies"]
-                self._state.token_count.assign_add(tallies[loss_weight(self._step)])
+            if self._state.token_count is not None and (place := loss_weight(self._step)) is not None:
+                self._state.token_count.assign_add(self._sums_layout().unpack(sums)["tallies"][place])
             if self._step.may_skip:
                 self._state.skipped_steps.assign_add(tf.cast(skipped, tf.int64))
             return _Carry(done, is_over, failed, carry.sums + sums, diagnosis)

@@ -273,7 +273,7 @@ class ForwardBackward:
             ValueError: if the loss depends on no variable.
         """
         recorded = variable_writes.recorded_writes(self.writable)
-        with recorded as written, keeping(self.state, is_compiled=self.jit_compile, is_first=is_first):
+        with recorded as written, keeping(self.state, self.name, is_compiled=self.jit_compile, is_first=is_first):
             outputs, gradients, new_values, tallies, metric_rows = self.differentiate(
                 rows, row_weights, factor, value, is_first=is_first
             )

@@ -166,8 +166,7 @@ class TrainLoop:
             self._open_window()
         else:
             self._window = Window(window)
-        if (count := self._state.token_count) is not None:
-            count.assign(self.tokens)
+        _begin_to_count(self)
         step = int(self._state.step)
         if self.open_boundary is not None and self._act_again(step, actions):
             return self.reported
@@ -236,7 +235,7 @@ class TrainLoop:
                     is_single=self._host.profile.is_single(step),
                     secs=_LOOP_SECS if self._is_alone else np.inf,  # each worker would end with another step
                 )
-            self._loss_weight = _place_of_tokens(self._step, self._host.plan, self.tokens)
+            self._loss_weight = loss_weight(self._step)
         except BaseException as error:  # Ctrl-C, too, where it is not caught
             source.lose_place(int(self._state.step) - step)
             if not isinstance(error, tf.errors.OpError):
@@ -280,10 +279,9 @@ class TrainLoop:
         try:
             self.reported, self.stop_reason = run_actions(actions, report, self._host.clock, self._host.plan)
         except (Exception, KeyboardInterrupt):
-            is_last, due = int(self._state.step) == report.step, self._host.plan.due_secs  # else later steps are done
-            self.open_boundary = (
-                {"metrics": report.metrics, "time": report.time, "due_secs": [*due]} if is_last else None
-            )
+            is_last, plan = int(self._state.step) == report.step, self._host.plan  # else later steps are done
+            due = {"due_secs": [*plan.due_secs], "due_tokens": [*plan.due_tokens]}
+            self.open_boundary = {"metrics": report.metrics, "time": report.time, **due} if is_last else None
             raise
         if self.stop_reason:
             self._host.say(f"Stopped at step {report.step}: {self.stop_reason}.")
@@ -293,11 +291,11 @@ class TrainLoop:
         """Calls the actions of a boundary that was left open; returns as `_act`."""
         boundary, self.open_boundary = self.open_boundary, None
         plan = self._host.plan
-        plan.due_secs = set(boundary["due_secs"])
+        plan.due_secs, plan.due_tokens = set(boundary["due_secs"]), set(boundary.get("due_tokens", ()))
         is_over = plan.units.run.is_over(step, self.secs, self.tokens)
         until = step if is_over else plan.last_step
         is_stopped = self._act(actions, Report(step, until, boundary["metrics"], self._state, time=boundary["time"]))
-        plan.due_secs = set()
+        plan.due_secs, plan.due_tokens = set(), set()
         return is_stopped or is_over
 
     def _report(self, step: int, end: float) -> Report:
@@ -335,25 +333,25 @@ def _trace(loop: TrainLoop, source: Source, step: int) -> None:
     loop._on_trace(loop._step)
     loop._host.show_progress(step, "")
     loop._traced_for = source
-    if not loop._eager:
-        _place_of_tokens(loop._step, loop._host.plan, loop.tokens)
+    if not loop._eager and _counts_tokens(loop) and loss_weight(loop._step) is None:
+        raise _no_tokens("no `loss` whose weights count them is returned")
 
 
-def _place_of_tokens(step: TrainStep, plan: Plan, tokens: float) -> int | None:
-    """Returns the place of the loss's weight in the tallies of a traced step; None: there is no loss.
+def _begin_to_count(loop: TrainLoop) -> None:
+    """Hands the tokens so far to the schedules that read them; raises a ValueError if they are unknown and needed."""
+    if math.isnan(loop.tokens) and _counts_tokens(loop):
+        raise _no_tokens("the checkpoint is of an older version, which counted none")
+    if loop._state.token_count is not None:
+        loop._state.token_count.assign(loop.tokens)
 
-    Raises:
-        ValueError: if something is due by tokens, and they cannot be counted; `tokens` is their number so far.
-    """
-    place = loss_weight(step)
-    if plan.counts_tokens and (place is None or math.isnan(tokens)):
-        why = (
-            "no `loss` whose weights count them is returned"
-            if place is None
-            else "the checkpoint is of an older version, which counted none"
-        )
-        raise ValueError(f"A duration in tokens was given, and {why}: give steps.")
-    return place
+
+def _counts_tokens(loop: TrainLoop) -> bool:
+    """Returns whether a schedule reads the tokens, or anything is due by them."""
+    return loop._state.token_count is not None or loop._host.plan.counts_tokens
+
+
+def _no_tokens(why: str) -> ValueError:
+    return ValueError(f"A duration in tokens was given, and {why}: give steps.")
 
 
 def _count(loop: TrainLoop, source: Source, row: Row, step: int) -> int:

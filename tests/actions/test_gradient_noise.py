@@ -132,6 +132,14 @@ def test_a_run_that_is_resumed_goes_on_with_its_averages(tmp_path):
 
 
 @pytest.mark.slow
+def test_one_device_replays_a_run_of_two_that_measured_it(tmp_path):
+    config = {"workdir": str(tmp_path), "gradient_noise_every": 2, "log_every": 2}
+    distloop.Trainer(classifier(), on(2, **config)).fit(data(8), steps=6)
+    result = distloop.Trainer(classifier(), on(1, steps=6, **config)).replay(data(8), step=5)
+    assert result.differences == []
+
+
+@pytest.mark.slow
 def test_a_table_counts_each_of_its_rows_once():
     segment = gradient_noise.Rows(tf.constant([3, 1, 3], tf.int64), tf.constant([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]))
     total, count = gradient_noise.of_part([segment], tf.constant(2.0)).numpy()

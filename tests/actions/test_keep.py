@@ -112,6 +112,25 @@ def test_tensors_are_shown_in_tensorboard_under_their_names(tmp_path):
     assert steps_in_tensorboard(tmp_path / "train", "logits") == [2, 4, 6]
 
 
+@pytest.mark.slow
+def test_updates_keep_tensors_under_their_own_names():
+    def model_fn():
+        models = {name: keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)], name=name) for name in "ab"}
+
+        def loss_of(name):
+            def loss_fn(batch, training):
+                distloop.keep("x", batch["x"], every=1)
+                return {"loss": models[name](batch["x"])[:, 0] ** 2}
+
+            return distloop.Update(name, loss_fn, keras.optimizers.SGD(0.1), models[name].trainable_variables)
+
+        return distloop.ModelSpec(models, updates=[loss_of("a"), loss_of("b")])
+
+    trainer = distloop.Trainer(model_fn, on(1))
+    trainer.fit(data(), steps=1)
+    assert {*trainer.state.kept} == {"a/x", "b/x"}
+
+
 def test_pictures_are_images_and_all_else_a_histogram():
     assert isinstance(keep_module._as_media(np.zeros([2, 4, 4, 3], np.float32)), Images)
     assert isinstance(keep_module._as_media(np.zeros([2, 4, 4], np.float32)), Histogram)

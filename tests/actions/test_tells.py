@@ -6,7 +6,6 @@ import pathlib
 import re
 import shutil
 import signal
-import textwrap
 
 import keras
 import numpy as np
@@ -15,9 +14,8 @@ import pytest
 import distloop
 from distloop import report
 from distloop.actions import tells
-from distloop.monitoring.records import OF_THE_MACHINE
 from tests import forked
-from tests.problems import assert_equal, classification, classifier, everything, on, refused
+from tests.problems import assert_equal, classification, classifier, everything, on, refused, rows_of
 
 PROGRAM = """
     import os, signal, sys
@@ -47,16 +45,7 @@ PROGRAM = """
 
 
 def run(workdir, replicas, commands, when=""):
-    os.makedirs(workdir, exist_ok=True)
-    path = os.path.join(workdir, "program.py")
-    with open(path, "w") as file:
-        file.write(textwrap.dedent(PROGRAM))
-    return forked.run([path, workdir, replicas, commands, when], env=os.environ, timeout=300)
-
-
-def rows_of(workdir):
-    rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in row.items() if name not in {"time", *OF_THE_MACHINE}} for row in rows]
+    return forked.run_program(workdir, PROGRAM, replicas, commands, when)
 
 
 COMMANDS = "evaluate learning_rate=0.5 save"

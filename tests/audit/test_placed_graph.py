@@ -152,6 +152,21 @@ def test_rows_that_the_step_itself_reads_are_late():
     assert (copy.path, copy.is_late, copy.bytes) == ("into", True, 4 * 8 * 4)
 
 
+@pytest.mark.parametrize("is_read_first", [True, False])
+def test_rows_that_a_variable_keeps_are_late_where_the_step_reads_it_after_that(is_read_first):
+    kept = tf.Variable(tf.ones([4, 8]))
+    kept.handle._distloop_device = "/device:GPU:0"
+
+    def body(rows, carried):
+        with tf.device("/GPU:0"):
+            if is_read_first:
+                before = kept.read_value()
+            kept.assign(rows)
+            return carried + tf.reduce_sum((before if is_read_first else kept.read_value()) @ WEIGHT)
+
+    assert [copy.is_late for copy in step_of(body).copies if copy.bytes] == [not is_read_first]
+
+
 def test_rows_that_go_to_the_next_step_are_not_late():
     dataset = tf.data.Dataset.from_tensors(tf.ones([])).repeat()
 

@@ -1,9 +1,7 @@
 """Training in phases: a program of several calls of `fit` goes on in the right one, wherever it was killed."""
 
 import json
-import os
 import signal
-import textwrap
 
 import keras
 import numpy as np
@@ -11,9 +9,8 @@ import pytest
 
 import distloop
 from distloop.checkpoints import phases
-from distloop.monitoring.records import OF_THE_MACHINE
 from tests import forked
-from tests.problems import assert_equal, classification, classifier, everything, mostly_wide, on, weights
+from tests.problems import assert_equal, classification, classifier, everything, mostly_wide, on, rows_of, weights
 
 PROGRAM = """
     import os, signal, sys
@@ -67,16 +64,7 @@ PROGRAM = """
 
 
 def run(workdir, replicas, kind, when="", program=PROGRAM):
-    os.makedirs(workdir, exist_ok=True)
-    path = os.path.join(workdir, "program.py")
-    with open(path, "w") as file:
-        file.write(textwrap.dedent(program))
-    return forked.run([path, workdir, replicas, kind, when], env=os.environ, timeout=300)
-
-
-def rows_of(workdir):
-    rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in row.items() if name not in {"time", *OF_THE_MACHINE}} for row in rows]
+    return forked.run_program(workdir, program, replicas, kind, when)
 
 
 @pytest.fixture(scope="module")

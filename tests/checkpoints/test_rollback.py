@@ -11,8 +11,7 @@ import tensorflow as tf
 
 import distloop
 from distloop.checkpoints.loading import Rollback
-from distloop.monitoring.records import OF_THE_MACHINE
-from tests.problems import assert_equal, classification, classifier, everything, mostly_wide, on
+from tests.problems import assert_equal, classification, classifier, everything, mostly_wide, on, rows_of
 
 
 def test_the_batch_that_failed_is_left_out_with_those_before():
@@ -90,12 +89,6 @@ def fit(workdir, data, *, replicas=1, steps=60, **settings):
 def incidents(workdir):
     path = workdir / "incidents.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def rows_of(workdir):
-    timed = {"time", *OF_THE_MACHINE}
-    rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in row.items() if name not in timed} for row in rows]
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,19 @@ import tensorflow as tf
 
 import distloop
 from distloop.distributed.preemption import Interrupted, StopRequests
-from distloop.monitoring.records import OF_THE_MACHINE, append_row
+from distloop.monitoring.records import append_row
 from distloop.training.compiled_loop import CompiledLoop
 from distloop.training.loop import Host, TrainLoop
-from tests.problems import assert_equal, classification, classifier, mostly_wide, on, seconds_of_one_loop, weights
+from tests.problems import (
+    assert_equal,
+    classification,
+    classifier,
+    mostly_wide,
+    on,
+    rows_of,
+    seconds_of_one_loop,
+    weights,
+)
 
 
 @pytest.fixture
@@ -90,14 +99,6 @@ def test_a_run_that_ends_by_time_ends_with_all_that_is_due_and_goes_on_when_it_g
     assert "Already at step 6, after 0:00:05 of 0:00:05: raise until or use another workdir." in output
     assert "already seen" not in output
     assert fit("8 s")[0] == 10 and [step for step, *_ in reports[4:]] == [8, 10]
-
-
-def rows_of(workdir):
-    """Returns the rows of a run without times."""
-    return [
-        {name: value for name, value in row.items() if name != "time" and name not in OF_THE_MACHINE}
-        for row in distloop.read_metrics(workdir)
-    ]
 
 
 @pytest.mark.slow

@@ -116,6 +116,30 @@ def test_a_run_that_stopped_anywhere_goes_on_to_the_same_step_and_weights(straig
 
 
 @pytest.mark.slow
+def test_an_evaluation_that_is_due_by_tokens_is_not_left_out_where_an_action_failed(tmp_path):
+    step = int(np.argmax(COUNTS >= 100))
+    act, evals = noting(1, fail_at=step), {"test": distloop.Evaluation(data(), every="100 tokens")}
+    config = on(1, log_every=1, workdir=str(tmp_path))
+    with pytest.raises(RuntimeError, match="stop here"):
+        distloop.Trainer(model_fn, config).fit(data(), until=f"{UNTIL} tokens", evals=evals, actions=[act])
+    act.fail_at = None
+    found = distloop.Trainer(model_fn, config).fit(data(), until=f"{UNTIL} tokens", evals=evals, actions=[act])
+    assert found.steps["test/loss"][0] == step
+
+
+@pytest.mark.slow
+def test_a_schedule_in_tokens_may_be_that_of_a_run_in_steps():
+    def in_tokens():
+        return model_fn(f"{UNTIL} tokens")
+
+    trainer = distloop.Trainer(in_tokens, on(2, log_every=5))
+    dataset = data()
+    trainer.fit(dataset, steps=5)
+    found = trainer.fit(dataset, steps=10)  # the count goes on
+    assert found["learning_rate"] == pytest.approx(rate_after(COUNTS[10]), abs=1e-6)
+
+
+@pytest.mark.slow
 def test_a_step_of_a_run_in_tokens_is_replayed(straight, tmp_path):
     train(workdir=str(tmp_path), checkpoint_every=5)
     trainer = distloop.Trainer(model_fn, on(1, workdir=str(tmp_path), until=f"{UNTIL} tokens"))
@@ -174,32 +198,38 @@ def test_lengths_in_tokens_and_in_steps_are_refused(arguments, until, message):
     refused(lambda: trainer.fit(data(), until=until), message)
 
 
-def test_tokens_without_a_loss_are_refused():
+@pytest.mark.parametrize("length", [{"until": "10 tokens"}, {"steps": 2}])
+def test_tokens_without_a_loss_are_refused(length):
     def without_loss():
         model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+
+        rate = 0.1 if "until" in length else distloop.make_schedule(0.1, "10 tokens")
 
         def step_fn(step):
             step.report("rows", 1.0, 1.0)
 
-        return distloop.ModelSpec(model, keras.optimizers.SGD(0.1), step_fn=step_fn)
+        return distloop.ModelSpec(model, keras.optimizers.SGD(rate), step_fn=step_fn)
 
     trainer = distloop.Trainer(without_loss, on(1))
     refused(
-        lambda: trainer.fit(distloop.make_dataset(classification(16), 8), until="10 tokens"),
+        lambda: trainer.fit(distloop.make_dataset(classification(16), 8), **length),
         "A duration in tokens was given, and no `loss` whose weights count them is returned",
     )
 
 
 @pytest.mark.slow
-def test_a_checkpoint_that_counted_no_tokens_is_refused(tmp_path, monkeypatch):
-    dataset = distloop.make_dataset(classification(64), 8)
+@pytest.mark.parametrize("length", [{"until": "100 tokens"}, {"steps": 6}])
+def test_a_checkpoint_that_counted_no_tokens_is_refused(tmp_path, monkeypatch, length):
+    rate = 0.1 if "until" in length else distloop.make_schedule(0.1, "100 tokens")
+    make, dataset = (
+        classifier(optimizer=lambda: keras.optimizers.SGD(rate)),
+        distloop.make_dataset(classification(64), 8),
+    )
     with monkeypatch.context() as patch:
         patch.setattr(resume, "_notes", lambda *args, of=resume._notes: {**of(*args), "tokens": math.nan})
-        distloop.Trainer(classifier(), on(1, workdir=str(tmp_path))).fit(dataset, steps=3)
-    trainer = distloop.Trainer(classifier(), on(1, workdir=str(tmp_path)))
-    refused(
-        lambda: trainer.fit(dataset, until="100 tokens"), "the checkpoint is of an older version, which counted none"
-    )
+        distloop.Trainer(make, on(1, workdir=str(tmp_path))).fit(dataset, steps=3)
+    trainer = distloop.Trainer(make, on(1, workdir=str(tmp_path)))
+    refused(lambda: trainer.fit(dataset, **length), "the checkpoint is of an older version, which counted none")
 
 
 def test_a_share_of_a_run_in_tokens_is_no_step_to_average_from():
