@@ -6,7 +6,7 @@ import re
 import pytest
 
 from distloop.distributed import environment
-from experiments.benchmarks import cell, goals, input_speed, page, pictures, processes, turns, workloads
+from experiments.benchmarks import cell, goals, input_speed, kept, page, pictures, processes, turns, workloads
 from tests import forked
 
 
@@ -17,8 +17,13 @@ def rows_of(text):
     return [dict(zip(lines[0], line, strict=True)) for line in lines[2:]]
 
 
-def a_cell(**times):
-    return {"workload": "tiny", "place": "1 replica", "times": times}
+def a_cell(part="training", **times):
+    about = {"date": "2026-11-27", "commit": "abc", "machine": "2 CPU cores", "rounds": 2, "turn_secs": 0.4}
+    return {"part": part, "workload": "tiny", "place": "1 replica", "times": times, **about}
+
+
+def rendered(*cells):
+    return page.render(cells, kept.NOISY)
 
 
 @pytest.mark.slow
@@ -28,7 +33,7 @@ def test_the_smallest_part_gives_a_row_with_every_ratio(tmp_path):
     found = cell.measure_training(cell.Systems(spec, str(tmp_path)), {**spec, "systems": systems})
     assert {name: len(secs) for name, secs in found["times"].items()} == dict.fromkeys(systems, 2)
     assert all(0 < sec < 1 for secs in found["times"].values() for sec in secs)
-    (row,) = rows_of(page.render({"about": "", "training": [{**spec, **found}]}))
+    (row,) = rows_of(rendered({**a_cell(), **spec, **found}))
     assert row["workload"] == "tiny" and row["goal"] == "1.40 / 1.10"
     assert float(row["**distloop**"].split(" / ")[1]) > 0
 
@@ -65,18 +70,51 @@ def test_a_ratio_is_the_median_of_the_rounds_own_ratios():
     [(1.0, "stretch / goal"), (1.2, "stretch / missed"), (1.3, "goal / missed"), (1.5, "missed / missed")],
 )
 def test_the_page_says_how_far_each_ratio_came(own, reached):
-    (row,) = rows_of(page.render({"about": "", "training": [a_cell(bare=[1.0], handloop=[1.0], distloop=[own])]}))
+    (row,) = rows_of(rendered(a_cell(bare=[1.0], handloop=[1.0], distloop=[own])))
     assert row["reached"] == reached
 
 
 def test_the_page_says_why_a_system_is_missing():
-    cells = [{**a_cell(bare=[1.0], distloop=[1.0]), "missing": {"orbit": "no network"}}]
-    assert "- Orbit: no network\n" in page.render({"about": "", "training": cells})
+    cell = {**a_cell(bare=[1.0], distloop=[1.0]), "missing": {"orbit": "no network"}}
+    assert "- Orbit: no network\n" in rendered(cell)
 
 
 def test_the_page_names_what_could_not_be_measured():
-    failed = {"part": "calls", "workload": "tiny", "place": "2 replicas", "failed": "code 1"}
-    assert "Not measured: calls, tiny, 2 replicas (code 1)." in page.render({"about": "", "calls": [failed]})
+    assert "Not measured: calls, tiny, 1 replica (code 1)." in rendered({**a_cell("calls"), "failed": "code 1"})
+
+
+def test_other_frameworks_are_compared_with_distloop():
+    cell = a_cell("peers", bare=[1.0, 2.0], scan=[0.5, 0.5], lightning=[8.0, 8.0], distloop=[2.0, 2.0])
+    (row,) = rows_of(rendered(cell))
+    assert row["Lightning"] == "4.00" and row["JAX, a scan of 50 steps"] == "0.25" and row["bare"] == "0.75"
+    assert row["**distloop**, us"] == "2,000,000"
+
+
+def test_the_page_says_what_was_measured_when_and_which_cells_were_noisy():
+    times = {"bare": [1.0, 1.1, 1.2, 1.3, 1.4], "distloop": [1.0] * 5}
+    noise = kept.noise(a_cell(**times))
+    assert noise == pytest.approx(0.2 / 1.2, abs=1e-3)  # half of the times are within 1.1 to 1.3, around 1.2
+    text = rendered({**a_cell(**times), "noise": noise}, {**a_cell(**times), "noise": 0.01, "workload": "conv"})
+    assert "2026-11-27, commit abc, 2 CPU cores; 2 rounds or more" in text
+    assert "are compared with): tiny on 1 replica 17%.\n" in text
+
+
+def test_a_page_is_not_made_of_two_commits():
+    with pytest.raises(ValueError):
+        rendered(a_cell(bare=[1.0]), {**a_cell(bare=[1.0]), "commit": "def"})
+
+
+def test_a_part_is_measured_again_alone_and_its_newest_cell_of_the_present_commit_counts(tmp_path, monkeypatch):
+    monkeypatch.setattr(kept, "PATH", tmp_path / "runs" / "benchmarks.jsonl")
+    spec = {"part": "training", "workload": "tiny", "place": "1 replica", "systems": ["bare", "distloop"]}
+    others = [{**spec, "workload": "conv"}, {**spec, "systems": ["bare"]}]
+    for secs in (1.0, 2.0):
+        kept.keep({**spec, "times": {"bare": [secs] * 3}})
+    kept.keep({**spec, "failed": "exit code 1"})
+    found, *missing = kept.find([spec, *others])
+    assert found["times"] == {"bare": [2.0] * 3} and found["noise"] == 0 and missing == [None, None]
+    monkeypatch.setattr(kept, "origin", lambda: {"commit": "def", "machine": "another"})
+    assert kept.find([spec]) == [None]
 
 
 def test_speeds_are_those_of_the_median_call():
@@ -111,7 +149,7 @@ def test_two_workers_keep_the_speed_of_one_where_their_steps_last_as_long():
 
 def test_watching_is_compared_with_watching_less():
     times = {"off": [1.0, 1.0, 2.0], "on": [1.02, 1.02, 2.5], "histograms": [1.2, 1.2, 2.6]}
-    rows = rows_of(page.render({"about": "", "monitoring": [a_cell(**times)]}))
+    rows = rows_of(rendered(a_cell("monitoring", **times)))
     assert [row["ratio"] for row in rows] == ["1.02", "1.18"] and [row["reached"] for row in rows] == ["goal", "missed"]
 
 
@@ -157,8 +195,8 @@ def test_the_pictures_are_those_of_the_page():
 
 
 def test_a_picture_has_a_mark_where_each_figure_of_its_table_is():
-    cells = [a_cell(bare=[2.0], handloop=[2.0], keras=[8.0], orbit=[4.0], distloop=[1.0])]
-    (svg,) = pictures.draw_all(page.render({"about": "", "training": cells})).values()
+    cell = a_cell(bare=[2.0], handloop=[2.0], keras=[8.0], orbit=[4.0], distloop=[1.0])
+    (svg,) = pictures.draw_all(rendered(cell)).values()
     places = {name: float(x) for x, name in re.findall(r"translate\(([\d.]+),\d+\)\"><title>(.+?)</title>", svg)}
     assert sorted(places, key=places.get) == ["distloop: 0.5", "Orbit: 2", "Keras: 4"]
     octave = places["Keras: 4"] - places["Orbit: 2"]  # the axis is logarithmic

@@ -13,7 +13,7 @@ import sys
 import numpy as np
 import tensorflow as tf
 
-from experiments.benchmarks import by_hand, places, turns, with_orbit
+from experiments.benchmarks import by_hand, peers, places, turns, with_orbit
 from experiments.benchmarks.workloads import WORKLOADS
 
 # Modules that import distloop or Keras's trainer are imported on first use: the start-up of other systems does not pay.
@@ -51,7 +51,9 @@ class Systems:
         if name in ("bare", "handloop", "hand"):
             return getattr(self.hand, name)()
         if name == "orbit":
-            return with_orbit.Train(self.name, self.replicas, os.path.join(self.workdir, "orbit"))
+            return with_orbit.make(self.name, self.replicas, os.path.join(self.workdir, "orbit"))
+        if name in peers.SYSTEMS:
+            return peers.make(name, self.name, self.replicas)
         if name == "distloop":
             from experiments.benchmarks import with_distloop
 
@@ -118,6 +120,7 @@ def measure_start(systems: Systems, spec: dict) -> dict:
 
 PARTS = {
     "training": measure_training,
+    "peers": measure_training,
     "workers": measure_training,
     "scaling": measure_training,
     "monitoring": measure_monitoring,

@@ -13,10 +13,19 @@ TITLES = {
     "orbit": "Orbit",
     "keras": "Keras",
     "keras50": "Keras, 50 steps an execution",
+    "keras_jax": "Keras on JAX",
+    "keras_jax50": "Keras on JAX, 50 steps an execution",
+    "jax": "JAX, a call a step",
+    "scan": "JAX, a scan of 50 steps",
+    "torch": "PyTorch",
+    "torch_compiled": "PyTorch, compiled",
+    "lightning": "Lightning",
     "distloop": "**distloop**",
 }
 PAIR = ("distloop", "keras")
-PARTS = ("training", "workers", "scaling", "monitoring", "calls", "saves", "start")
+TENSORFLOW = ("bare", "handloop", "hand", "orbit", "keras", "keras50", "distloop")
+PEERS = tuple(name for name in TITLES if name not in ("handloop", "hand", "keras50"))
+PARTS = ("training", "peers", "workers", "scaling", "monitoring", "calls", "saves", "start")
 BASES = ("bare", "handloop")  # systems that steps are compared with
 NONE = "-"
 
@@ -67,6 +76,17 @@ def steps_table(cells: Sequence[Mapping]) -> str:
     return table(header, [steps_row(cell, systems) for cell in cells])
 
 
+def peers_table(cells: Sequence[Mapping]) -> str:
+    """Returns the table of the time of a step of other frameworks over that of distloop."""
+    systems = [name for name in PEERS if name != "distloop" and any(name in cell["times"] for cell in cells)]
+    rows = []
+    for cell in cells:
+        times: Times = cell["times"]
+        ratios = [ratio(turns.median_ratio(times, name, "distloop")) for name in systems]
+        rows.append([cell["workload"], cell["place"], f"{statistics.median(times['distloop']) * 1e6:,.0f}", *ratios])
+    return table(["workload", "place", "**distloop**, us", *[TITLES[name] for name in systems]], rows)
+
+
 def monitoring_table(cells: Sequence[Mapping]) -> str:
     """Returns the table of monitoring costs: a step over one with less monitoring."""
     rows = []
@@ -82,6 +102,28 @@ def notes(cells: Sequence[Mapping]) -> str:
     """Returns the reasons why systems have no figure, once each."""
     reasons = {f"{TITLES[name]}: {why}" for cell in cells for name, why in cell.get("missing", {}).items()}
     return "".join(f"- {note}\n" for note in sorted(reasons))
+
+
+def noise(cells: Sequence[Mapping], least: float) -> str:
+    """Returns which cells of a table were noisy."""
+    noisy = [cell for cell in cells if (cell.get("noise") or 0) >= least]
+    named = ", ".join(f"{cell['workload']} on {cell['place']} {cell['noise']:.0%}" for cell in noisy)
+    return (
+        f"\nNoisy (the range of half of the times of the system that others are compared with): {named}.\n"
+        if noisy
+        else ""
+    )
+
+
+def about(cells: Sequence[Mapping]) -> str:
+    """Returns a sentence about when, at which commit, on what and how the cells were measured."""
+    dates = sorted({cell["date"] for cell in cells})
+    days = " to ".join(dict.fromkeys((dates[0], dates[-1])))
+    (commit,), (machine,) = ({cell[name] for cell in cells} for name in ("commit", "machine"))
+    rounds, secs = (min(cell[name] for cell in cells) for name in ("rounds", "turn_secs"))
+    return (
+        f"{days}, commit {commit}, {machine}; {rounds} rounds or more, a turn about {secs:g} s, longer for long steps."
+    )
 
 
 def speeds_table(cells: Sequence[Mapping], kind: str, targets: Mapping[tuple[str, str], float]) -> str:
@@ -157,13 +199,14 @@ def _met(is_met: bool) -> str:
     return "goal" if is_met else "missed"
 
 
-def render(results: Mapping) -> str:
-    """Returns the page of a run's results: `about`, and the cells of each part."""
-    cells = {part: [cell for cell in results.get(part, []) if "failed" not in cell] for part in PARTS}
-    failed = [cell for part in PARTS for cell in results.get(part, []) if "failed" in cell]
+def render(measured: Sequence[Mapping], noisy: float) -> str:
+    """Returns the page of cells of one commit and machine, those with a noise of `noisy` or more named."""
+    cells = {part: [cell for cell in measured if cell["part"] == part and "failed" not in cell] for part in PARTS}
+    failed = [cell for cell in measured if "failed" in cell]
     calls, steps = cells["calls"], [*cells["training"], *cells["workers"]]
     sections = [
         ("Training step", STEPS, steps, steps_table),
+        ("Other frameworks", OTHERS, cells["peers"], peers_table),
         ("Two workers, the same batch for each", SCALING, cells["scaling"], scaling_table),
         ("Monitoring", MONITORING, cells["monitoring"], monitoring_table),
         ("`evaluate`", EVALUATE, calls, lambda cells: speeds_table(cells, "evaluate", goals.EVALUATE)),
@@ -172,10 +215,14 @@ def render(results: Mapping) -> str:
         ("Saving and loading", SAVES, cells["saves"], lambda cells: against_table(cells, "manager", KEPT)),
         ("Start and memory", START, cells["start"], lambda cells: against_table(cells, "hand", STARTED)),
     ]
-    page = f"# How fast distloop is\n\nWritten by `make bench`; do not edit. {results['about']}\n{WHY}"
+    page = f"# How fast distloop is\n\nWritten by `make bench`; do not edit. {about(measured)}\n{WHY}"
     for title, text, shown, write in sections:
         if shown:
-            page += "".join(f"\n{part}" for part in (f"## {title}\n", text, write(shown), notes(shown)) if part)
+            page += "".join(
+                f"\n{part}"
+                for part in (f"## {title}\n", text, write(shown), notes(shown) + noise(shown, noisy))
+                if part
+            )
     for cell in failed:
         page += f"\nNot measured: {cell['part']}, {cell['workload']}, {cell['place']} ({cell['failed']}).\n"
     return page
@@ -189,6 +236,13 @@ loop over `experimental_distribute_dataset`; both are written by hand, with loss
 core each. A global batch has 64 examples, 16 in lm; mlp41m has 64 for each replica, scaled down from 2,048.
 
 ![The time of a step of each system over that of a handloop](training_step.svg)
+"""
+OTHERS = """\
+The time of a step of what one would take in place of TensorFlow, over that of distloop in the same round, median over
+the rounds; above 1 distloop is faster. The same models, batches, optimizer and threads, the input included, each in a
+process of its own. *bare* is a compiled loop of TensorFlow over constant data, written by hand; it, Orbit and Keras run
+on TensorFlow. JAX calls Keras's model and Adam without state. Two replicas are two virtual CPUs of TensorFlow and of
+JAX, and two processes of PyTorch.
 """
 SCALING = """\
 The speed of each of two workers over that of one alone, with one core and a whole batch (64; lm: 16) each: 1.0 is

@@ -7,7 +7,7 @@ import sys
 import tempfile
 import time
 
-from experiments.benchmarks import with_orbit
+from experiments.benchmarks import other_process, with_orbit
 
 WITHOUT_GPU = {"CUDA_VISIBLE_DEVICES": "-1"}
 ONE_THREAD = {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "1"}
@@ -35,7 +35,7 @@ def run_cell(spec: dict, workers: int = 0) -> dict:
                     command,
                     stdout=said,
                     stderr=said,
-                    cwd=with_orbit.ROOT,
+                    cwd=other_process.ROOT,
                     env=environment,
                     timeout=CELL_SECS,
                     check=True,
@@ -69,7 +69,13 @@ def start(spec: dict, system: str) -> tuple[float, float] | None:
         begun = time.perf_counter()
         pipe = subprocess.PIPE
         process = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, cwd=with_orbit.ROOT, env=environment
+            command,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            cwd=other_process.ROOT,
+            env=environment,
         )
         process.stdin.write("1\n")  # Orbit's process reads the number of steps
         process.stdin.close()

@@ -18,6 +18,8 @@ class Fit(System):
         strategy: tf.distribute.Strategy,
         batch_size: int,
         steps_per_execution: int = 1,
+        jit_compile: bool | str = False,
+        data: object = None,
     ):
         with strategy.scope():
             self.model = workload.make_model()
@@ -27,10 +29,10 @@ class Fit(System):
                 getattr(keras.losses, f"{kind}Crossentropy")(from_logits=True),
                 metrics=[keras.metrics.BinaryAccuracy(threshold=0.0) if workload.is_binary else "accuracy"],
                 steps_per_execution=steps_per_execution,
-                jit_compile=False,
+                jit_compile=jit_compile,
             )
         self.least = steps_per_execution
-        self._dataset = workload.dataset(batch_size)
+        self._dataset = data or workload.dataset(batch_size)
 
     def call(self, steps: int, callbacks: tuple = ()) -> None:
         self.model.fit(self._dataset, steps_per_epoch=steps, verbose=0, callbacks=list(callbacks))

@@ -2,50 +2,26 @@
 
 import json
 import os
-import pathlib
-import subprocess
-import sys
-import sysconfig
-import venv
 
-from experiments.benchmarks.turns import System
+from experiments.benchmarks import other_process
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-ENVIRONMENT = ROOT / ".venv-orbit"
 PACKAGES = ["tf-models-official", "tf_keras"]  # Orbit's imports besides TensorFlow and absl
-
-
-PYTHON = str(ENVIRONMENT / "bin" / "python")
 PORTS = 101  # offset of Orbit's ports from distloop's, on several workers
 VARIABLES = {"TF_USE_LEGACY_KERAS": "1"}
 
 
 def make_environment() -> None:
-    """Creates the environment if it is missing; it uses the TensorFlow of this process.
+    """Creates the environment if it is missing.
 
     Raises:
         RuntimeError: if the packages cannot be installed or imported.
     """
-    ready = ENVIRONMENT / "ready"
-    if ready.exists():
-        return
-    venv.create(ENVIRONMENT, clear=True)
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", PYTHON]
-    _run([*pip, "install", "--quiet", "--no-deps", *PACKAGES])
-    packages = pathlib.Path(sysconfig.get_path("purelib", vars={"base": str(ENVIRONMENT)}))
-    (packages / "tensorflow.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
-    _run([PYTHON, "-c", "import orbit"])
-    ready.touch()
-
-
-def _run(command: list[str]) -> None:
-    result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **VARIABLES})
-    if result.returncode:
-        raise RuntimeError(f"its environment cannot be created: {result.stderr.strip().splitlines()[-1]}")
+    other_process.make_environment("orbit", PACKAGES, "orbit", VARIABLES, "--no-deps")
 
 
 def command(workload: str, replicas: int, workdir: str) -> list[str]:
-    return [PYTHON, "-m", "experiments.benchmarks.orbit_process", workload, str(replicas), workdir]
+    python = other_process.python_of("orbit")
+    return [python, "-m", "experiments.benchmarks.orbit_process", workload, str(replicas), workdir]
 
 
 def _shifted_cluster() -> dict[str, str]:
@@ -58,26 +34,6 @@ def _shifted_cluster() -> dict[str, str]:
     return {"TF_CONFIG": json.dumps(config)}
 
 
-class Train(System):
-    """`Controller.train`, one call at a time, in a separate process that takes the times."""
-
-    def __init__(self, workload: str, replicas: int, workdir: str):
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(
-            command(workload, replicas, workdir),
-            stdin=pipe,
-            stdout=pipe,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            cwd=ROOT,
-            env={**os.environ, **VARIABLES, **_shifted_cluster()},
-        )
-
-    def call(self, steps: int) -> float:
-        print(steps, file=self._process.stdin, flush=True)
-        answer = self._process.stdout.readline()
-        if not answer:
-            raise RuntimeError(f"Orbit ended with code {self._process.wait()}")
-        return float(answer)
-
-    steps_secs = call
+def make(workload: str, replicas: int, workdir: str) -> other_process.OtherProcess:
+    """Returns `Controller.train`, one call at a time, in a process of its own."""
+    return other_process.OtherProcess(command(workload, replicas, workdir), {**VARIABLES, **_shifted_cluster()})
