@@ -194,6 +194,19 @@ def test_the_pictures_are_those_of_the_page():
         )
 
 
+def test_the_readme_quotes_the_figures_of_the_page():
+    section = pictures.PAGE.read_text(encoding="utf-8").partition("\n## Training step\n")[2].partition("\n## ")[0]
+    figures = {True: [], False: []}  # of steps over those of a handloop: on one replica, and on more
+    for row in rows_of(section):
+        figures[row["place"] == "1 replica"].append(row["**distloop**"].split(" / ")[1])
+    several, one = (f"{min(figures[is_one])} to {max(figures[is_one])}" for is_one in (False, True))
+    readme = " ".join((pictures.PAGE.parents[2] / "README.md").read_text(encoding="utf-8").split())
+    assert (
+        f"On several devices a step takes {several} of the time of a compiled loop written by hand, on one {one}:"
+        in readme
+    )
+
+
 def test_a_picture_has_a_mark_where_each_figure_of_its_table_is():
     cell = a_cell(bare=[2.0], handloop=[2.0], keras=[8.0], orbit=[4.0], distloop=[1.0])
     (svg,) = pictures.draw_all(rendered(cell)).values()

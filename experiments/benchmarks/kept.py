@@ -45,7 +45,7 @@ def keep(cell: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any] | None]:
-    """Returns the newest measurement of each cell that has the present origin, and did not fail; None: there is none."""
+    """Returns the newest measurement of each cell that has the present origin and did not fail; else None."""
     lines = PATH.read_text(encoding="utf-8").splitlines() if PATH.exists() else []
     rows, here = [json.loads(line) for line in reversed(lines)], origin()
     rows = [row for row in rows if "failed" not in row and _has(row, here)]

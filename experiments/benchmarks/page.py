@@ -108,11 +108,8 @@ def noise(cells: Sequence[Mapping], least: float) -> str:
     """Returns which cells of a table were noisy."""
     noisy = [cell for cell in cells if (cell.get("noise") or 0) >= least]
     named = ", ".join(f"{cell['workload']} on {cell['place']} {cell['noise']:.0%}" for cell in noisy)
-    return (
-        f"\nNoisy (the range of half of the times of the system that others are compared with): {named}.\n"
-        if noisy
-        else ""
-    )
+    what = "Noisy (the range of half of the times of the system that others are compared with)"
+    return f"\n{what}: {named}.\n" if noisy else ""
 
 
 def about(cells: Sequence[Mapping]) -> str:

@@ -1,4 +1,4 @@
-"""What one would take in place of TensorFlow: JAX, Keras on JAX, PyTorch and Lightning, each in a process of its own."""
+"""What one would take in place of TensorFlow: JAX, Keras on JAX, PyTorch, Lightning; each in a process of its own."""
 
 from experiments.benchmarks import other_process
 
