@@ -109,7 +109,7 @@ def noise(cells: Sequence[Mapping], least: float) -> str:
     noisy = [cell for cell in cells if (cell.get("noise") or 0) >= least]
     named = ", ".join(f"{cell['workload']} on {cell['place']} {cell['noise']:.0%}" for cell in noisy)
     what = "Noisy (the range of half of the times of the system that others are compared with)"
-    return f"\n{what}: {named}.\n" if noisy else ""
+    return f"{what}: {named}.\n" if noisy else ""
 
 
 def about(cells: Sequence[Mapping]) -> str:
@@ -215,11 +215,8 @@ def render(measured: Sequence[Mapping], noisy: float) -> str:
     page = f"# How fast distloop is\n\nWritten by `make bench`; do not edit. {about(measured)}\n{WHY}"
     for title, text, shown, write in sections:
         if shown:
-            page += "".join(
-                f"\n{part}"
-                for part in (f"## {title}\n", text, write(shown), notes(shown) + noise(shown, noisy))
-                if part
-            )
+            parts = f"## {title}\n", text, write(shown), notes(shown), noise(shown, noisy)
+            page += "".join(f"\n{part}" for part in parts if part)
     for cell in failed:
         page += f"\nNot measured: {cell['part']}, {cell['workload']}, {cell['place']} ({cell['failed']}).\n"
     return page
