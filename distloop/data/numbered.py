@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from distloop.data.order import example_seeds
+from distloop.data.order import Order, example_seeds
 from distloop.data.position import convert_numbered
-from distloop.data.rows import Uneven
+from distloop.data.rows import ArrayRows, Uneven
 from distloop.data.shards import shard_bounds
 
 _ORDER_VERSION = 1  # of `Order`'s permutation, in checkpoints
@@ -102,6 +102,11 @@ class NumberedDataset(tf.data.Dataset):
             share: the rows to read, if functions over batches need no others; None: all.
         """
         per_epoch = self.order.batches_per_epoch
+        if _is_in_order(self) and not repeat and share is None and not first % per_epoch:
+            has_rest = self.order.static_size is None
+            dataset = self._reader.in_order(self._batch_size, per_epoch, has_rest=has_rest)
+            if dataset.element_spec == self._batch_spec:
+                return dataset.prefetch(tf.data.AUTOTUNE)
         end = per_epoch * (_MOST_EPOCHS if repeat else first // per_epoch + 1)
         return self._read(tf.data.Dataset.range(first, end), share)
 
@@ -237,6 +242,11 @@ class NumberedDataset(tf.data.Dataset):
             dataset = apply(dataset)
         return dataset.prefetch(tf.data.AUTOTUNE)
 
+    @property
+    def are_rows_alike(self) -> bool:
+        """Whether all entries of a batch are known to have the same number of rows."""
+        return not self._maps
+
     @functools.cached_property
     def _plain_pass(self) -> tf.data.Dataset:
         """Returns one pass, for tf.data alone; whenever that begins anew, at another epoch if epochs differ."""
@@ -280,6 +290,19 @@ class NumberedDataset(tf.data.Dataset):
             return tf.TensorSpec([size, *(width if n is None else n for n in row.shape)], row.dtype)
 
         return tf.nest.map_structure(batched, self._reader.spec if self._apply is None else self._apply.spec)
+
+
+def _is_in_order(data: NumberedDataset) -> bool:
+    """Returns whether an epoch is of arrays in memory, unchanged and in their order."""
+    is_plain = type(data.order) is Order and not data.order.is_shuffled
+    is_unchanged = data._apply is None and not data._maps
+    is_in_memory = isinstance(data._reader, ArrayRows) and data._reader.is_in_memory
+    return is_plain and is_unchanged and is_in_memory and not _has_list(data._reader.spec)  # a list means a tensor
+
+
+def _has_list(structure: Any) -> bool:
+    parts = structure.values() if isinstance(structure, Mapping) else structure if isinstance(structure, tuple) else ()
+    return isinstance(structure, list) or any(map(_has_list, parts))
 
 
 def _among_zeros(entry: tf.Tensor, *, before: tf.Tensor, after: tf.Tensor) -> tf.Tensor:

@@ -125,6 +125,24 @@ class ArrayRows:
         entries = iter(from_disk)
         return self._pack([next(entries) if isinstance(c, DiskColumn) else tf.gather(c, rows) for c in self._columns])
 
+    def in_order(self, batch_size: int, num_batches: int, *, has_rest: bool) -> tf.data.Dataset:
+        """Returns batches of the rows in their order; no function is traced. All rows have to be in memory.
+
+        Args:
+            batch_size: rows of a batch.
+            num_batches: how many.
+            has_rest: whether the last one may have fewer rows.
+        """
+        num_whole = min(num_batches, self._num_rows // batch_size)
+        end = num_whole * batch_size
+        with tf.device(HOST):
+            whole = [tf.reshape(c[:end], [num_whole, batch_size, *c.shape[1:]]) for c in self._columns]
+            dataset = tf.data.Dataset.from_tensor_slices(self._pack(whole))
+            if not has_rest:
+                return dataset
+            rest = tf.data.Dataset.from_tensors(self._pack([c[end : end + batch_size - 1] for c in self._columns]))
+            return dataset.concatenate(rest.take(num_batches - num_whole))
+
     def _read(self, rows: np.ndarray) -> list[np.ndarray]:
         try:
             return [column.read(rows) for column in self._on_disk]

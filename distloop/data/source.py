@@ -274,7 +274,9 @@ class Source:
         with tf.device(HOST):
             if (feed := self._starting_feed) is not None:
                 dataset, behind = (feed.dataset(first, state), 0) if feed.goes_on else (feed.dataset(), first)
-                return _prepared(dataset, self.info, dataset.options(), repeat=False), behind
+                are_alike = isinstance(feed, NumberedDataset) and feed.are_rows_alike
+                options = dataset.options()
+                return _prepared(dataset, self.info, options, repeat=False, are_rows_alike=are_alike), behind
             dataset = fresh_copy(self._dataset) if self._may_go_back else self._dataset
             return _prepared(dataset, self.info, self._dataset.options(), repeat=self._repeat), first
 
@@ -341,11 +343,16 @@ class Passes:
 
 
 def _prepared(
-    dataset: tf.data.Dataset, info: DataInfo, user_options: tf.data.Options, *, repeat: bool
+    dataset: tf.data.Dataset,
+    info: DataInfo,
+    user_options: tf.data.Options,
+    *,
+    repeat: bool,
+    are_rows_alike: bool = False,
 ) -> tf.data.Dataset:
     """Returns a dataset checked, padded, repeated and prefetched; with threads of its own unless the user set some."""
     spec, num_missing = info.element_spec, info.num_missing_batches
-    if len(tf.nest.flatten(spec)) > 1 and static_batch_size(spec) is None:
+    if not are_rows_alike and len(tf.nest.flatten(spec)) > 1 and static_batch_size(spec) is None:
         dataset = dataset.map(_do_not_convert(lambda *batch: check_rows(_pack_element(batch, spec))))
     if info.layout.is_padded:
         dataset = dataset.map(_do_not_convert(lambda *batch: pad(_pack_element(batch, spec), info.min_rows)[:2]))

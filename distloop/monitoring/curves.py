@@ -232,10 +232,10 @@ def _cells(series: Series, last_step: int, length: int) -> list[list[float]]:
     cells: list[list[float]] = []
     for step, value in zip(series.steps, series.values, strict=True):
         end = max(0, step * length - 1) // last_step
-        cells += [[] for _ in range(len(cells), end + 1)]
-        for cell in cells:
-            if not cell or cell is cells[-1]:
-                cell.append(value)
+        new = [[value] for _ in range(len(cells), end + 1)]
+        if not new:
+            cells[-1].append(value)
+        cells += new
     return cells
 
 

@@ -19,14 +19,14 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
-from tensorboard.compat.proto.types_pb2 import DT_STRING
+from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+from tensorboard.compat.proto.types_pb2 import DT_DOUBLE, DT_STRING
 from tensorboard.plugins.audio import metadata as audio
 from tensorboard.plugins.graph import metadata as graphs
 from tensorboard.plugins.histogram import metadata as histograms
 from tensorboard.plugins.image import metadata as images
 from tensorboard.plugins.pr_curve import summary as pr_curves
 from tensorboard.plugins.text import metadata as text
-from tensorboard.util.tensor_util import make_ndarray, make_tensor_proto
 
 from distloop.monitoring.writers import MediaFile
 
@@ -56,7 +56,7 @@ class Media(abc.ABC):
         tensor, metadata = self.encode()
         kind = metadata.plugin_data.plugin_name
         if kind == histograms.PLUGIN_NAME:
-            left, right, counts = make_ndarray(tensor).T.tolist()
+            left, right, counts = np.frombuffer(tensor.tensor_content).reshape(-1, 3).T.tolist()
             return MediaFile(".json", json.dumps({"edges": [*left, right[-1]], "counts": counts}).encode())
         suffix, place = _FILES.get(kind, ("", 0))
         return MediaFile(suffix, tensor.string_val[place]) if suffix else None
@@ -70,7 +70,7 @@ class Text(Media):
 
     def encode(self) -> Encoded:
         """Returns a string for the text plugin."""
-        return make_tensor_proto([self.text.encode()], DT_STRING, shape=[]), text.create_summary_metadata(None, None)
+        return _tensor(DT_STRING, [], string_val=[self.text.encode()]), text.create_summary_metadata(None, None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +106,8 @@ class Histogram(Media):
                 low, high = low - 0.5 * max(abs(low), 1.0), high + 0.5 * max(abs(high), 1.0)
             counts, edges = np.histogram(values, _BUCKETS, (low, high))
             buckets = np.stack([edges[:-1], edges[1:], counts], 1)
-        return make_tensor_proto(buckets.astype(np.float64)), histograms.create_summary_metadata(None, None)
+        tensor = _tensor(DT_DOUBLE, buckets.shape, tensor_content=buckets.astype(np.float64).tobytes())
+        return tensor, histograms.create_summary_metadata(None, None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,11 +232,9 @@ class Audio(Media):
         array = np.clip(np.nan_to_num(np.asarray(self.array, np.float32)), -1, 1)
         file = io.BytesIO()
         with wave.open(file, "wb") as sound:
-            sound.setnchannels(array.shape[1] if array.ndim == 2 else 1)
-            sound.setsampwidth(2)
-            sound.setframerate(self.rate)
+            sound.setparams((array.shape[1] if array.ndim == 2 else 1, 2, self.rate, 0, "NONE", ""))
             sound.writeframes(np.round(array * 32767).astype("<i2").tobytes())
-        tensor = make_tensor_proto([file.getvalue(), b""], DT_STRING, shape=[1, 2])
+        tensor = _tensor(DT_STRING, [1, 2], string_val=[file.getvalue(), b""])
         return tensor, audio.create_summary_metadata(None, None, audio.Encoding.Value("WAV"))
 
 
@@ -343,7 +342,13 @@ class LayerGraph(Media):
     def encode(self) -> Encoded:
         """Returns the JSON for the graph plugin."""
         data = SummaryMetadata.PluginData(plugin_name=graphs.PLUGIN_NAME_KERAS_MODEL, content=b"1")
-        return make_tensor_proto([self.json.encode()], DT_STRING, shape=[]), SummaryMetadata(plugin_data=data)
+        return _tensor(DT_STRING, [], string_val=[self.json.encode()]), SummaryMetadata(plugin_data=data)
+
+
+def _tensor(dtype: Any, shape: Sequence[int], **values: Any) -> TensorProto:
+    """Returns a tensor; importing TensorBoard's own function for this imports clients of buckets, too."""
+    dims = [TensorShapeProto.Dim(size=size) for size in shape]
+    return TensorProto(dtype=dtype, tensor_shape=TensorShapeProto(dim=dims), **values)
 
 
 def _pictures(array: Any) -> list[Image.Image]:
@@ -365,8 +370,7 @@ def _grid(pictures: Sequence[Image.Image], captions: Sequence[str]) -> Image.Ima
         factor = max(factor, -(-_CAPTION_WIDTH // width))
     columns = min(len(pictures), max(1, round(math.sqrt(len(pictures) * height / width))))
     cell = factor * width, factor * height + (_LINE if captions else 0)
-    rows = -(-len(pictures) // columns)
-    size = columns * (cell[0] + _GAP) - _GAP, rows * (cell[1] + _GAP) - _GAP
+    size = columns * (cell[0] + _GAP) - _GAP, -(-len(pictures) // columns) * (cell[1] + _GAP) - _GAP
     grid = Image.new(pictures[0].mode, size, "white")
     draw, font = ImageDraw.Draw(grid), ImageFont.load_default(15)
     for i, picture in enumerate(pictures):
@@ -382,8 +386,7 @@ def _draw_upright(picture: Image.Image, bottom: tuple[int, int], text: str, font
     height = round(1.3 * font.size)
     strip = Image.new("RGB", (round(font.getlength(text)) + 2, height), "white")
     ImageDraw.Draw(strip).text((0, height // 2), text, "black", font, anchor="lm")
-    x, y = bottom
-    picture.paste(strip.rotate(90, expand=True), (x - height // 2, y - strip.width))
+    picture.paste(strip.rotate(90, expand=True), (bottom[0] - height // 2, bottom[1] - strip.width))
 
 
 def _encode_image(picture: Image.Image) -> Encoded:
@@ -394,4 +397,4 @@ def _encode_image(picture: Image.Image) -> Encoded:
 
 def _as_image(picture: Image.Image, content: bytes) -> Encoded:
     parts = [str(side).encode() for side in picture.size] + [content]
-    return make_tensor_proto(parts, DT_STRING, shape=[len(parts)]), images.create_summary_metadata(None, None)
+    return _tensor(DT_STRING, [len(parts)], string_val=parts), images.create_summary_metadata(None, None)

@@ -11,7 +11,7 @@ gets a value that it can use, a warning that names the file, or a ValueError.
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from distloop import urls
@@ -84,6 +84,7 @@ ABOUT_THE_RUN = OF_THE_MACHINE | {*GROUPS["optimizer"], *GROUPS["data"], *GROUPS
 
 _ENCODER = json.JSONEncoder(allow_nan=False)
 _BLOCK_BYTES = 65_536  # read at a time, from the end of a file
+_LINES_AT_ONCE = 1000  # that are parsed
 _MOST_LEVELS = 100  # of values within values; Python's recursion ends at 1000
 _T = TypeVar("_T")
 
@@ -193,7 +194,9 @@ def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, float]]:
             f"metrics.jsonl in {directory!r} cannot be read ({error.strerror or error}): give a workdir that you may "
             "read."
         ) from error
-    return list(map(as_metrics, rows))
+    for i, row in enumerate(rows):  # in place: a long run's rows are not held twice
+        rows[i] = as_metrics(row)
+    return rows
 
 
 def as_metrics(row: Mapping[str, Any]) -> dict[str, float]:
@@ -217,8 +220,24 @@ def read_rows_if_any(path: str, *, instead: str, warn: Callable[[str], None] = l
 
 
 def _parse_rows(content: bytes) -> list[dict[str, Any]]:
-    rows = map(parse_row, content.splitlines())
+    lines, rows = content.splitlines(), list[Any]()
+    for i in range(0, len(lines), _LINES_AT_ONCE):
+        some = lines[i : i + _LINES_AT_ONCE]
+        rows += _parse_together(some) or map(parse_row, some)
     return [row for row in rows if row is not None]
+
+
+def _parse_together(lines: Sequence[bytes]) -> list[Any]:
+    """Returns the rows of lines, which then share their names; none if a line is no row of numbers and texts alone."""
+    text = b",".join(lines)
+    if text.count(b"{") + text.count(b"[") != len(lines) or not all(line.startswith(b"{") for line in lines):
+        return []
+    try:
+        rows = json.loads(b"[%b]" % text)
+    except ValueError:
+        return []
+    are_rows = len(rows) == len(lines) and all(isinstance(row, dict) and is_count(row.get("step")) for row in rows)
+    return rows if are_rows else []
 
 
 def rows_between(path: str, after: int, until: int) -> list[dict[str, Any]]:

@@ -134,7 +134,8 @@ class Run:
         series_by_name: dict[str, Series] = {}
         for row in self.rows:
             for name, value in row.items():
-                series = series_by_name.setdefault(name, Series(name, [], []))
+                if (series := series_by_name.get(name)) is None:
+                    series = series_by_name[name] = Series(name, [], [])
                 series.steps.append(int(row["step"]))
                 series.values.append(value)
         hidden = {"step", "time"}

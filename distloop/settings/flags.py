@@ -30,6 +30,7 @@ _NOT_OF_TRIALS = (DEVICES, CHECKPOINTS, MONITORING, FAILURES)  # groups of setti
 
 _HELP_WIDTH = 80
 _SECRET = "is_secret"  # an attribute of absl's flag
+_secrets: dict[str, None] = {}  # the names of all that were marked
 _SECRET_LETTERS = 8  # of values that are hidden in other arguments, too
 
 Flag = TypeVar("Flag", bound=flags.FlagHolder[Any] | flags.Flag[Any])
@@ -106,6 +107,7 @@ def secret_flag(flag: Flag) -> Flag:
         The same.
     """
     setattr(flags.FLAGS[flag.name], _SECRET, True)
+    _secrets[flag.name] = None
     return flag
 
 
@@ -122,7 +124,7 @@ def run_settings(config: Config) -> dict[str, Any]:
 
 def secret_names() -> set[str]:
     """Returns the names of secret flags as `facts` has them, such as `--token`."""
-    return {f"--{prefix}{name}" for name in flags.FLAGS if _is_secret(name) for prefix in ("", "no")}
+    return {f"--{prefix}{name}" for name in filter(_is_secret, _secrets) for prefix in ("", "no")}
 
 
 def shown_arguments(arguments: Sequence[str]) -> list[str]:
@@ -234,7 +236,7 @@ def hyperparameters(config: Config) -> dict[str, bool | float | str]:
 
 def _without_secrets(text: str) -> str:
     """Returns a text with `***` in place of values of secret flags, of 8 letters or more, and of keys of URLs."""
-    for name in filter(_is_secret, flags.FLAGS):
+    for name in filter(_is_secret, _secrets):
         value = flags.FLAGS[name].value
         for part in value if isinstance(value, list) else [value]:
             text = text.replace(part, HIDDEN) if isinstance(part, str) and len(part) >= _SECRET_LETTERS else text
@@ -296,7 +298,7 @@ def _flag_lines(config: Config, *, with_secrets: bool = False) -> list[str]:
     """Returns the lines of `flags.txt`, one `--name=value` each; a comment for a secret flag, unless asked for."""
     is_parsed = flags.FLAGS.is_parsed()
     values = {name: value for name, value in dataclasses.asdict(config).items() if name in flags.FLAGS or not is_parsed}
-    hidden = set() if with_secrets else {name for name in flags.FLAGS if _is_secret(name)}
+    hidden = set() if with_secrets else set(filter(_is_secret, _secrets))
     shown = without_credentials if with_secrets else _without_secrets
     lines = [line for name, value in values.items() for line in _lines(name, shown(f"--{name}={value}"), hidden)]
     for flag in _own_flags(config):

@@ -262,3 +262,28 @@ def test_a_place_of_an_older_version_does_not_know_the_length_of_its_epochs():
     facts = distloop.make_dataset(np.arange(23), 2, shuffle=True, seed=7).facts_at({})
     assert convert_numbered(PLACE, facts)["batches"] == 2 * 5
     assert convert_numbered({**PLACE, "batch_size": 2}, facts)["batches"] == 5
+
+
+@pytest.mark.parametrize("drop", [False, True])
+@pytest.mark.parametrize(("num_rows", "batch_size", "limit"), [(13, 5, 0), (15, 5, 0), (13, 1, 0), (13, 5, 1)])
+def test_a_pass_over_arrays_in_their_order_traces_nothing(num_rows, batch_size, limit, drop, monkeypatch):
+    arrays = {"x": np.arange(2 * num_rows).reshape(-1, 2), "of": (np.array([str(i) for i in range(num_rows)]),)}
+    data = distloop.make_dataset(arrays, batch_size, drop_remainder=drop)
+    data = data.take(limit) if limit else data
+    by_number = data.starting_at(0).take(data.order.batches_per_epoch)
+    monkeypatch.setattr(tf.data.Dataset, "map", None)
+    in_order = data.starting_at(0, repeat=False)
+    assert in_order.element_spec == by_number.element_spec
+    assert batches_of(in_order) == batches_of(by_number)
+
+
+def test_a_pass_over_fewer_rows_than_a_batch_has_one_batch():
+    data = distloop.make_dataset(np.arange(3), 5)
+    assert batches_of(data.starting_at(0, repeat=False)) == [[0, 1, 2]]
+
+
+def test_a_pass_over_nested_lists_of_arrays_and_over_shuffled_ones_is_read_by_number():
+    lists = distloop.make_dataset({"x": [np.arange(4), np.arange(4)]}, 2)
+    assert batches_of(lists.starting_at(0, repeat=False), 1) == batches_of(lists.starting_at(0), 1)
+    shuffled = distloop.make_dataset(np.arange(40), 20, shuffle=True)
+    assert batches_of(shuffled.starting_at(0, repeat=False)) == batches_of(shuffled.starting_at(0), 2)

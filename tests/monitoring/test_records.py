@@ -47,6 +47,37 @@ def test_a_line_without_a_step_is_no_row(line):
     assert records.parse_row(line.encode()) is None
 
 
+ODD_LINES = [
+    b"",
+    b"3",
+    b"{}",
+    b'{"step": 4',
+    b'"loss": 2.0}',
+    b'{"step": 5}, {"step": 6}',
+    b'{"step": 7, "of": {"a": [1]}}',
+]
+ODD_LINES += [b'{"step": -1}', b'{"step": 8, "text": "{["}', b'{"step": 9, "loss": null}', b'"b": 2}, {"step": 10}']
+
+
+@pytest.mark.parametrize(
+    "odd", [[line] for line in ODD_LINES] + [ODD_LINES, ODD_LINES[::-1], [b'{"step": 1', ODD_LINES[-1]]]
+)
+def test_lines_that_are_parsed_together_are_the_rows_of_each_line(odd):
+    lines = [b'{"step": 1, "loss": 0.5}', *odd, b'{"step": 2, "loss": 0.25}']
+    rows = [row for row in map(records.parse_row, lines) if row is not None]
+    assert records._parse_rows(b"\n".join(lines)) == rows
+
+
+def test_a_long_file_is_parsed_in_few_pieces_whose_rows_share_their_names(tmp_path, monkeypatch):
+    lines = [b'{"step": %d, "loss": 0.5}' % step for step in range(5_000)]
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(lines))
+    pieces, loads = [], records.json.loads
+    monkeypatch.setattr(records.json, "loads", lambda text: pieces.append(text) or loads(text))
+    rows = distloop.read_metrics(tmp_path)
+    assert [row["step"] for row in rows] == list(range(5_000)) and len(pieces) <= 10
+    assert len({id(name) for row in rows for name in row}) <= 2 * len(pieces)
+
+
 def test_a_last_row_without_its_line_break_is_whole(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 2.0}')
     assert distloop.read_metrics(tmp_path) == [{"step": 1, "time": 2.0}]
