@@ -28,9 +28,11 @@ train: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) --durations=25 $(FLAGS)
 
-# Run every case of every law, and the campaigns, with graphs optimized as in a user's run; before a release, or by night.
+# Run every case of every law, and the campaigns, with graphs optimized as in a user's run, and write docs/evidence.md;
+# before a release, or by night.
 wide: $(READY)
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) --wide --durations=25 $(FLAGS)
+	@status=0; $(BIN)/python -m pytest $(SIDE_BY_SIDE) --wide --durations=25 --junitxml=runs/wide.xml $(FLAGS) || status=$$?; \
+	test -n "$(FLAGS)" || $(BIN)/python docs/evidence.py runs/wide.xml; exit $$status
 
 # What to run before a commit: lint, types and the fast tests, which wait for no other process: one process for each core.
 check: lint

@@ -63,6 +63,7 @@ def start(spec: dict, system: str) -> tuple[float, float] | None:
         text, result = json.dumps({**spec, "systems": [system]}), os.path.join(directory, "result.json")
         command = [sys.executable, "-m", "experiments.benchmarks.cell", text, result]
         environment = {**os.environ, **WITHOUT_GPU}
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)  # a user's second start finds compiled modules
         if system == "orbit":
             command = with_orbit.command(spec["workload"], spec["replicas"], directory)
             environment |= with_orbit.VARIABLES
