@@ -29,7 +29,7 @@ test: $(READY)
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) --durations=25 $(FLAGS)
 
 # Run every case of every law, and the campaigns, with graphs optimized as in a user's run, and write docs/evidence.md;
-# before a release, or by night.
+# before a release.
 wide: $(READY)
 	@status=0; $(BIN)/python -m pytest $(SIDE_BY_SIDE) --wide --durations=25 --junitxml=runs/wide.xml $(FLAGS) || status=$$?; \
 	test -n "$(FLAGS)" || $(BIN)/python docs/evidence.py runs/wide.xml; exit $$status

@@ -188,7 +188,9 @@ def of_everything():
 
 def contrast():
     """A model whose outputs are compared with those of all rows, of another that trains by way of them alone."""
-    layers = [keras.layers.Dense(16, "tanh"), keras.layers.BatchNormalization(), keras.layers.Dropout(0.2)]
+    # A bias that starts at 0 has no size that rounding could be compared with.
+    hidden = keras.layers.Dense(16, "tanh", bias_initializer="random_normal")
+    layers = [hidden, keras.layers.BatchNormalization(), keras.layers.Dropout(0.2)]
     left = keras.Sequential([keras.Input((8,)), *layers, keras.layers.Dense(4)], name="left")
     right = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4, use_bias=False)], name="right")
 

@@ -151,7 +151,7 @@ def test_tensorboard_shows_each_step_once_after_a_crash(tmp_path):
         assert [step for _, step, _ in histogram] == [2, 4, 6, 8, 10]
         pictures = ask("plugin/images/images", run=run, tag="shown/pictures", sample=0)
         assert [picture["step"] for picture in pictures] == [2, 4, 6, 8, 10]
-        assert [text["step"] for text in ask("plugin/text/text", run="run", tag="run/flags")] == [1, 5]
+        assert [text["step"] for text in ask("plugin/text/text", run="run", tag="run/flags")] == [1, 8]
         query = {"startIndex": 0, "sliceSize": 9, "allowedStatuses": ["STATUS_SUCCESS"], "colParams": []}
         assert ask("plugin/hparams/session_groups", query)["totalSize"] == 1
 
