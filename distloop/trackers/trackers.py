@@ -16,6 +16,7 @@ import re
 import secrets
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -25,6 +26,7 @@ from distloop import urls
 from distloop.monitoring.writers import MediaFile
 from distloop.settings.flags import shown_arguments
 
+_HELD_SECS = (1.0, 2.0, 4.0)  # between attempts to go on with a run
 _NOT_IN_NAMES = re.compile(r"[^\w\-./: ]")  # MLflow refuses other characters in the name of a metric
 _NOT_IN_KEYS = re.compile(r"[^\w\-./ ]", re.ASCII)  # and these in the name of an image
 _NOT_IN_ARTIFACTS = re.compile(r"[^\w\-.]+", re.ASCII)  # and W&B these in the name of an artifact
@@ -65,7 +67,7 @@ class WandbWriter:
         directory = urls.local_directory(str(settings.get("workdir") or "")) or None
         run_settings = {"id": run_id, "resume": "allow", "dir": directory, "config": dict(settings)}
         with _shown_command_line():
-            self._run = run = self._wandb.init(**{**run_settings, "allow_val_change": True, **self._settings})
+            self._run = run = self._init({**run_settings, "allow_val_change": True, **self._settings})
         self._exit_code = 0
         self.last_step = run.starting_step - 1 if not run.offline and run.resumed and run.starting_step else None
         return str(run.id)
@@ -99,6 +101,17 @@ class WandbWriter:
     def close(self) -> None:
         """Waits until everything is sent, and ends the run."""
         self._run.finish(exit_code=self._exit_code)
+
+    def _init(self, settings: Mapping[str, Any]) -> Any:
+        """Returns a run; tries again while W&B's service holds it for a process that was killed a moment ago."""
+        for secs in _HELD_SECS:
+            try:
+                return self._wandb.init(**settings)
+            except Exception as error:
+                if "is in use" not in str(error):
+                    raise
+            time.sleep(secs)
+        return self._wandb.init(**settings)
 
     def _as_media(self, file: MediaFile, path: pathlib.Path) -> Any:
         """Returns media as W&B has them; sounds are read from a file beside `path` when they are sent."""

@@ -8,6 +8,7 @@ import pathlib
 import struct
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -158,6 +159,24 @@ def test_wandb_has_each_row_image_and_file_over_kills(tmp_path):
         ("models", "latest", "step-8"),
     }
     assert len({artifact.digest for artifact in artifacts}) == 3
+
+
+def test_a_run_of_wandb_that_a_killed_process_still_holds_is_asked_for_again(monkeypatch):
+    monkeypatch.setattr(trackers, "_HELD_SECS", (0.0, 0.0))
+    monkeypatch.setattr(trackers, "_import", lambda *_: types.SimpleNamespace(init=init))
+    answers = [RuntimeError("run ID 669e8695 is in use")] * 2
+    run = types.SimpleNamespace(id="abc", offline=True)
+
+    def init(**settings):
+        if answers:
+            raise answers.pop()
+        return run
+
+    assert distloop.WandbWriter().open({}, "abc") == "abc" and not answers
+    answers += [ValueError("no API key")] * 2
+    with pytest.raises(ValueError, match="no API key"):
+        distloop.WandbWriter().open({}, "abc")
+    assert len(answers) == 1  # other errors are not tried again
 
 
 @pytest.mark.slow
