@@ -58,7 +58,7 @@ def render(secs: float, tests: Mapping[str, Sequence[tuple[str, str, float]]]) -
         fallen += [name for name, outcome, _ in tests[place] if outcome == "failed"]
         taken = sum(taken for _, _, taken in tests[place])
         counts = f"{len(tests[place]):,} | {outcomes['failed']} | {outcomes['skipped']} | {taken:,.0f}"
-        rows += f"| [{place}](../{place}) | {describe(place)} | {counts} |\n"
+        rows += f"| `{place}` | {describe(place)} | {counts} |\n"
     every = [outcome for of in tests.values() for _, outcome, _ in of]
     commit = subprocess.check_output(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], text=True).strip()
     head = HEAD.format(

@@ -25,9 +25,6 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_SCALAR, SummaryMetadata
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.custom_scalar import summary as custom_scalars
-from tensorboard.plugins.hparams import api_pb2
-from tensorboard.plugins.hparams.summary import session_end_pb
-from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 from tensorboard.plugins.scalar import metadata as scalars
 
 from distloop import atomic_files
@@ -115,6 +112,8 @@ class SummaryWriter:
         if graph is not None:
             self._file("").write(Event(wall_time=now, step=step, graph_def=graph))
         values = {name: value if _is_plain(value) else str(value) for name, value in hyperparameters.items()}
+        from tensorboard.plugins.hparams.summary_v2 import hparams_pb  # imports clients of buckets
+
         event = Event(wall_time=now, step=step, summary=hparams_pb(values, trial_id="", start_time_secs=now))
         event.summary.MergeFromString(custom_scalars.pb(_layout(charts)).SerializeToString())
         self._file(_HPARAMS).write(event)
@@ -171,6 +170,9 @@ class SummaryWriter:
         try:
             if self._has_begun and self._files and has_succeeded is not None:
                 event = Event(wall_time=time.time())
+                from tensorboard.plugins.hparams import api_pb2
+                from tensorboard.plugins.hparams.summary import session_end_pb
+
                 status = api_pb2.STATUS_SUCCESS if has_succeeded else api_pb2.STATUS_FAILURE
                 event.summary.MergeFromString(session_end_pb(status).SerializeToString())
                 self._file(_HPARAMS).write(event)
