@@ -2,6 +2,7 @@
 
     python -m distloop.smoke                                     # on the GPUs, or else the CPU
     python -m distloop.smoke --device=cpu --num_devices=2        # on virtual CPUs
+    python -m distloop.smoke --logical_gpus=4                    # on four parts of the first GPU
     python -m distloop.smoke --pretend_gpus=2                    # what a step would do on GPUs that are not there
 
 Each line holds the check, `passed`, `failed` or `skipped`, and a measurement. The exit code is 0 if nothing failed,
@@ -21,7 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 from distloop.data.make_dataset import make_dataset
-from distloop.distributed import strategies
+from distloop.distributed import devices, strategies
 from distloop.evaluation.comparison import relative_difference
 from distloop.graph_functions import graph_function
 from distloop.installed import import_part
@@ -31,6 +32,7 @@ from distloop.trainer import Trainer
 from distloop.variables import digest, named_variables, tensorflow_variable
 
 _STEPS, _ROWS, _BATCH_SIZE = 8, 61, 16  # the last batch is odd
+_LOGICAL_MEGABYTES = 2048
 _TOLERANCE = 1e-5  # relative, of each variable: devices sum in another order, and XLA rounds differently
 
 
@@ -43,11 +45,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m distloop.smoke", description="Tries distloop on this machine.")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "gpu"], help="what to run on; auto")
     parser.add_argument("--num_devices", default=0, type=int, help="how many; 0: all")
+    parser.add_argument("--logical_gpus", default=0, type=int, help="split the first GPU into so many of 2 GB")
     parser.add_argument("--pretend_gpus", default=0, type=int, help="trace for so many GPUs; run no check")
     options = parser.parse_args(arguments)
     if options.pretend_gpus:
         return _pretend(options.pretend_gpus)
     try:
+        if options.logical_gpus:
+            devices.split_first_gpu(options.logical_gpus, _LOGICAL_MEGABYTES)
         config = Config(
             device=options.device, num_devices=options.num_devices, strategy="mirrored", log_every=0, console="quiet"
         )

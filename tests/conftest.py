@@ -19,18 +19,33 @@ is_ending = threading.Event()
 
 def pytest_addoption(parser):
     parser.addoption("--wide", action="store_true", help="run the tests marked wide too, as `make wide` does")
+    parser.addoption("--gpu", action="store_true", help="run what asks for virtual CPUs on four parts of the first GPU")
 
 
 def pytest_configure(config):
     log.propagate = True  # to pytest's caplog
     if not hasattr(config, "workerinput") and config.getoption("tx", None):
         return  # the process that hands tests to others needs no TensorFlow, which takes 5 CPU seconds to import
+    if config.getoption("gpu"):
+        use_gpu()
     distloop.prepare(distloop.Config(device="cpu", num_devices=4, intra_op_threads=1))  # as virtual replicas need it
     gc.freeze()  # what TensorFlow and Keras made at their import is never garbage, and takes long to look through
     gc.disable()
     thread = threading.Thread(target=collect_garbage, daemon=True)
     thread.start()
     config.add_cleanup(lambda: end(thread))
+
+
+def use_gpu():
+    """Gives tests that ask for virtual CPUs parts of the first GPU, which are few enough for 12 processes on 80 GB."""
+    import tensorflow as tf
+
+    from distloop.distributed import devices
+
+    devices._create_virtual_cpus(distloop.Config(num_devices=4))  # for those that name them
+    devices.split_first_gpu(4, 1024)
+    devices.choose_device_type = lambda config: "GPU"
+    tf.config.experimental.enable_tensor_float_32_execution(False)  # its rounding exceeds the tolerances
 
 
 def collect_garbage():

@@ -87,6 +87,22 @@ def preserved_random_state() -> Iterator[None]:
         tensorflow_internals.set_random_state(tensorflow)
 
 
+def split_first_gpu(count: int, megabytes: int) -> None:
+    """Makes so many logical GPUs of this memory out of the first GPU, before TensorFlow starts.
+
+    A strategy takes each of them for a GPU, and TensorFlow adds over them without NCCL, which takes a GPU only once.
+
+    Raises:
+        ValueError: if there is no GPU.
+    """
+    gpus = tf.config.list_physical_devices("GPU")
+    if not gpus:
+        raise ValueError(f"{count} logical GPUs were asked for, but TensorFlow sees no GPU here to split.")
+    tf.config.set_visible_devices(gpus[:1], "GPU")
+    parts = [tf.config.LogicalDeviceConfiguration(memory_limit=megabytes)] * count
+    tf.config.set_logical_device_configuration(gpus[0], parts)
+
+
 def choose_device_type(config: Config) -> str:
     """Returns "GPU" or "CPU", the kind of device that replicas run on.
 
@@ -206,6 +222,8 @@ def _hide_gpus(config: Config) -> None:
 
 def _set_memory_growth() -> None:
     for gpu in tf.config.list_physical_devices("GPU"):
+        if tf.config.get_logical_device_configuration(gpu):  # each part of the GPU has its own limit, and no growth
+            continue
         try:
             tf.config.experimental.set_memory_growth(gpu, True)
         except RuntimeError:

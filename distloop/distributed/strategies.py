@@ -236,13 +236,18 @@ def _strategy_name(config: Config) -> str:
 
 @functools.cache
 def _make_mirrored(device_names: tuple[str, ...], adds_in_tree: bool) -> tf.distribute.Strategy:
-    # On virtual CPUs, one addition of packed vectors is cheaper than collectives (2.5 times on small models) and uses
-    # no keys that another strategy could clash with. GPUs keep TensorFlow's default, NCCL, unless bits count.
-    on_cpu = device_names[0].startswith("CPU")
-    reduction = tf.distribute.ReductionToOneDevice(accumulation_fn=tree_sum if adds_in_tree else None)
-    return tf.distribute.MirroredStrategy(
-        list(device_names), cross_device_ops=reduction if on_cpu or adds_in_tree else None
-    )
+    kind = tf.distribute.MirroredStrategy
+    with tensorflow_internals.own_collective_keys(kind):  # this process may have used another number of devices
+        return kind(list(device_names), cross_device_ops=_choose_reduction(device_names, adds_in_tree))
+
+
+def _choose_reduction(device_names: tuple[str, ...], adds_in_tree: bool) -> tf.distribute.CrossDeviceOps | None:
+    """Returns how mirrored replicas add; None: by TensorFlow's collectives, which are NCCL between GPUs."""
+    # On virtual CPUs, one addition of packed vectors is cheaper than collectives: 2.5 times on small models. GPUs keep
+    # TensorFlow's default, unless bits count.
+    if adds_in_tree:
+        return tf.distribute.ReductionToOneDevice(accumulation_fn=tree_sum)
+    return tf.distribute.ReductionToOneDevice() if device_names[0].startswith("CPU") else None
 
 
 _multi_worker_strategies: dict[Cluster, tf.distribute.Strategy] = {}  # one entry: a process can join one cluster

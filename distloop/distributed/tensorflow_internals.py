@@ -21,6 +21,8 @@ from tensorflow.python.ops import custom_gradient, resource_variable_ops
 # gRPC holds a message several times, in new memory each time, which costs more than a copy: with 80 MB in one message,
 # the step of a model of 41 million parameters took half as long again, and 0.5 GB more, than with messages like these.
 LARGEST_MESSAGE_BYTES = 4 * 2**20
+# A strategy takes a key for each group of devices, of which it has a few. The first strategy keeps TensorFlow's keys.
+_key_bases = itertools.count(0, 100_000)
 
 
 def place_in_cluster(strategy: tf.distribute.Strategy) -> tuple[int, int]:
@@ -53,6 +55,20 @@ def collective_implementation(strategy: tf.distribute.Strategy) -> str | None:
 def abort_collectives() -> None:
     """Ends the collectives that wait for other workers with an error; no other one can begin afterwards."""
     context.context().abort_collective_ops(errors_impl.ABORTED, "The other workers did not come.")
+
+
+@contextlib.contextmanager
+def own_collective_keys(kind: type[tf.distribute.Strategy]) -> Iterator[None]:
+    """Gives a mirrored strategy, of this class, that is created inside keys of its own for its collectives.
+
+    TensorFlow gives those of each strategy the same keys, so that a strategy over four GPUs fails after one over two.
+    """
+    original = kind._collective_key_base
+    kind._collective_key_base = next(_key_bases)
+    try:
+        yield
+    finally:
+        kind._collective_key_base = original
 
 
 def get_random_state() -> tuple[Any, Any]:
@@ -133,14 +149,18 @@ def sum_over_replicas(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     `ReplicaContext.all_reduce` registers a gradient function, which TensorFlow keeps, with the whole graph, as long as
     the process lives: 8 MB for each `fit` of a small model.
     """
-    strategy = tf.distribute.get_strategy()
+    strategy, options = tf.distribute.get_strategy(), tf.distribute.experimental.CommunicationOptions
     reduce = functools.partial(strategy.extended._replica_ctx_all_reduce, tf.distribute.ReduceOp.SUM)
     if place_in_cluster(strategy)[1] == 1:
-        return list(reduce(list(tensors)))
+        # Each tensor alone: TensorFlow's collectives would copy all of them into one vector, which has one dtype.
+        return list(reduce(list(tensors), options(bytes_per_pack=1)))
     pieces = [_pieces(tensor) for tensor in tensors]
-    options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=LARGEST_MESSAGE_BYTES - 1)
-    sums = iter(reduce([piece for of_tensor in pieces for piece in of_tensor], options))
-    return [tf.concat([next(sums) for _ in of_tensor], 0) if len(of_tensor) > 1 else next(sums) for of_tensor in pieces]
+    sums = {}
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        of_dtype = [piece for of_tensor in pieces for piece in of_tensor if piece.dtype == dtype]
+        sums[dtype] = iter(reduce(of_dtype, options(bytes_per_pack=LARGEST_MESSAGE_BYTES - 1)))
+    whole = [[next(sums[piece.dtype]) for piece in of_tensor] for of_tensor in pieces]
+    return [tf.concat(of_tensor, 0) if len(of_tensor) > 1 else of_tensor[0] for of_tensor in whole]
 
 
 def _pieces(tensor: tf.Tensor) -> list[tf.Tensor]:

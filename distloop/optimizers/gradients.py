@@ -250,7 +250,8 @@ class Packing:
         context = tf.distribute.get_replica_context()
         if context.num_replicas_in_sync == 1:
             return list(segments), dict(sums)
-        reduce = reduce or functools.partial(context.all_reduce, tf.distribute.ReduceOp.SUM)
+        alone = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=1)  # packed already, each of one dtype
+        reduce = reduce or functools.partial(context.all_reduce, tf.distribute.ReduceOp.SUM, options=alone)
         tensors = [tensor for value in sums.values() for tensor in tf.nest.flatten(value)]
         if not tensors:
             return list(reduce(list(segments))) if segments else [], {}

@@ -29,6 +29,7 @@ class Systems:
         self.name, self.workload = spec["workload"], WORKLOADS[spec["workload"]]
         self.replicas, self.workdir = spec["replicas"], workdir
         self.settings = spec.get("settings", {})
+        tf.keras.config.set_dtype_policy(self.settings.get("precision") or "float32")  # of the other systems
         self.batch_size = self.workload.global_batch_size(self.replicas) * spec.get("batches", 1)
 
     @functools.cached_property
@@ -53,14 +54,15 @@ class Systems:
         if name == "orbit":
             return with_orbit.make(self.name, self.replicas, os.path.join(self.workdir, "orbit"))
         if name in peers.SYSTEMS:
-            return peers.make(name, self.name, self.replicas)
+            return peers.make(name, self.name, self.replicas, self.settings.get("device") == "gpu")
         if name == "distloop":
             from experiments.benchmarks import with_distloop
 
             return with_distloop.Fit(self.trainer, self.workload, self.batch_size)
         from experiments.benchmarks import with_keras
 
-        return with_keras.Fit(self.workload, self.strategy, self.batch_size, 50 if name == "keras50" else 1)
+        steps, is_compiled = 50 if name == "keras50" else 1, self.settings.get("jit_compile", False)
+        return with_keras.Fit(self.workload, self.strategy, self.batch_size, steps, is_compiled)
 
     def agree(self, number: float) -> float:
         """Returns the mean over the workers, so that all make the same decision."""

@@ -101,6 +101,7 @@ def make(name: str, workload: workloads.Workload, replicas: int) -> turns.System
 def main(name: str, workload: str, replicas: str) -> None:
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     sys.stdout = open(os.devnull, "w")
+    tf.config.set_visible_devices([], "GPU")  # which TensorFlow would fill
     system = make(name, workloads.WORKLOADS[workload], int(replicas))
     for line in sys.stdin:
         print(system.steps_secs(int(line)), file=answers, flush=True)

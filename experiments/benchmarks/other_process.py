@@ -3,6 +3,7 @@
 The process reads a number of steps a line, trains, and answers with the seconds that they took.
 """
 
+import importlib.util
 import os
 import pathlib
 import subprocess
@@ -21,13 +22,14 @@ def environment_of(name: str) -> pathlib.Path:
 
 
 def python_of(name: str) -> str:
-    return str(environment_of(name) / "bin" / "python")
+    path = environment_of(name) / "bin" / "python"
+    return str(path) if path.exists() else sys.executable
 
 
 def make_environment(
     name: str, packages: Sequence[str], module: str, variables: Mapping[str, str], *options: str
 ) -> None:
-    """Creates a virtual environment if it is missing; where it lacks TensorFlow, it uses that of this process.
+    """Creates a virtual environment, unless there is one or this one has the module; it uses TensorFlow of this one.
 
     Args:
         name: of the environment.
@@ -41,7 +43,7 @@ def make_environment(
     """
     environment = environment_of(name)
     ready = environment / "ready"
-    if ready.exists():
+    if ready.exists() or importlib.util.find_spec(module):
         return
     venv.create(environment, clear=True)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python_of(name)]

@@ -32,11 +32,13 @@ def make_environment(name: str) -> None:
     other_process.make_environment(kind, PACKAGES[kind], module, VARIABLES[kind])
 
 
-def make(name: str, workload: str, replicas: int) -> other_process.OtherProcess:
-    """Returns a system on so many devices: virtual CPUs of JAX, or processes of PyTorch."""
+def make(name: str, workload: str, replicas: int, on_gpu: bool = False) -> other_process.OtherProcess:
+    """Returns a system on so many devices: virtual CPUs of JAX, or processes of PyTorch; or on one GPU."""
     kind = SYSTEMS[name]
     command = [other_process.python_of(kind), "-m", f"experiments.benchmarks.{kind}_process", name, workload]
     variables = dict(VARIABLES[kind])
+    if on_gpu:
+        variables = {"KERAS_BACKEND": "jax", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     if kind == "jax" and replicas > 1:
         # With a thread for each core, steps of several virtual CPUs wait for one another's threads without end.
         variables |= {"XLA_FLAGS": f"--xla_force_host_platform_device_count={replicas}", "NPROC": str(3 * replicas)}

@@ -25,7 +25,8 @@ def run_cell(spec: dict, workers: int = 0) -> dict:
         The results, or `failed`: the reason why there are none.
     """
     launcher = ["-m", "distloop.launch", f"--workers={workers}", "--cores_per_worker=1"] if workers else []
-    environment = {**os.environ, **WITHOUT_GPU, **(ONE_THREAD if workers else {})}
+    hidden = {} if spec.get("settings", {}).get("device") == "gpu" else WITHOUT_GPU
+    environment = {**os.environ, **hidden, **(ONE_THREAD if workers else {})}
     with tempfile.TemporaryDirectory() as directory:
         path = os.path.join(directory, "result.json")
         command = [sys.executable, *launcher, "-m", "experiments.benchmarks.cell", json.dumps(spec), path]

@@ -28,14 +28,16 @@ LOG_EVERY = 100  # steps after which the host reads loss and accuracy
 class Block(nn.Module):
     """A layer of the transformer."""
 
-    def __init__(self):
+    def __init__(self, width: int, heads: int):
         super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(128, eps=1e-3) for _ in range(2))
-        self.qkv, self.out = nn.Linear(128, 3 * 128), nn.Linear(128, 128)
-        self.mlp = nn.Sequential(nn.Linear(128, 512), nn.ReLU(), nn.Linear(512, 128))
+        self._heads = heads
+        self.norms = nn.ModuleList(nn.LayerNorm(width, eps=1e-3) for _ in range(2))
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        split = self.qkv(self.norms[0](x)).unflatten(-1, (3, 4, 32)).permute(2, 0, 3, 1, 4)  # [3, B, 4, T, 32]
+        heads = self.qkv(self.norms[0](x)).unflatten(-1, (3, self._heads, -1))
+        split = heads.permute(2, 0, 3, 1, 4)  # [3, B, heads, T, width / heads]
         mixed = nn.functional.scaled_dot_product_attention(*split, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(-2))
         return x + self.mlp(self.norms[1](x))
@@ -51,16 +53,28 @@ def make_convnet() -> nn.Module:
     return nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(5 * 5 * 64, 10))
 
 
-def make_transformer() -> nn.Module:
-    return nn.Sequential(nn.Embedding(1000, 128), Block(), Block(), nn.LayerNorm(128, eps=1e-3), nn.Linear(128, 1000))
+def make_transformer(length: int, width: int, heads: int, depth: int, vocabulary: int) -> nn.Module:
+    blocks = [Block(width, heads) for _ in range(depth)]
+    last = nn.LayerNorm(width, eps=1e-3), nn.Linear(width, vocabulary)
+    return nn.Sequential(nn.Embedding(vocabulary, width), *blocks, *last)
+
+
+def make_resnet50() -> nn.Module:
+    import torchvision
+
+    return torchvision.models.resnet50()
 
 
 MODELS = {
     "tiny": lambda: make_mlp([16, 32, 10]),
     "deep": lambda: make_mlp([16, *[32] * 19, 10]),
     "conv": make_convnet,
-    "lm": make_transformer,
+    "lm": lambda: make_transformer(**workloads.SMALL_LM),
+    "lm70m": lambda: make_transformer(**workloads.LARGE_LM),
+    "resnet50": make_resnet50,
 }
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+torch.set_float32_matmul_precision("high")  # TF32 on GPUs, as TensorFlow and JAX do by default
 
 
 class Batches(torch.utils.data.IterableDataset):
@@ -70,7 +84,8 @@ class Batches(torch.utils.data.IterableDataset):
         size = workload.global_batch_size(ranks)
         features, labels = workload.make_rows(np.random.default_rng(0), size * workload.num_batches)
         features = features.transpose(0, 3, 1, 2) if features.ndim == 4 else features  # channels first
-        rows = torch.from_numpy(np.ascontiguousarray(features)), torch.from_numpy(labels.astype(np.int64))
+        rows = [torch.from_numpy(np.ascontiguousarray(features)), torch.from_numpy(labels.astype(np.int64))]
+        rows = [array.pin_memory() for array in rows] if DEVICE == "cuda" else rows
         starts = range(rank * size // ranks, len(labels), size)
         self._batches = [[array[i : i + size // ranks] for array in rows] for i in starts]
 
@@ -97,7 +112,8 @@ class Loop(turns.System):
     def call(self, steps: int) -> None:
         sums = [0.0, 0.0]
         for done in range(1, steps + 1):
-            values = self._measured(self._model, *next(self._batches))
+            batch = [array.to(DEVICE, non_blocking=True) for array in next(self._batches)]
+            values = self._measured(self._model, *batch)
             self._optimizer.zero_grad()
             values[0].backward()
             self._optimizer.step()
@@ -147,7 +163,7 @@ class Fit(turns.System):
     def steps_secs(self, steps: int) -> float:
         marks = Marks()
         trainer = lightning.Trainer(
-            accelerator="cpu",
+            accelerator="auto",
             devices=self._ranks,
             strategy="ddp" if self._ranks > 1 else "auto",
             max_steps=steps,
@@ -168,7 +184,7 @@ def run(name: str, workload: str, ranks: int, asked: Iterator[int], answer: Call
     if ranks > 1:
         distributed.init_process_group("gloo", rank=rank, world_size=ranks)
         torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
-    batches, model = Batches(workloads.WORKLOADS[workload], rank, ranks), MODELS[workload]()
+    batches, model = Batches(workloads.WORKLOADS[workload], rank, ranks), MODELS[workload]().to(DEVICE)
     system = Fit(model, batches, ranks) if name == "lightning" else Loop(model, batches, name == "torch_compiled")
     while True:
         steps = torch.tensor(next(asked, 0) if rank == 0 else 0)

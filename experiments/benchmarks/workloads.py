@@ -75,17 +75,17 @@ def make_convnet() -> tf.keras.Model:
     )
 
 
-def make_transformer() -> tf.keras.Model:
-    """Returns a decoder of two layers, for 64 tokens from a vocabulary of 1,000."""
+def make_transformer(length: int, width: int, heads: int, depth: int, vocabulary: int) -> tf.keras.Model:
+    """Returns a decoder for T tokens."""
     layers = tf.keras.layers
-    tokens = tf.keras.Input((64,), dtype="int32")
-    x = layers.Embedding(1000, 128)(tokens)  # [B, 64, 128]
-    for _ in range(2):
+    tokens = tf.keras.Input((length,), dtype="int32")
+    x = layers.Embedding(vocabulary, width)(tokens)  # [B, T, width]
+    for _ in range(depth):
         y = layers.LayerNormalization()(x)
-        x = layers.Add()([x, layers.MultiHeadAttention(4, 32)(y, y, use_causal_mask=True)])
-        y = layers.Dense(512, activation="relu")(layers.LayerNormalization()(x))
-        x = layers.Add()([x, layers.Dense(128)(y)])
-    return tf.keras.Model(tokens, layers.Dense(1000)(layers.LayerNormalization()(x)))
+        x = layers.Add()([x, layers.MultiHeadAttention(heads, width // heads)(y, y, use_causal_mask=True)])
+        y = layers.Dense(4 * width, activation="relu")(layers.LayerNormalization()(x))
+        x = layers.Add()([x, layers.Dense(width)(y)])
+    return tf.keras.Model(tokens, layers.Dense(vocabulary)(layers.LayerNormalization()(x)))
 
 
 def make_vectors(width: int) -> Callable:
@@ -95,16 +95,19 @@ def make_vectors(width: int) -> Callable:
     )
 
 
-def make_images(generator: np.random.Generator, size: int) -> tuple[np.ndarray, np.ndarray]:
-    return (
-        generator.standard_normal((size, 28, 28, 1), np.float32),
-        generator.integers(10, size=size).astype(np.int32),
+def make_images(shape: tuple[int, int, int], classes: int) -> Callable:
+    return lambda generator, size: (
+        generator.standard_normal((size, *shape), np.float32),
+        generator.integers(classes, size=size).astype(np.int32),
     )
 
 
-def make_texts(generator: np.random.Generator, size: int) -> tuple[np.ndarray, np.ndarray]:
-    texts = generator.integers(1000, size=(size, 65)).astype(np.int32)
-    return texts[:, :-1], texts[:, 1:]
+def make_texts(length: int, vocabulary: int) -> Callable:
+    def rows(generator: np.random.Generator, size: int) -> tuple[np.ndarray, np.ndarray]:
+        texts = generator.integers(vocabulary, size=(size, length + 1)).astype(np.int32)
+        return texts[:, :-1], texts[:, 1:]
+
+    return rows
 
 
 def make_yes_no(generator: np.random.Generator, size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -112,13 +115,22 @@ def make_yes_no(generator: np.random.Generator, size: int) -> tuple[np.ndarray, 
     return features, (labels[:, np.newaxis] % 2).astype(np.float32)
 
 
+SMALL_LM = dict(length=64, width=128, heads=4, depth=2, vocabulary=1000)
+LARGE_LM = dict(length=256, width=768, heads=12, depth=8, vocabulary=8000)  # 70 million parameters
 MLP41M_WIDTHS = [8000, 4000, 2000, 500, 300, 1]
 
 WORKLOADS = {
     "tiny": Workload(lambda: make_mlp([16, 32, 10]), make_vectors(16)),
     "deep": Workload(lambda: make_mlp([16, *[32] * 19, 10]), make_vectors(16)),
-    "conv": Workload(make_convnet, make_images),
-    "lm": Workload(make_transformer, make_texts, batch_size=16),
+    "conv": Workload(make_convnet, make_images((28, 28, 1), 10)),
+    "lm": Workload(lambda: make_transformer(**SMALL_LM), make_texts(64, 1000), batch_size=16),
+    # Of a size for a GPU, in gpu.py alone.
+    "lm70m": Workload(lambda: make_transformer(**LARGE_LM), make_texts(256, 8000), batch_size=32, num_batches=16),
+    "resnet50": Workload(
+        lambda: tf.keras.applications.ResNet50(weights=None, classifier_activation=None),
+        make_images((224, 224, 3), 1000),
+        num_batches=8,
+    ),
     # Scaled down from 2,048 examples per replica, which would take some seconds per step and replica.
     "mlp41m": Workload(
         lambda: make_mlp(MLP41M_WIDTHS),

@@ -24,6 +24,10 @@ def claimed_gpus(monkeypatch):
     monkeypatch.setattr(
         tf.config, "list_physical_devices", lambda kind=None: GPUS if kind == "GPU" else list_physical_devices(kind)
     )
+    of_device = tf.config.get_logical_device_configuration
+    monkeypatch.setattr(
+        tf.config, "get_logical_device_configuration", lambda device: None if device in GPUS else of_device(device)
+    )
     monkeypatch.setattr(tf.config.experimental, "set_memory_growth", lambda gpu, on: done.grown.append((gpu.name, on)))
     monkeypatch.setattr(tf.config, "set_visible_devices", lambda devices, kind: done.visible.append((devices, kind)))
     return done
@@ -133,6 +137,25 @@ def test_gpus_take_memory_as_they_need_it(claimed_gpus, device):
     devices.prepare_process(Config(device=device))
     assert claimed_gpus.grown == [(gpu.name, True) for gpu in GPUS]
     assert not claimed_gpus.visible
+
+
+def test_parts_of_a_gpu_keep_the_memory_that_they_were_given(claimed_gpus, monkeypatch):
+    monkeypatch.setattr(tf.config, "get_logical_device_configuration", lambda gpu: [gpu] * 2 * (gpu is GPUS[0]))
+    devices.prepare_process(Config(device="gpu"))
+    assert claimed_gpus.grown == [(gpu.name, True) for gpu in GPUS[1:]]
+
+
+def test_the_first_gpu_is_split(claimed_gpus, monkeypatch):
+    made = []
+    monkeypatch.setattr(tf.config, "set_logical_device_configuration", lambda gpu, parts: made.append((gpu, parts)))
+    devices.split_first_gpu(2, 1024)
+    assert claimed_gpus.visible == [(GPUS[:1], "GPU")]
+    assert made == [(GPUS[0], [tf.config.LogicalDeviceConfiguration(memory_limit=1024)] * 2)]
+
+
+def test_no_gpu_cannot_be_split():
+    with pytest.raises(ValueError, match="4 logical GPUs were asked for, but TensorFlow sees no GPU here to split"):
+        devices.split_first_gpu(4, 1024)
 
 
 def test_gpus_that_have_started_are_warned_about_when_they_cannot_be_hidden(claimed_gpus, monkeypatch, caplog):

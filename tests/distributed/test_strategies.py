@@ -5,6 +5,7 @@ import logging
 import operator
 import socket
 import threading
+import unittest.mock
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from distloop.distributed import strategies
 from distloop.distributed.environment import Cluster
 from distloop.distributed.strategies import TreeSum, tree_sum
 from distloop.settings.config import Config
+from tests import forked
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
@@ -43,15 +45,37 @@ def test_a_strategy_over_the_same_devices_is_made_once():
     assert first is second
 
 
-def test_strategies_of_different_sizes_work_side_by_side():
+def totals(counts):
+    """Returns the sum of ones over each of so many devices, added by as many strategies, one after the other."""
+
     def total():
         context = tf.distribute.get_replica_context()
         return context.all_reduce(tf.distribute.ReduceOp.SUM, tf.ones([3]))
 
-    for count in (2, 4, 3, 2):
+    found = []
+    for count in counts:
         strategy = strategies.make_strategy(Config(device="cpu", strategy="mirrored", num_devices=count))
         results = strategy.experimental_local_results(tf.function(lambda s=strategy: s.run(total))())
-        np.testing.assert_array_equal(results[-1], [count] * 3)
+        found.append(results[-1].numpy().tolist())
+    return found
+
+
+def totals_by_collectives(counts):
+    """As GPUs add; TensorFlow would find the devices of one strategy in the group of another."""
+    with unittest.mock.patch.object(strategies, "_choose_reduction", lambda *_: None):
+        return totals(counts), strategies.describe_reduction(strategies._make_mirrored(("CPU:0", "CPU:1"), False))
+
+
+def test_strategies_of_different_sizes_work_side_by_side():
+    assert totals([2, 4, 3, 2]) == [[n] * 3 for n in (2, 4, 3, 2)]
+
+
+@pytest.mark.slow
+def test_collectives_of_different_sizes_work_side_by_side():
+    """In a process of its own, as a collective that fails ends all others."""
+    found, reduction = forked.run_on_devices(totals_by_collectives, 4, [2, 4, 3, 2])
+    assert reduction == "CollectiveAllReduce (RING)"
+    assert found == [[n] * 3 for n in (2, 4, 3, 2)]
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,13 @@
 """From sums of gradients to an update: packed, reduced once, divided, clipped, applied once."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from distloop.distributed import strategies
+from distloop.distributed import strategies, tensorflow_internals
 from distloop.optimizers import gradients
 from distloop.settings.config import Config
 
@@ -46,6 +48,13 @@ def reduced(strategy, specs):
         for r in range(strategy.num_replicas_in_sync)
     ]
     return values, per_replica, function.graph
+
+
+@functools.cache
+def adding_by_collectives():
+    """Returns a strategy over two virtual CPUs, with the collectives that GPUs have."""
+    with tensorflow_internals.own_collective_keys(tf.distribute.MirroredStrategy):
+        return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
 
 
 def assert_sums(sums, factor):
@@ -137,9 +146,14 @@ def test_all_reduce_sums_gradients_and_named_values_over_the_replicas():
         assert_sums(sums, 3.0)
 
 
-def test_all_reduce_adds_up_several_dtypes_and_a_large_gradient():
+@pytest.mark.parametrize("collectives", [False, True], ids=["", "collectives"])
+def test_all_reduce_adds_up_several_dtypes_and_a_large_gradient(collectives):
     specs = [tf.TensorSpec([LARGE]), tf.TensorSpec([3], tf.float64), tf.TensorSpec([2])]
-    values, per_replica, _ = reduced(replicas(2), specs)
+    strategy = replicas(2) if not collectives else adding_by_collectives()
+    values, per_replica, graph = reduced(strategy, specs)
+    if collectives:  # as GPUs add: the large one is not copied into a vector with the others
+        sizes = {op.inputs[0].shape.num_elements() for op in graph.get_operations() if op.type == "CollectiveReduceV2"}
+        assert sizes == {LARGE, 3, 2 + 5}
     for found, sums in per_replica:
         for given, total in zip(values, found, strict=True):
             np.testing.assert_allclose(total, 3 * given.numpy(), rtol=1e-6)
