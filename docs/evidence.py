@@ -1,6 +1,6 @@
-"""Writes evidence.md: what `make wide` has tried, from the file that pytest has written.
+"""Writes evidence.md: what `make wide` has tried, from the files that its two runs of pytest have written.
 
-python docs/evidence.py runs/wide.xml
+python docs/evidence.py runs/wide.xml runs/collectives.xml
 """
 
 import ast
@@ -74,5 +74,18 @@ def render(secs: float, tests: Mapping[str, Sequence[tuple[str, str, float]]]) -
     return head + rows + "".join(["\nFailed:\n\n", *(f"- `{name}`\n" for name in fallen)] if fallen else [])
 
 
+def render_again(secs: float, tests: Mapping[str, Sequence[tuple[str, str, float]]]) -> str:
+    """Returns what the page says of the second run."""
+    every = [(name, outcome) for of in tests.values() for name, outcome, _ in of]
+    counts = collections.Counter(outcome for _, outcome in every)
+    fallen = [name for name, outcome in every if outcome == "failed"]
+    return (
+        f"\nOnce more on virtual CPUs that add as GPUs do, by TensorFlow's collectives: {len(every):,} tests of "
+        f"{', '.join(f'`{place}`' for place in sorted(tests))}\nin {secs / 60:.0f} minutes, {counts['failed']} failed, "
+        f"{counts['skipped']} were skipped.\n"
+    ) + "".join(f"- failed: `{name}`\n" for name in fallen)
+
+
 if __name__ == "__main__":
-    PAGE.write_text(render(*read(sys.argv[1])), encoding="utf-8")
+    wide, collectives = map(read, sys.argv[1:])
+    PAGE.write_text(render(*wide) + render_again(*collectives), encoding="utf-8")

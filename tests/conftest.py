@@ -20,6 +20,7 @@ is_ending = threading.Event()
 def pytest_addoption(parser):
     parser.addoption("--wide", action="store_true", help="run the tests marked wide too, as `make wide` does")
     parser.addoption("--gpu", action="store_true", help="run what asks for virtual CPUs on four parts of the first GPU")
+    parser.addoption("--collectives", action="store_true", help="let virtual CPUs add as GPUs do")
 
 
 def pytest_configure(config):
@@ -28,6 +29,8 @@ def pytest_configure(config):
         return  # the process that hands tests to others needs no TensorFlow, which takes 5 CPU seconds to import
     if config.getoption("gpu"):
         use_gpu()
+    if config.getoption("collectives"):
+        add_by_collectives()
     distloop.prepare(distloop.Config(device="cpu", num_devices=4, intra_op_threads=1))  # as virtual replicas need it
     gc.freeze()  # what TensorFlow and Keras made at their import is never garbage, and takes long to look through
     gc.disable()
@@ -46,6 +49,14 @@ def use_gpu():
     devices.split_first_gpu(4, 1024)
     devices.choose_device_type = lambda config: "GPU"
     tf.config.experimental.enable_tensor_float_32_execution(False)  # its rounding exceeds the tolerances
+
+
+def add_by_collectives():
+    """Lets mirrored replicas add by TensorFlow's collectives, which are NCCL between GPUs, unless bits count."""
+    from distloop.distributed import strategies
+
+    choose = strategies._choose_reduction
+    strategies._choose_reduction = lambda names, in_tree: choose(names, in_tree) if in_tree else None
 
 
 def collect_garbage():
@@ -85,6 +96,10 @@ LONG += ["test_resume", "test_trainer", "test_keras_fuzz", "test_nemesis", "test
 def pytest_collection_modifyitems(config, items):
     order = {name: position for position, name in enumerate(LONG)}
     items.sort(key=lambda item: order.get(item.path.stem, len(LONG)))
+    if config.getoption("gpu") or config.getoption("collectives"):
+        for item in items:
+            if marker := item.get_closest_marker("not_by_collectives"):
+                item.add_marker(pytest.mark.skip(reason=marker.args[0]))
     if not config.getoption("wide"):
         wide = [item for item in items if item.get_closest_marker("wide")]
         config.hook.pytest_deselected(items=wide)

@@ -23,3 +23,6 @@ def test_cases_are_counted_by_folder_and_file_and_those_that_fell_are_named(tmp_
     assert "| `tests/data` | the folder `distloop/data` | 3 | 1 | 1 | 4 |\n" in text
     assert "| `tests/test_laws.py` | " in text and " | 2 | 1 | 0 | 3 |\n" in text
     assert text.endswith("- `tests/data/test_order.py::test_b`\n- `tests/test_laws.py::test_d`\n")
+    again = evidence.render_again(*evidence.read(str(tmp_path / "wide.xml")))
+    assert "5 tests of `tests/data`, `tests/test_laws.py`\nin 2 minutes, 2 failed, 1 were skipped." in again
+    assert again.endswith("- failed: `tests/data/test_order.py::test_b`\n- failed: `tests/test_laws.py::test_d`\n")

@@ -129,7 +129,11 @@ def monitoring(workload: str) -> list[Cell]:
 
 def calls(workload: str) -> list[Cell]:
     counts = {"tiny": (1, 2, 4), "conv": (1, 2)}.get(workload, ())
-    return [a_cell("calls", workload, replicas=n) for n in counts if str(n) in _REPLICAS.value]
+    cells = []
+    for replicas in [n for n in counts if str(n) in _REPLICAS.value]:
+        which = systems(["keras_jax"] if replicas < 4 else [], {})
+        cells.append(a_cell("calls", workload, replicas=replicas, **which))
+    return cells
 
 
 def saves(workload: str) -> list[Cell]:

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from experiments.benchmarks import by_hand, peers, places, turns, with_orbit
-from experiments.benchmarks.workloads import WORKLOADS
+from experiments.benchmarks.workloads import EVERY
 
 # Modules that import distloop or Keras's trainer are imported on first use: the start-up of other systems does not pay.
 
@@ -26,7 +26,7 @@ class Systems:
     """
 
     def __init__(self, spec: dict, workdir: str):
-        self.name, self.workload = spec["workload"], WORKLOADS[spec["workload"]]
+        self.name, self.workload = spec["workload"], EVERY[spec["workload"]]
         self.replicas, self.workdir = spec["replicas"], workdir
         self.settings = spec.get("settings", {})
         tf.keras.config.set_dtype_policy(self.settings.get("precision") or "float32")  # of the other systems
@@ -104,7 +104,12 @@ def measure_calls(systems: Systems, spec: dict) -> dict:
     from experiments.benchmarks import whole_calls
 
     strategy, fits = systems.strategy, [systems.make(name) for name in ("keras", "distloop")]
-    return whole_calls.measure(systems.workload, strategy, *fits, spec["rounds"], spec["turn_secs"])
+    place = systems.name, systems.replicas
+    others = {
+        kind: {name: peers.make(name, *place, kind_of_call=kind) for name in spec["systems"]}
+        for kind in ("evaluate", "predict")
+    }
+    return whole_calls.measure(systems.workload, strategy, *fits, others, spec["rounds"], spec["turn_secs"])
 
 
 def measure_saves(systems: Systems, spec: dict) -> dict:

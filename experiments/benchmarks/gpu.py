@@ -4,7 +4,7 @@
 
 Each workload is a process of its own. JAX and PyTorch are measured where they are installed. All compute in float32,
 with products in TF32, the default of TensorFlow and JAX. Rows in bfloat16 are of TensorFlow alone; in those with XLA,
-it compiles distloop's step and Keras's.
+it compiles distloop's step and Keras's. It was tried on a CPU in the GPU's place, and has not run on a GPU.
 """
 
 import importlib.util

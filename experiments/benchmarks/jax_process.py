@@ -18,7 +18,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from experiments.benchmarks import peers, turns, with_keras, workloads
+from experiments.benchmarks import goals, peers, turns, with_keras, workloads
 
 LOG_EVERY = 100  # steps after which the host reads loss and accuracy
 
@@ -98,11 +98,21 @@ def make(name: str, workload: workloads.Workload, replicas: int) -> turns.System
     return with_keras.Fit(workload, strategy, batch_size, least, jit_compile="auto", data=data)
 
 
-def main(name: str, workload: str, replicas: str) -> None:
+def make_passes(workload: workloads.Workload, fit: with_keras.Fit, kind_of_call: str) -> turns.System:
+    """Returns whole calls of `evaluate` or `predict` of Keras, over arrays."""
+    features, labels = workload.make_rows(np.random.default_rng(0), goals.EXAMPLES)
+    data = (features, labels) if kind_of_call == "evaluate" else (features,)
+    call = getattr(fit.model, kind_of_call)
+    return turns.System(lambda count: [call(*data, batch_size=goals.BATCH_SIZE, verbose=0) for _ in range(count)])
+
+
+def main(name: str, workload: str, replicas: str, kind_of_call: str = "fit") -> None:
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     sys.stdout = open(os.devnull, "w")
     tf.config.set_visible_devices([], "GPU")  # which TensorFlow would fill
-    system = make(name, workloads.WORKLOADS[workload], int(replicas))
+    system = make(name, workloads.EVERY[workload], int(replicas))
+    if kind_of_call != "fit":
+        system = make_passes(workloads.EVERY[workload], system, kind_of_call)
     for line in sys.stdin:
         print(system.steps_secs(int(line)), file=answers, flush=True)
 

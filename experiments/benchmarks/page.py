@@ -134,8 +134,8 @@ def speeds_table(cells: Sequence[Mapping], kind: str, targets: Mapping[tuple[str
         speed = {name: goals.EXAMPLES / statistics.median(secs) for name, secs in times.items()}
         rows.append(
             [cell["workload"], cell["place"]]
-            + [f"{speed[name]:,.0f}" for name in systems]
-            + [ratio(1 / turns.median_ratio(times, "distloop", name)) for name in others]
+            + [f"{speed[name]:,.0f}" if name in speed else NONE for name in systems]
+            + [ratio(turns.median_ratio(times, name, "distloop")) for name in others]
             + [NONE if target is None else f"{target:,}"]
             + [NONE if target is None else _met(speed["distloop"] >= target)]
         )

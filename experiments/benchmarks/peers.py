@@ -32,8 +32,13 @@ def make_environment(name: str) -> None:
     other_process.make_environment(kind, PACKAGES[kind], module, VARIABLES[kind])
 
 
-def make(name: str, workload: str, replicas: int, on_gpu: bool = False) -> other_process.OtherProcess:
-    """Returns a system on so many devices: virtual CPUs of JAX, or processes of PyTorch; or on one GPU."""
+def make(
+    name: str, workload: str, replicas: int, on_gpu: bool = False, kind_of_call: str = "fit"
+) -> other_process.OtherProcess:
+    """Returns a system on so many devices: virtual CPUs of JAX, or processes of PyTorch; or on one GPU.
+
+    Keras on JAX can `evaluate` and `predict`, too: its steps are then whole calls.
+    """
     kind = SYSTEMS[name]
     command = [other_process.python_of(kind), "-m", f"experiments.benchmarks.{kind}_process", name, workload]
     variables = dict(VARIABLES[kind])
@@ -42,4 +47,5 @@ def make(name: str, workload: str, replicas: int, on_gpu: bool = False) -> other
     if kind == "jax" and replicas > 1:
         # With a thread for each core, steps of several virtual CPUs wait for one another's threads without end.
         variables |= {"XLA_FLAGS": f"--xla_force_host_platform_device_count={replicas}", "NPROC": str(3 * replicas)}
-    return other_process.OtherProcess([*command, str(replicas)], variables, LEAST.get(name, 1))
+    arguments = [str(replicas)] + ([kind_of_call] if kind_of_call != "fit" else [])
+    return other_process.OtherProcess([*command, *arguments], variables, LEAST.get(name, 1))

@@ -184,7 +184,7 @@ def run(name: str, workload: str, ranks: int, asked: Iterator[int], answer: Call
     if ranks > 1:
         distributed.init_process_group("gloo", rank=rank, world_size=ranks)
         torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
-    batches, model = Batches(workloads.WORKLOADS[workload], rank, ranks), MODELS[workload]().to(DEVICE)
+    batches, model = Batches(workloads.EVERY[workload], rank, ranks), MODELS[workload]().to(DEVICE)
     system = Fit(model, batches, ranks) if name == "lightning" else Loop(model, batches, name == "torch_compiled")
     while True:
         steps = torch.tensor(next(asked, 0) if rank == 0 else 0)

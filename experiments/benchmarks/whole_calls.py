@@ -1,6 +1,6 @@
 """Times of whole calls of `evaluate` and `predict`, and the overhead of a call of `fit` or `evaluate`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import tensorflow as tf
 
@@ -16,6 +16,7 @@ def measure(
     strategy: tf.distribute.Strategy,
     keras_fit: with_keras.Fit,
     distloop_fit: with_distloop.Fit,
+    others: Mapping[str, Mapping[str, turns.System]],
     rounds: int,
     turn_secs: float,
 ) -> dict[str, dict[str, list[float]]]:
@@ -26,6 +27,7 @@ def measure(
         strategy: for the hand-written loops.
         keras_fit: Keras's model.
         distloop_fit: distloop's trainer.
+        others: by kind and name, systems whose steps are whole calls.
         rounds: turns per system, up to ROUNDS.
         turn_secs: approximate seconds per turn.
 
@@ -37,18 +39,20 @@ def measure(
     hand, model, trainer = by_hand.ByHand(workload, strategy, BATCH_SIZE), keras_fit.model, distloop_fit.trainer
     data, batch = workload.dataset(BATCH_SIZE, EXAMPLES), workload.dataset(BATCH_SIZE, BATCH_SIZE)
 
-    def take_turns(**fns: Callable[[], object]) -> dict[str, list[float]]:
+    def take_turns(kind: str = "", **fns: Callable[[], object]) -> dict[str, list[float]]:
         passes = {name: turns.System(lambda count, fn=fn: [fn() for _ in range(count)]) for name, fn in fns.items()}
-        return turns.take_turns(passes, rounds, turn_secs, float)
+        return turns.take_turns({**passes, **others.get(kind, {})}, rounds, turn_secs, float)
 
     results = {
         "evaluate": take_turns(
+            "evaluate",
             hand=hand.evaluate(EXAMPLES),
             handloop=hand.evaluate_compiled(EXAMPLES),
             keras=lambda: model.evaluate(data, verbose=0),
             distloop=lambda: trainer.evaluate(data),
         ),
         "predict": take_turns(
+            "predict",
             hand=hand.predict(EXAMPLES),
             keras=lambda: model.predict(data, verbose=0),
             distloop=lambda: trainer.predict(data),

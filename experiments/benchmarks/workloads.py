@@ -124,13 +124,6 @@ WORKLOADS = {
     "deep": Workload(lambda: make_mlp([16, *[32] * 19, 10]), make_vectors(16)),
     "conv": Workload(make_convnet, make_images((28, 28, 1), 10)),
     "lm": Workload(lambda: make_transformer(**SMALL_LM), make_texts(64, 1000), batch_size=16),
-    # Of a size for a GPU, in gpu.py alone.
-    "lm70m": Workload(lambda: make_transformer(**LARGE_LM), make_texts(256, 8000), batch_size=32, num_batches=16),
-    "resnet50": Workload(
-        lambda: tf.keras.applications.ResNet50(weights=None, classifier_activation=None),
-        make_images((224, 224, 3), 1000),
-        num_batches=8,
-    ),
     # Scaled down from 2,048 examples per replica, which would take some seconds per step and replica.
     "mlp41m": Workload(
         lambda: make_mlp(MLP41M_WIDTHS),
@@ -139,5 +132,13 @@ WORKLOADS = {
         num_batches=4,
         is_per_replica=True,
         is_binary=True,
+    ),
+}
+EVERY = WORKLOADS | {  # and those of a size for a GPU, in gpu.py alone
+    "lm70m": Workload(lambda: make_transformer(**LARGE_LM), make_texts(256, 8000), batch_size=32, num_batches=16),
+    "resnet50": Workload(
+        lambda: tf.keras.applications.ResNet50(weights=None, classifier_activation=None),
+        make_images((224, 224, 3), 1000),
+        num_batches=8,
     ),
 }

@@ -77,6 +77,7 @@ def test_sums_of_sparse_and_dense_gradients_are_those_of_dense_ones():
     np.testing.assert_array_equal(tf.reshape(mixed, SHAPE), dense([4, 1, 4]) + 1)
 
 
+@pytest.mark.not_by_collectives("which gather rows of tables only where their number is known")
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_reduction_adds_rows_of_all_replicas_once(replicas):
     layout, strategy = packing(replicas=replicas), mirrored(replicas)

@@ -107,6 +107,7 @@ def values_of(trainer):
     return values
 
 
+@pytest.mark.not_by_collectives("which gather rows of tables only where their number is known")
 @pytest.mark.slow
 def test_replicas_microbatches_clipping_and_an_odd_last_batch_train_to_the_weights_of_dense_gradients(merges):
     names = tuple(name for name in UPDATES if name != "lazy")
@@ -129,6 +130,7 @@ def test_virtual_replicas_give_the_same_bits_on_any_number_of_devices(merges):
     assert_equal(*found)
 
 
+@pytest.mark.not_by_collectives("which gather rows of tables only where their number is known")
 @pytest.mark.slow
 def test_an_overflow_of_one_row_changes_no_bit(merges):
     config = on(2, precision="mixed_float16")
@@ -253,6 +255,7 @@ def test_a_packing_of_whole_gradients_says_why_and_the_console_too(part, capsys)
     )
 
 
+@pytest.mark.not_by_collectives("which gather rows of tables only where their number is known")
 @pytest.mark.slow
 def test_without_the_part_a_table_trains_to_the_weights_of_dense_gradients_and_the_console_says_so(
     merges, monkeypatch, capsys
