@@ -23,6 +23,8 @@ _KEEP_BATCHES = frozenset(
     f"{name}Dataset"
     for name in "Map ParallelMap Prefetch Repeat Shuffle Skip Take Shard Cache Options Filter AssertCardinality".split()
 )
+_KEEP_ROWS = _KEEP_BATCHES - {"MapDataset", "ParallelMapDataset"}
+_BATCH = frozenset({"BatchDataset", "ParallelBatchDataset", "PaddedBatchDataset"})
 # Datasets of which a look at the first batch runs no code of the user's that is to run once, and fills no cache.
 _REPEATABLE = _KEEP_BATCHES - {"CacheDataset"} | frozenset(
     f"{name}Dataset"
@@ -152,6 +154,13 @@ def can_be_looked_at(dataset: Any) -> bool:
     """Returns whether a dataset gives the same batches after a look at its first one; of generators, nobody knows."""
     is_repeatable = type(dataset).__name__.lstrip("_") in _REPEATABLE
     return is_repeatable and all(can_be_looked_at(part) for part in dataset._inputs())
+
+
+def are_rows_alike(dataset: Any) -> bool:
+    """Returns whether all entries of a batch are known to have the same number of rows: nothing follows `batch`."""
+    while (kind := type(dataset).__name__.lstrip("_")) in _KEEP_ROWS:
+        (dataset,) = dataset._inputs()
+    return kind in _BATCH
 
 
 def _compare_shards(num_batches: float, strategy: tf.distribute.Strategy) -> tuple[float, int]:

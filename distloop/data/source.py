@@ -17,7 +17,7 @@ from typing_extensions import Unpack
 
 from distloop.data.arrays import Arrays, are_arrays, as_arrays
 from distloop.data.columns import content_of
-from distloop.data.info import DataInfo, can_be_looked_at, count_batches, inspect
+from distloop.data.info import DataInfo, are_rows_alike, can_be_looked_at, count_batches, inspect
 from distloop.data.iterators import Behind, fresh_copy, iterate
 from distloop.data.numbered import NumberedDataset, Share
 from distloop.data.opening import Reading, open_data
@@ -276,9 +276,10 @@ class Source:
                 dataset, behind = (feed.dataset(first, state), 0) if feed.goes_on else (feed.dataset(), first)
                 are_alike = isinstance(feed, NumberedDataset) and feed.are_rows_alike
                 options = dataset.options()
-                return _prepared(dataset, self.info, options, repeat=False, are_rows_alike=are_alike), behind
+                return _prepared(dataset, self.info, options, repeat=False, are_alike=are_alike), behind
             dataset = fresh_copy(self._dataset) if self._may_go_back else self._dataset
-            return _prepared(dataset, self.info, self._dataset.options(), repeat=self._repeat), first
+            are_alike, options = are_rows_alike(dataset), self._dataset.options()
+            return _prepared(dataset, self.info, options, repeat=self._repeat, are_alike=are_alike), first
 
     def _left_of_pass(self) -> int | None:
         """Returns the batches left of a pass over a DistributedDataset, which cannot be repeated within a loop."""
@@ -348,11 +349,11 @@ def _prepared(
     user_options: tf.data.Options,
     *,
     repeat: bool,
-    are_rows_alike: bool = False,
+    are_alike: bool = False,
 ) -> tf.data.Dataset:
     """Returns a dataset checked, padded, repeated and prefetched; with threads of its own unless the user set some."""
     spec, num_missing = info.element_spec, info.num_missing_batches
-    if not are_rows_alike and len(tf.nest.flatten(spec)) > 1 and static_batch_size(spec) is None:
+    if not are_alike and len(tf.nest.flatten(spec)) > 1 and static_batch_size(spec) is None:
         dataset = dataset.map(_do_not_convert(lambda *batch: check_rows(_pack_element(batch, spec))))
     if info.layout.is_padded:
         dataset = dataset.map(_do_not_convert(lambda *batch: pad(_pack_element(batch, spec), info.min_rows)[:2]))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from distloop.data.info import inspect
+from distloop.data.info import are_rows_alike, inspect
 from distloop.data.make_dataset import make_dataset
 from distloop.data.shards import pad, shard_bounds
 from distloop.distributed import strategies
@@ -70,6 +70,19 @@ def test_the_batch_size_is_not_guessed():
     assert sizes(sizes_1_to_9()) == unknown
     assert sizes(numbers(20, 4).concatenate(numbers(20, 5))) == unknown
     assert sizes(mirrored(2).experimental_distribute_dataset(numbers(8, 4)), mirrored(2)) == unknown
+
+
+def test_rows_are_counted_only_where_something_may_have_changed_the_batches():
+    """Counting them costs a batch of a small model as much as computing it."""
+    pairs = tf.data.Dataset.from_tensor_slices((np.arange(9.0), np.arange(9)))
+    batched = pairs.batch(4)
+    for data in (batched, batched.cache().repeat().prefetch(2), pairs.batch(4, num_parallel_calls=2).shuffle(2)):
+        assert are_rows_alike(data)
+    cut = batched.map(lambda a, b: (a, b[:1]))
+    merged = tf.data.Dataset.zip((numbers(9, 4), numbers(8, 4)))
+    made = make_dataset({"x": np.arange(9.0), "y": np.arange(9)}, 4)
+    for data in (cut, cut.cache(), merged, batched.concatenate(cut), made.map(lambda batch: batch)):
+        assert not are_rows_alike(data)
 
 
 @pytest.mark.parametrize(
