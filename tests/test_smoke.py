@@ -79,3 +79,5 @@ def test_weights_that_differ_are_a_failure(monkeypatch, capsys):
 def test_missing_devices_are_an_error(capsys):
     assert smoke.main(["--device=gpu"]) == 2
     assert "device=gpu was asked for, but TensorFlow sees none here" in capsys.readouterr().err
+    assert smoke.main(["--logical_gpus=2"]) == 2
+    assert "2 logical GPUs were asked for, but TensorFlow sees no GPU here to split" in capsys.readouterr().err
