@@ -6,7 +6,7 @@ import re
 import pytest
 
 from distloop.distributed import environment
-from experiments.benchmarks import cell, goals, input_speed, kept, page, pictures, processes, turns, workloads
+from experiments.benchmarks import cell, goals, growth, input_speed, kept, page, pictures, processes, turns, workloads
 from tests import forked
 
 
@@ -216,3 +216,17 @@ def test_a_picture_has_a_mark_where_each_figure_of_its_table_is():
     assert places["Orbit: 2"] - places["distloop: 0.5"] == pytest.approx(2 * octave, abs=0.2)
     one = float(re.search(r'class="one" x1="([\d.]+)"', svg)[1])
     assert places["Orbit: 2"] - one == pytest.approx(octave, abs=0.2)
+
+
+def test_a_curve_says_by_how_much_each_cost_grows():
+    curve = growth.Curve(lambda size: {}, (10, 100), "rows", "they are read")
+    first, last, times = rows_of(
+        growth.table_of(curve, [{"read, s": 0.5, "added, MB": 0}, {"read, s": 6, "added, MB": 2}])
+    )
+    assert first == {"rows": "10", "read, s": "0.5", "added, MB": "0"} and last["read, s"] == "6"
+    assert times == {"rows": "10 times", "read, s": "12.0 times", "added, MB": "-"}
+
+
+def test_the_page_of_growth_has_every_curve():
+    text = growth.PAGE.read_text(encoding="utf-8")
+    assert re.findall("^## (.*)$", text, re.M) == [name.capitalize() for name in growth.CURVES]

@@ -34,6 +34,8 @@ README = ROOT / "README.md"
 PAGES = [README, *(ROOT / name for name in ("WORKSPACE.md", "CHANGELOG.md")), *DOCS, *BENCHMARKS]
 LAUNCHER = {*launch._NUMBERS, "workers", "hosts", "ray"}
 OTHERS = LAUNCHER | {
+    "gpu",
+    "logical_gpus",
     "pretend_gpus",
     "environment",
     "diff",

@@ -14,6 +14,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -24,8 +25,6 @@ from experiments.benchmarks import kept, page
 
 PAGE = pathlib.Path(__file__).with_name("GROWTH.md")
 HEAD = """\
-# What grows
-
 Written by `python -m experiments.benchmarks.growth`; do not edit. {where}. Each figure is of a fresh process, taken
 once on a virtual machine, where it may be a fifth off. Models and data are small, so that what grows is distloop's.
 """
@@ -208,7 +207,7 @@ CURVES = {
         with_variables,
         (10, 30, 100, 300),
         "variables of a model of small layers",
-        "Each variable adds operations to the graph; half of the first step is Adam's, a third TensorFlow's optimizers.",
+        "Each variable adds operations to the graph; half of the first step is Adam's, a third TensorFlow's rewriting.",
     ),
     "table": Curve(
         with_table_rows, (10**3, 10**4, 10**5, 10**6), "rows of a table", "A step reads and writes few rows."
@@ -255,7 +254,7 @@ def main(_):
         os._exit(0)  # deleting iterators can take long
     origin = kept.origin()
     where = f"{datetime.date.today()}, commit {origin['commit']}, {origin['machine']}"
-    parts = [HEAD.format(where=where)]
+    parts = [f"# What grows\n\n{textwrap.fill(HEAD.format(where=where), 120)}\n"]
     for name in _CURVES.value:
         curve = CURVES[name]
         points = [run(name, size) for size in curve.sizes]
