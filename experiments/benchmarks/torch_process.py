@@ -74,7 +74,8 @@ MODELS = {
     "resnet50": make_resnet50,
 }
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-torch.set_float32_matmul_precision("high")  # TF32 on GPUs, as TensorFlow and JAX do by default
+if DEVICE == "cuda":
+    torch.set_float32_matmul_precision("high")  # TF32, as TensorFlow and JAX do by default
 
 
 class Batches(torch.utils.data.IterableDataset):
