@@ -67,6 +67,8 @@ def without_credentials(text: str) -> str:
     """Returns a text whose URLs have no password, and `***` for keys and tokens."""
     for shown, full in tuple(_with_password.items()):
         text = text.replace(full, shown)
+    if "://" not in text and "=" not in text:
+        return text
     return _KEY.sub(r"\1***", _TOKEN.sub(r"\1***@", _PASSWORD.sub(r"\1@", text)))
 
 

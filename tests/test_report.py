@@ -321,6 +321,7 @@ ODD = {
     "starts.jsonl": [
         '{"step": 1, "time": 1e999, "devices": [2]}\n',
         '{"step": 1}\n{"step": 2, "last_row_time": NaN}\n',
+        '{"step": 1, "before": 3}\n{"step": 2, "before": {"steps": "x"}}\n',
     ],
     "config.json": ['{"steps": "many", "a": NaN}', '{"steps": [1]}', "[" * 100_000, "\xff"],
     "checkpoints/9/manifest.json": ['{"step": "9", "notes": {"until": 9, "stop_reason": null}}', '{"notes": 3}']

@@ -73,7 +73,7 @@ class Goodput(Action):
 
     def __call__(self, report: Report) -> dict[str, float]:
         """Returns the goodput."""
-        self._starts = self._starts or ledger.read_starts(self._workdir)
+        self._starts = self._starts or ledger.latest_starts(self._workdir)
         if not self._starts:  # the disk is full
             return {}
         progress = self._progress(report.step)
@@ -89,7 +89,7 @@ class Goodput(Action):
 
     def on_end(self, report: Report) -> None:
         """Notes the end."""
-        self._starts = self._starts or ledger.read_starts(self._workdir)
+        self._starts = self._starts or ledger.latest_starts(self._workdir)
         if self._starts:
             self._note({**self._progress(report.step), "is_end": True})
 

@@ -169,4 +169,5 @@ class MemoryUse(Action):
                 is_host = device == ledger.HOST
                 used_gb = peaks()["host_memory_gb"] - self._gb_before if is_host else device_peak_gb(device)
                 taken[device] = max(int(1e9 * used_gb), taken.get(device, 0))
-        ledger.write_memory(self._workdir, ledger.Memory(held, taken))
+        if (memory := ledger.Memory(held, taken)) != earlier:
+            ledger.write_memory(self._workdir, memory)

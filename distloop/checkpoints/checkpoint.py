@@ -91,7 +91,8 @@ def write_files(directory: str, step: int, values: Mapping[str, tf.Tensor], note
         "notes": dict(notes),
     }
     with open(os.path.join(directory, _MANIFEST), "w", encoding="utf-8") as file:
-        file.write(json.dumps({**manifest, "checksum": _checksum(manifest)}, indent=1))
+        lines = [f"{json.dumps(n)}: {json.dumps(v)}" for n, v in {**manifest, "checksum": _checksum(manifest)}.items()]
+        file.write("{\n" + ",\n".join(lines) + "\n}\n")  # `indent` would take json ten times as long
 
 
 def load(path: str) -> Saved:

@@ -67,7 +67,8 @@ class Phases:
             first = len(self._ended) if self._num_passed is None else self._num_passed
             for number, ended in enumerate(self._ended[first:], first + 1):
                 if _is_same(ended, phase):
-                    self.past, self._num_passed, self.stop_reason = ended, number, ended["stop_reason"]
+                    self.past = {**ended, "reported": _numbers_of(ended)}
+                    self._num_passed, self.stop_reason = number, ended["stop_reason"]
                     self.is_of_others = True
                     return
         latest = self._latest
@@ -82,7 +83,7 @@ class Phases:
                 self.stop_reason = latest["stop_reason"]
                 return
             self.begins, began = self._has_passed or self.is_of_others, step if self.is_of_others else began
-            self._ended.append(latest)
+            self._ended.append({**latest, "reported": json.dumps(_numbers_of(latest))})  # a text is written fastest
         self._latest, self._num_passed = {**phase, "began": began}, len(self._ended)
 
     def end(self, step: int, stop_reason: str | None, reported: Mapping[str, float]) -> None:
@@ -148,6 +149,12 @@ def _phase_of(saved: Saved) -> dict[str, Any]:
     if is_over or reason:
         phase |= {"step": saved.step, "stop_reason": reason, "reported": notes.get("reported", {})}
     return phase
+
+
+def _numbers_of(ended: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the numbers that an ended phase has returned; older versions do not note them as a text."""
+    reported = ended.get("reported", {})
+    return json.loads(reported) if isinstance(reported, str) else reported  # type: ignore[no-any-return]
 
 
 def _is_same(noted: Mapping[str, Any], phase: Mapping[str, Any]) -> bool:

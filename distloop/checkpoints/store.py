@@ -19,7 +19,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -34,9 +34,16 @@ _STEP = re.compile(r"0|[1-9][0-9]{0,17}")
 # Ends of the names of checkpoints later than the one that a run goes on from.
 _ABANDONED, _DIVERGED = "abandoned", "diverged"
 
-_READ_AGAIN = 3  # of the newest checkpoints after each save; a process looks at others once
+_LOOKED_AT_AGAIN = 3  # of the newest checkpoints after each save; a process looks at others once
 _Best = Mapping[str, list[int]]  # steps by metric
 Watch = Callable[[str], contextlib.AbstractContextManager[Any]]
+
+
+class _Seen(NamedTuple):
+    """What was found when a checkpoint was looked at: `_sizes_and_times` of its files, and whether it was whole."""
+
+    files: list[tuple[str, int, int]]
+    is_whole: bool
 
 
 class Checkpoints:
@@ -44,7 +51,7 @@ class Checkpoints:
 
     Attributes:
         directory: where they are.
-        seen_whole: whether each one was whole when this process looked last, by step.
+        seen: what this process has found when it looked at each one last, by step.
     """
 
     def __init__(
@@ -72,7 +79,7 @@ class Checkpoints:
         self._costs = {} if costs is None else costs
         self._writer: threading.Thread | None = None
         self._failure: Exception | None = None  # of the last save
-        self.seen_whole: dict[int, bool] = {}
+        self.seen: dict[int, _Seen] = {}
 
     @property
     def steps(self) -> list[int]:
@@ -245,6 +252,7 @@ class Checkpoints:
         with replacing(self._path(step), verify=self._verify) as temporary:
             write_files(temporary, step, values, notes)
             self._rename_later(step, _ABANDONED)
+        self.seen[step] = _Seen(_sizes_and_times(self._path(step)), True)
         listed = self.best_steps
         best = _best_there({**listed, **best_steps}, listed, self.steps)
         if best != listed:
@@ -287,16 +295,17 @@ def superfluous(checkpoints: Checkpoints, keep: int) -> Iterator[str]:
         OSError: if the directory or a manifest cannot be read.
     """
     best = {step for steps in checkpoints.best_steps.values() for step in steps}
-    num_whole = 0
+    num_whole, seen = 0, checkpoints.seen
     for i, step in enumerate(reversed(checkpoints.steps)):
         path = os.path.join(checkpoints.directory, str(step))
         if num_whole == keep:
             if step not in best:
                 yield path
             continue
-        if i < _READ_AGAIN or step not in checkpoints.seen_whole:
-            checkpoints.seen_whole[step] = _is_whole(path, step)
-        num_whole += checkpoints.seen_whole[step]
+        files = _sizes_and_times(path) if i < _LOOKED_AT_AGAIN or step not in seen else seen[step].files
+        if step not in seen or seen[step].files != files:
+            seen[step] = _Seen(files, _is_whole(path, step))
+        num_whole += seen[step].is_whole
 
 
 def set_aside(directory: str, *ends: str) -> list[str]:
@@ -308,6 +317,15 @@ def set_aside(directory: str, *ends: str) -> list[str]:
     pattern = rf"({_STEP.pattern})\.({'|'.join(ends or (_ABANDONED, _DIVERGED))})(-\d+)?"
     names = os.listdir(directory) if os.path.isdir(directory) else []
     return [os.path.join(directory, name) for name in names if re.fullmatch(pattern, name)]
+
+
+def _sizes_and_times(path: str) -> list[tuple[str, int, int]]:
+    """Returns the name, the bytes and the time of the last change (ns) of each file in a directory, if it is there."""
+    try:
+        with os.scandir(path) as entries:
+            return sorted((entry.name, entry.stat().st_size, entry.stat().st_mtime_ns) for entry in entries)
+    except OSError:  # `_is_whole` tells what that means
+        return []
 
 
 def _is_whole(path: str, step: int) -> bool:

@@ -59,7 +59,7 @@ class SavedState:
         with tf.device(HOST):
             variables = {name: tensorflow_variable(v) for name, v in state.all_variables().items()}
             far = {name: v for name, v in variables.items() if isinstance(v, ComposedVariable) and not v.is_here}
-            values = {name: tf.identity(v) for name, v in variables.items() if name not in far}
+            values = {name: _on_host(v) for name, v in variables.items() if name not in far}
             values |= self._read_far(far, is_needed=is_needed) if far else {}
             values |= self._first_streams(values)
             values |= {_METRICS + name: value for name, value in state.keras_metrics.snapshot().items()}
@@ -153,6 +153,12 @@ class SavedState:
                 rate = self._state.initial_learning_rates[name]
                 facts[optimizer_prefix(name) + _INITIAL_RATE] = tf.constant(rate)
         return facts
+
+
+def _on_host(variable: Any) -> tf.Tensor:
+    """Returns the value of a variable in the memory of the host; `tf.identity` alone takes three times as long."""
+    value = variable.value() if isinstance(variable, tf.Variable) else tf.identity(variable)
+    return value if value.device.endswith(HOST.removeprefix("/")) else tf.identity(value)
 
 
 def _spell(tensor: Any) -> str:

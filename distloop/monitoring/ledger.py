@@ -9,6 +9,8 @@ A killed process cannot note its end: what it did after its last log is known by
 fall, or not at all. The next start notes the time of the last row that was there. TensorFlow is not imported.
 """
 
+import contextlib
+import itertools
 import json
 import math
 import os
@@ -22,6 +24,7 @@ from distloop.distributed import notes
 from distloop.log import log
 from distloop.monitoring import records
 from distloop.monitoring.records import last_row
+from distloop.monitoring.timing import unix_time
 
 STARTS, PROGRESS = "starts.jsonl", "progress.json"
 MEMORY = "memory.json"
@@ -47,10 +50,11 @@ def note_start(
     secs_before: Mapping[str, float] | None = None,
     takes: Mapping[str, Sequence[str]] | None = None,
 ) -> None:
-    """Adds a row: time, step, devices, the age of the process, and what the start before it has noted last.
+    """Adds a row: time, step, devices, the age of the process, what the start before it has noted last, and `before`.
 
-    That is the time of the last row of `metrics.jsonl`, and `read_progress`; null if there is none. So is the age, if
-    it is unknown or the process has noted a start before. A launcher adds `notes.change`.
+    `before` is where the time of all starts before went, so that nobody has to read their rows. Noted last were the
+    time of the last row of `metrics.jsonl`, and `read_progress`; null if there is none. So is the age, if it is
+    unknown or the process has noted a start before. A launcher adds `notes.change`.
 
     Args:
         workdir: of the run.
@@ -71,6 +75,8 @@ def note_start(
     facts |= {"takes": takes} if takes else {}
     facts["process_secs"] = age = _age_at_first_start()
     facts |= notes.change() if age is not None else {}
+    facts["time"] = unix_time()
+    facts["before"] = dict(_before([*latest_starts(workdir), facts]))
     records.append_row(os.path.join(workdir, STARTS), facts)
 
 
@@ -91,6 +97,15 @@ def read_starts(workdir: str, warn: Callable[[str], None] = log.warning) -> list
     """Returns the rows of all starts; none if there are none, as of a run of an earlier version, or with a warning."""
     path = os.path.join(workdir, STARTS)
     return records.read_rows_if_any(path, instead="the device-hours of the run are unknown", warn=warn)
+
+
+def latest_starts(workdir: str) -> list[dict[str, Any]]:
+    """Returns the row of the last start; those of all starts if it lacks `before`, as of a run of an earlier version."""
+    with contextlib.suppress(OSError):
+        last = last_row(os.path.join(workdir, STARTS))
+        if last is not None and "before" in last:
+            return [last]
+    return read_starts(workdir)
 
 
 def note_progress(workdir: str, *, time: float, step: int, secs: Mapping[str, float], is_end: bool = False) -> None:
@@ -134,7 +149,7 @@ def account(starts: Sequence[Mapping[str, Any]], progress: Mapping[str, Any] | N
     """Returns the seconds of a run by what they went to, from its first process until now.
 
     Args:
-        starts: as `read_starts` returns them.
+        starts: as `read_starts` or `latest_starts` returns them.
         progress: of the last start.
 
     Returns:
@@ -142,28 +157,45 @@ def account(starts: Sequence[Mapping[str, Any]], progress: Mapping[str, Any] | N
         `starting`, `meeting`, `restoring` and `tracing` of new processes; `stopping` of those that save and leave;
         `noticing` that one fell, until all had ended; `waiting` for new ones; the phases of `Clock`.
     """
-    seconds: defaultdict[str, float] = defaultdict(float)
-    ends = [_as_dict(end) for end in (*(start.get("progress") for start in starts[1:]), progress)]
-    for start, end, following in zip(starts, ends, [*starts[1:], None], strict=False):
-        restoring, meeting = (_number(start, name, 0.0) for name in ("restore_secs", "meet_secs"))
-        seconds["restoring"] += restoring
-        seconds["meeting"] += meeting
-        seconds["starting"] += max(0.0, _number(start, "process_secs", 0.0) - restoring - meeting)
-        last_time = _number(start, "time")
-        if _number(end, "time") < last_time:
-            end = {}  # an earlier start noted it, and this one nothing
-        if end:
-            last_time = _number(end, "time")
-            _add_work(seconds, start, end, following)
-        if following is not None:
-            unseen = "tracing" if not end else "stopping" if end.get("is_end") else STEPS_TWICE
-            _add_gap(seconds, last_time, following, unseen)
+    seconds = _before(starts)
+    if starts:
+        _add_start(seconds, starts[-1], progress, None)
     return {name: secs for name, secs in seconds.items() if secs > 0}
 
 
 def goodput(seconds: Mapping[str, float]) -> float:
     """Returns the share of the time that went to steps that count; nan if none has passed."""
     return seconds.get(STEPS, 0.0) / (sum(seconds.values()) or math.nan)
+
+
+def _before(starts: Sequence[Mapping[str, Any]]) -> defaultdict[str, float]:
+    """Returns the seconds of all starts but the last, by what they went to."""
+    noted = [i for i, start in enumerate(starts) if isinstance(start.get("before"), dict)]
+    first = noted[-1] if noted else 0
+    before = starts[first]["before"] if noted else {}
+    seconds = defaultdict(float, {name: _number(before, name, 0.0) for name in before})
+    for start, following in itertools.pairwise(starts[first:]):
+        _add_start(seconds, start, following.get("progress"), following)
+    return seconds
+
+
+def _add_start(
+    seconds: defaultdict[str, float], start: Mapping[str, Any], progress: Any, following: Mapping[str, Any] | None
+) -> None:
+    """Adds what a start took until the following one; None: until what it has noted last."""
+    restoring, meeting = (_number(start, name, 0.0) for name in ("restore_secs", "meet_secs"))
+    seconds["restoring"] += restoring
+    seconds["meeting"] += meeting
+    seconds["starting"] += max(0.0, _number(start, "process_secs", 0.0) - restoring - meeting)
+    last_time, end = _number(start, "time"), _as_dict(progress)
+    if _number(end, "time") < last_time:
+        end = {}  # an earlier start noted it, and this one nothing
+    if end:
+        last_time = _number(end, "time")
+        _add_work(seconds, start, end, following)
+    if following is not None:
+        unseen = "tracing" if not end else "stopping" if end.get("is_end") else STEPS_TWICE
+        _add_gap(seconds, last_time, following, unseen)
 
 
 def _add_work(

@@ -8,6 +8,7 @@
 The help texts are in `config`.
 """
 
+import contextlib
 import dataclasses
 import enum
 import json
@@ -113,7 +114,7 @@ def secret_flag(flag: Flag) -> Flag:
 
 def shown_settings(config: Config) -> dict[str, Any]:
     """Returns all settings by name, as files may hold them: `***` for secret ones."""
-    return {name: HIDDEN if _is_secret(name) else _shown(value) for name, value in dataclasses.asdict(config).items()}
+    return {name: HIDDEN if _is_secret(name) else _shown(value) for name, value in vars(config).items()}
 
 
 def run_settings(config: Config) -> dict[str, Any]:
@@ -177,13 +178,21 @@ def write(config: Config, workdir: str) -> None:
         lines = [f"# {_program()}"] if flags.FLAGS.is_parsed() else []
         flags_txt = "".join(line + "\n" for line in [*lines, *_flag_lines(config)])
         for name, text in {"config.json": as_json(config), "flags.txt": flags_txt}.items():
-            with replacing(os.path.join(workdir, name)) as temporary, open(temporary, "w", encoding="utf-8") as file:
-                file.write(text)
+            _write_text(os.path.join(workdir, name), text)
     except OSError as error:
         raise ValueError(
             f"workdir={workdir!r} cannot be written ({error.strerror}): give a directory that you may write to, or "
             "leave workdir empty to write nothing."
         ) from error
+
+
+def _write_text(path: str, text: str) -> None:
+    """Writes a file whole or not at all, unless it holds the text already."""
+    with contextlib.suppress(OSError, ValueError), open(path, encoding="utf-8") as file:
+        if file.read() == text:
+            return
+    with replacing(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
 
 
 def _program() -> str:
@@ -203,8 +212,8 @@ def facts(config: Config, *, with_secrets: bool = False) -> dict[str, str]:
 
     The values of a flag that was repeated are in one text. Secret values are `***`, unless they are asked for.
     """
-    lines = [line.partition("=") for line in _flag_lines(config, with_secrets=True) if line.startswith("--")]
-    values = {f"--{name}": str(value) for name, value in dataclasses.asdict(config).items()}
+    lines = [line.partition("=") for line in _own_flag_lines(config, with_secrets=True) if line.startswith("--")]
+    values = {f"--{name}": str(value) for name, value in vars(config).items()}
     own: dict[str, list[str]] = {}
     for name, _, value in lines:
         own.setdefault(name, []).append(value)
@@ -225,12 +234,9 @@ def hyperparameters(config: Config) -> dict[str, bool | float | str]:
     names = {name for name in settings if metadata[name]["group"] not in _NOT_OF_TRIALS} | {"init_from"}
     names = {name for name in names - {"workdir", "max_secs"} if getattr(config, name) != metadata[name]["default"]}
     values = {name: shown[name] for name in settings if name in names | {"seed"}}
-    for fact in facts(config):
-        # A boolean flag that is false is written as --noname.
-        name = next((n for n in (fact[2:], fact[4:]) if n in flags.FLAGS), None)
-        if name is not None and name not in settings:
-            value = HIDDEN if _is_secret(name) else flags.FLAGS[name].value
-            values[name] = value if isinstance(value, bool | int | float) else _without_secrets(str(value))
+    for flag in _own_flags(config):
+        value = HIDDEN if _is_secret(flag.name) else flag.value
+        values[flag.name] = value if isinstance(value, bool | int | float) else _without_secrets(str(value))
     return values
 
 
@@ -294,13 +300,19 @@ def _describe(setting: Setting) -> str:
 _PLACEHOLDERS: dict[Any, str] = {int: "N", float: "X", str: "TEXT", int | str: "DURATION", CountOrAuto: "N|auto"}
 
 
-def _flag_lines(config: Config, *, with_secrets: bool = False) -> list[str]:
-    """Returns the lines of `flags.txt`, one `--name=value` each; a comment for a secret flag, unless asked for."""
-    is_parsed = flags.FLAGS.is_parsed()
-    values = {name: value for name, value in dataclasses.asdict(config).items() if name in flags.FLAGS or not is_parsed}
+def _flag_lines(config: Config) -> list[str]:
+    """Returns the lines of `flags.txt`, one `--name=value` each; a comment for a secret flag."""
+    is_parsed, hidden = flags.FLAGS.is_parsed(), set(filter(_is_secret, _secrets))
+    values = {name: value for name, value in vars(config).items() if name in flags.FLAGS or not is_parsed}
+    texts = {name: _without_secrets(f"--{name}={value}") for name, value in values.items()}
+    return [line for name, text in texts.items() for line in _lines(name, text, hidden)] + _own_flag_lines(config)
+
+
+def _own_flag_lines(config: Config, *, with_secrets: bool = False) -> list[str]:
+    """Returns the lines of the flags that are no settings; secret values are in them only if they are asked for."""
+    lines = list[str]()
     hidden = set() if with_secrets else set(filter(_is_secret, _secrets))
     shown = without_credentials if with_secrets else _without_secrets
-    lines = [line for name, value in values.items() for line in _lines(name, shown(f"--{name}={value}"), hidden)]
     for flag in _own_flags(config):
         text = flag.serialize() if flag.serializer else f"--{flag.name}={flag.value}"
         lines += _lines(flag.name, shown(text), hidden)
@@ -313,7 +325,7 @@ def _own_flags(config: Config) -> list[flags.Flag[Any]]:
         return []
     # Flags of other modules count only if the command line or --config has them: a module that is imported later in the
     # run would make its flags unknown to the command that reads the files.
-    ours = {*dataclasses.asdict(config), config_file.NAME}
+    ours = {*vars(config), config_file.NAME}
     package = (getattr(sys.modules["__main__"], "__package__", None) or "").partition(".")[0]
 
     def is_own(flag: flags.Flag[Any], module: str) -> bool:

@@ -25,8 +25,8 @@ def values_of(step):
     }
 
 
-def save(directory, *steps, keep=10):
-    kept = Checkpoints(str(directory), keep)
+def save(directory, *steps, keep=10, kept=None):
+    kept = kept or Checkpoints(str(directory), keep)
     for step in steps:
         kept.save(step, values_of(step), {"replicas": 2})
     kept.wait()
@@ -213,8 +213,9 @@ def test_a_checkpoint_that_cannot_be_read_is_neither_passed_nor_deleted(tmp_path
 
     monkeypatch.setattr(checkpoint, "_PAUSES_SECS", ())
     monkeypatch.setattr(os.path, "getsize", failing(None, OSError(errno.ESTALE, "Stale handle")))
+    another = Checkpoints(str(tmp_path), keep=1)  # this one has written it, and looks at what has changed since
     with pytest.raises(OSError, match="cannot be read"):
-        kept._prune()
+        another._prune()
     assert kept.steps == [5]
 
 
@@ -285,6 +286,17 @@ def test_what_is_not_named_as_a_step_is_no_checkpoint(tmp_path):
     kept = save(tmp_path, 0, 4, 5, keep=2)
     assert kept.steps == [4, 5] and kept.load_newest().step == 5
     assert set(os.listdir(tmp_path)) == names | {"4", "5"}
+
+
+def test_what_this_process_has_written_is_read_again_only_where_files_have_changed(tmp_path, monkeypatch):
+    kept, read = save(tmp_path, 1, 2, keep=2), list[str]()
+    monkeypatch.setattr(store, "read_manifest", lambda path: read.append(path) or checkpoint.read_manifest(path))
+    save(tmp_path, 3, kept=kept)
+    assert kept.steps == [2, 3] and not read
+    with open(tmp_path / "3" / "variables.index", "r+b") as file:
+        file.truncate(9)
+    save(tmp_path, 4, kept=kept)
+    assert read == [str(tmp_path / "3")] and kept.steps == [2, 3, 4]
 
 
 def test_a_checkpoint_under_the_name_of_another_step_is_damaged(tmp_path, caplog):

@@ -75,6 +75,22 @@ def test_a_fall_that_nobody_saw_is_time_of_waiting_and_a_start_without_a_log_has
     assert seconds["waiting"] == 158.0 - 100.0 and seconds["steps"] == 30.0 and "steps done twice" not in seconds
 
 
+def test_the_row_of_the_last_start_knows_what_all_starts_before_it_have_cost(tmp_path, monkeypatch):
+    for row in STARTS:  # of an earlier version, whose rows lack it
+        append_row(str(tmp_path / "starts.jsonl"), row)
+    for i in range(3):
+        monkeypatch.setattr(ledger, "unix_time", lambda i=i: 220.0 + 20 * i)
+        noted = progress(205.0 + 20 * i, 50 + i, step=30.0, saving=3.0)
+        ledger.note_progress(str(tmp_path), **noted)
+        ledger.note_start(str(tmp_path), 2.0, step=48 + i, devices=1, kind="CPU")
+    starts, latest = ledger.read_starts(str(tmp_path)), ledger.latest_starts(str(tmp_path))
+    assert len(starts) == 5 and latest == starts[-1:]
+    now = progress(270.0, 60, step=5.0)
+    plain = [{name: value for name, value in row.items() if name != "before"} for row in starts]
+    assert ledger.account(latest, now) == pytest.approx(ledger.account(plain, now))
+    assert ledger.account(starts, now) == pytest.approx(ledger.account(plain, now))
+
+
 def test_starts_of_an_earlier_version_and_no_starts_at_all_are_read():
     assert ledger.account([], None) == {} and math.isnan(ledger.goodput({}))
     seconds = ledger.account([{"time": 100.0, "step": 0}], progress(110.0, 5, step=8.0))
