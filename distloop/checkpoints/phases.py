@@ -154,7 +154,7 @@ def _phase_of(saved: Saved) -> dict[str, Any]:
 def _numbers_of(ended: Mapping[str, Any]) -> dict[str, float]:
     """Returns the numbers that an ended phase has returned; older versions do not note them as a text."""
     reported = ended.get("reported", {})
-    return json.loads(reported) if isinstance(reported, str) else reported  # type: ignore[no-any-return]
+    return json.loads(reported) if isinstance(reported, str) else reported
 
 
 def _is_same(noted: Mapping[str, Any], phase: Mapping[str, Any]) -> bool:

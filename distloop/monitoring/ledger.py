@@ -100,7 +100,7 @@ def read_starts(workdir: str, warn: Callable[[str], None] = log.warning) -> list
 
 
 def latest_starts(workdir: str) -> list[dict[str, Any]]:
-    """Returns the row of the last start; those of all starts if it lacks `before`, as of a run of an earlier version."""
+    """Returns the row of the last start, or those of all if it lacks `before`, as of a run of an earlier version."""
     with contextlib.suppress(OSError):
         last = last_row(os.path.join(workdir, STARTS))
         if last is not None and "before" in last:

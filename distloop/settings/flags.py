@@ -9,7 +9,6 @@ The help texts are in `config`.
 """
 
 import contextlib
-import dataclasses
 import enum
 import json
 import os
