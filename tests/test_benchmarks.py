@@ -6,7 +6,19 @@ import re
 import pytest
 
 from distloop.distributed import environment
-from experiments.benchmarks import cell, goals, growth, input_speed, kept, page, pictures, processes, turns, workloads
+from experiments.benchmarks import (
+    cell,
+    curves,
+    goals,
+    growth,
+    input_speed,
+    kept,
+    page,
+    pictures,
+    processes,
+    turns,
+    workloads,
+)
 from tests import forked
 
 
@@ -192,6 +204,32 @@ def test_the_pictures_are_those_of_the_page():
         assert pictures.PAGE.with_name(name).read_text(encoding="utf-8") == svg, (
             "python -m experiments.benchmarks.pictures"
         )
+
+
+def test_the_curves_of_growth_are_those_of_their_page():
+    text = curves.PAGE.read_text(encoding="utf-8")
+    panels = curves.read_panels(text)
+    assert {panel.title.lower() for panel in panels} == set(growth.CURVES)
+    drawn = curves.PAGE.with_name(curves.PICTURE).read_text(encoding="utf-8")
+    assert drawn == curves.draw(panels), "python -m experiments.benchmarks.curves"
+
+
+def test_a_cost_that_grows_with_its_size_lies_on_the_dotted_line_of_its_panel():
+    cells = [
+        "\n## Rows",
+        "",
+        "| rows | flat, s | linear, MB |",
+        "| --- | --- | --- |",
+        "| 10 | 2 | 3 |",
+        "| 1,000 | 2 | 300 |",
+    ]
+    (panel,) = curves.read_panels("\n".join([*cells, "| 100 times | 1.0 times | 100.0 times |"]))
+    assert panel.costs == {"flat, s": [1, 1], "linear, MB": [1, 100]} and panel.sizes == [10, 1000]
+    svg = curves.draw([panel])
+    (dotted,) = re.findall(r'1 4" x1="([\d.]+)" y1="([\d.]+)" x2="([\d.]+)" y2="([\d.]+)"', svg)
+    lines = {name: points for points, name in re.findall(r'points="(.+?)"><title>(.+?):', svg)}
+    x1, y1, x2, y2 = dotted
+    assert lines == {"flat, s": f"{x1},{y1} {x2},{y1}", "linear, MB": f"{x1},{y1} {x2},{y2}"}
 
 
 def test_the_readme_quotes_the_figures_of_the_page():

@@ -27,7 +27,8 @@ BASES = {
 def origin() -> dict[str, str]:
     """Returns the commit that last changed what is measured, and the machine with its packages."""
     git = ["git", "-C", str(ROOT)]
-    shown_by = [f":!experiments/benchmarks/{name}.py" for name in ("goals", "growth", "kept", "page", "pictures")]
+    modules = ("curves", "goals", "growth", "kept", "page", "pictures")
+    shown_by = [f":!experiments/benchmarks/{name}.py" for name in modules]
     measured = ["--", "distloop", "experiments/benchmarks/*.py", *shown_by]
     commit = subprocess.check_output([*git, "log", "-1", "--format=%h", *measured], text=True).strip()
     changed = subprocess.run([*git, "diff", "--quiet", "HEAD", *measured]).returncode
