@@ -57,13 +57,14 @@ class SavedState:
         """
         state = self._state
         with tf.device(HOST):
-            variables = {name: tensorflow_variable(v) for name, v in state.all_variables().items()}
+            named = state.all_variables()
+            variables = {name: tensorflow_variable(v) for name, v in named.items()}
             far = {name: v for name, v in variables.items() if isinstance(v, ComposedVariable) and not v.is_here}
             values = {name: _on_host(v) for name, v in variables.items() if name not in far}
             values |= self._read_far(far, is_needed=is_needed) if far else {}
-            values |= self._first_streams(values)
+            values |= self._first_streams(named, values)
             values |= {_METRICS + name: value for name, value in state.keras_metrics.snapshot().items()}
-            for name, composed in self._composed().items():
+            for name, composed in _composed(named).items():
                 values |= {f"{_STORED}{name}/{part}": value for part, value in composed.raw().items()}
             return values | self._optimizer_facts()
 
@@ -115,28 +116,26 @@ class SavedState:
         has_new_rate = {n.removesuffix(_INITIAL_RATE) for n, fact in facts.items() if n in values and values[n] != fact}
         seeds = {id(seed) for seed in self._state.seeds}
         with self._strategy.scope():
-            for name, variable in self._state.all_variables().items():
+            named = self._state.all_variables()
+            for name, variable in named.items():
                 if name.endswith(_RATE) and name.removesuffix(_RATE) in has_new_rate:
                     log.warning("%s stays %g: model_fn gives another one than it did.", name, float(variable.numpy()))
                 elif id(variable) in seeds:
                     self._restore_seed(variable, values[name])
                 else:
                     tensorflow_variable(variable).assign(values[name])
-            for name, composed in self._composed().items():
+            for name, composed in _composed(named).items():
                 prefix = f"{_STORED}{name}/"
                 raw = {n.removeprefix(prefix): value for n, value in values.items() if n.startswith(prefix)}
                 composed.restore_raw(raw)
             of_metrics = {n.removeprefix(_METRICS): v for n, v in values.items() if n.startswith(_METRICS)}
             self._state.keras_metrics.restore(of_metrics)
 
-    def _composed(self) -> dict[str, ComposedVariable]:
-        return {n: v for n, v in self._state.all_variables().items() if isinstance(v, ComposedVariable)}
-
-    def _first_streams(self, values: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+    def _first_streams(self, named: Mapping[str, Any], values: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
         """Returns the states of random streams, as the first replica has them, from those of this worker's first."""
         first = workers.first_replica(self._strategy) * self._state.turns
         seeds = {id(seed) for seed in self._state.seeds} if first else {}
-        names = [name for name, variable in self._state.all_variables().items() if id(variable) in seeds]
+        names = [name for name, variable in named.items() if id(variable) in seeds]
         return {name: stream_of(values[name], -first) for name in names}
 
     def _restore_seed(self, variable: Any, value: tf.Tensor) -> None:
@@ -153,6 +152,10 @@ class SavedState:
                 rate = self._state.initial_learning_rates[name]
                 facts[optimizer_prefix(name) + _INITIAL_RATE] = tf.constant(rate)
         return facts
+
+
+def _composed(named: Mapping[str, Any]) -> dict[str, ComposedVariable]:
+    return {name: v for name, v in named.items() if isinstance(v, ComposedVariable)}
 
 
 def _on_host(variable: Any) -> tf.Tensor:

@@ -1,6 +1,6 @@
 """The picture of GROWTH.md: a panel for each table, with each cost in times of its first figure, as SVG.
 
-python -m experiments.benchmarks.curves      # draws the page as it is; so does `python -m experiments.benchmarks.growth`
+python -m experiments.benchmarks.curves    # draws the page as it is; so does `python -m experiments.benchmarks.growth`
 """
 
 import html
