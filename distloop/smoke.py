@@ -15,6 +15,7 @@ import functools
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import keras
@@ -56,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = Config(
             device=options.device, num_devices=options.num_devices, strategy="mirrored", log_every=0, console="quiet"
         )
-        strategies.prepare(_on(config, intra_op_threads=1))  # which virtual replicas need, before TensorFlow starts
+        strategies.prepare(replace(config, intra_op_threads=1))  # which virtual replicas need, before TensorFlow starts
         strategies.make_strategy(config)
     except ValueError as error:
         print(error, file=sys.stderr)
@@ -124,7 +125,7 @@ def _reduction(config: Config) -> str:
 
 def _replicas(config: Config) -> str:
     model_fn = functools.partial(_model_fn, is_normalized=True)
-    several, one = (_train(_on(config, num_devices=count), model_fn) for count in (config.num_devices, 1))
+    several, one = (_train(replace(config, num_devices=count), model_fn) for count in (config.num_devices, 1))
     for path, values in _values(several).items():
         same = all(np.array_equal(value, values[0]) for value in values)
         _require(same, f"{path} differs between replicas")
@@ -138,14 +139,14 @@ def _same_bits(config: Config) -> str:
     count = 1 << (count.bit_length() - 1)  # the largest power of two
     model_fn = functools.partial(_model_fn, is_normalized=True, is_random=True)
     settings = {"virtual_replicas": count, "intra_op_threads": 1}
-    one, several = (_train(_on(config, num_devices=n, **settings), model_fn) for n in (1, count))
+    one, several = (_train(replace(config, num_devices=n, **settings), model_fn) for n in (1, count))
     for (path, values), expected in zip(_values(several).items(), _values(one).values(), strict=True):
         _require(values[0].tobytes() == expected[0].tobytes(), f"{path} has other bits on 1 and {count} devices")
     return f"the same weights on 1 and {count} devices, SHA-256 {digest(several.model)[:8]}..."
 
 
 def _overflow(config: Config) -> str:
-    trainer = _train(_on(config, precision="mixed_float16"))
+    trainer = _train(replace(config, precision="mixed_float16"))
     before, scale = _values(trainer), float(trainer.state.loss_scale)
     rows = _rows()
     rows["x"][_BATCH_SIZE - 1] = np.inf  # on the last replica alone
@@ -161,7 +162,7 @@ def _overflow(config: Config) -> str:
 def _restore(config: Config) -> str:
     with tempfile.TemporaryDirectory() as directory:
         for steps in (_STEPS // 2, _STEPS):
-            resumed = _train(_on(config, workdir=directory), steps=steps)
+            resumed = _train(replace(config, workdir=directory), steps=steps)
     return f"saved at step {_STEPS // 2} and resumed: {_compare(resumed, _train(config))} from an uninterrupted run"
 
 
@@ -173,7 +174,7 @@ def _predict(config: Config) -> str:
 
 
 def _jit(config: Config) -> str:
-    return f"{_compare(_train(_on(config, jit_compile=True)), _train(config))} from those without XLA"
+    return f"{_compare(_train(replace(config, jit_compile=True)), _train(config))} from those without XLA"
 
 
 def _input(config: Config) -> str:
@@ -196,10 +197,6 @@ _CHECKS: dict[str, Callable[[Config], str]] = {
     "batches to the devices": _input,
     "same bits (virtual_replicas)": _same_bits,  # last: it keeps TensorFlow from optimizing graphs
 }
-
-
-def _on(config: Config, **settings: Any) -> Config:
-    return Config(**{**vars(config), **settings})
 
 
 def _rows() -> dict[str, np.ndarray]:
