@@ -300,6 +300,7 @@ def superfluous(checkpoints: Checkpoints, keep: int) -> Iterator[str]:
         path = os.path.join(checkpoints.directory, str(step))
         if num_whole == keep:
             if step not in best:
+                seen.pop(step, None)
                 yield path
             continue
         files = _sizes_and_times(path) if i < _LOOKED_AT_AGAIN or step not in seen else seen[step].files

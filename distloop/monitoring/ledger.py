@@ -103,7 +103,7 @@ def latest_starts(workdir: str) -> list[dict[str, Any]]:
     """Returns the row of the last start, or those of all if it lacks `before`, as of a run of an earlier version."""
     with contextlib.suppress(OSError):
         last = last_row(os.path.join(workdir, STARTS))
-        if last is not None and "before" in last:
+        if last is not None and isinstance(last.get("before"), dict):
             return [last]
     return read_starts(workdir)
 

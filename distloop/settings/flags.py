@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from absl import flags
 
-from distloop.atomic_files import replacing
+from distloop.atomic_files import open_at_once, replacing
 from distloop.settings import config_file
 from distloop.settings.config import CHECKPOINTS, DEVICES, FAILURES, MONITORING, RUN, Config, check_names, fields
 from distloop.settings.config_file import HIDDEN
@@ -187,8 +187,8 @@ def write(config: Config, workdir: str) -> None:
 
 def _write_text(path: str, text: str) -> None:
     """Writes a file whole or not at all, unless it holds the text already."""
-    with contextlib.suppress(OSError, ValueError), open(path, encoding="utf-8") as file:
-        if file.read() == text:
+    with contextlib.suppress(OSError), open_at_once(path) as file:
+        if file.read() == text.encode():
             return
     with replacing(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
         file.write(text)

@@ -292,7 +292,7 @@ def test_what_this_process_has_written_is_read_again_only_where_files_have_chang
     kept, read = save(tmp_path, 1, 2, keep=2), list[str]()
     monkeypatch.setattr(store, "read_manifest", lambda path: read.append(path) or checkpoint.read_manifest(path))
     save(tmp_path, 3, kept=kept)
-    assert kept.steps == [2, 3] and not read
+    assert kept.steps == [2, 3] and not read and kept.seen.keys() == {2, 3}
     with open(tmp_path / "3" / "variables.index", "r+b") as file:
         file.truncate(9)
     save(tmp_path, 4, kept=kept)

@@ -266,6 +266,18 @@ def test_nothing_is_written_without_a_workdir(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == []
 
 
+def test_a_file_that_holds_the_settings_already_is_not_written_again_and_a_fifo_is_replaced(tmp_path):
+    flags.write(Config(seed=5), str(tmp_path))
+    before = {name: os.stat(tmp_path / name).st_ino for name in ("config.json", "flags.txt")}
+    flags.write(Config(seed=5), str(tmp_path))
+    assert {name: os.stat(tmp_path / name).st_ino for name in before} == before
+    os.remove(tmp_path / "flags.txt")
+    os.mkfifo(tmp_path / "flags.txt")
+    flags.write(Config(seed=6), str(tmp_path))
+    assert json.loads((tmp_path / "config.json").read_text())["seed"] == 6
+    assert "--seed=6" in (tmp_path / "flags.txt").read_text()
+
+
 def test_write_leaves_its_two_files_and_nothing_else(tmp_path):
     flags.write(Config(), str(tmp_path))
     flags.write(Config(), str(tmp_path))
