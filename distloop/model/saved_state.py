@@ -159,7 +159,7 @@ def _composed(named: Mapping[str, Any]) -> dict[str, ComposedVariable]:
 
 
 def _on_host(variable: Any) -> tf.Tensor:
-    """Returns the value of a variable in the memory of the host; `tf.identity` alone takes three times as long."""
+    """Returns the value of a variable in the memory of the host, in less than half of the time of `tf.identity`."""
     value = variable.value() if isinstance(variable, tf.Variable) else tf.identity(variable)
     return value if value.device.endswith(HOST.removeprefix("/")) else tf.identity(value)
 

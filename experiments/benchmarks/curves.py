@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from experiments.benchmarks.pictures import STYLE, table_of
+from experiments.benchmarks.pictures import STYLE, table_of, word
 
 PAGE = pathlib.Path(__file__).with_name("GROWTH.md")
 PICTURE = "growth.svg"
@@ -69,16 +69,16 @@ def lines_of(panel: Panel) -> list[str]:
     def y_of(times: float) -> float:
         return bottom - (bottom - TOP) * math.log(min(max(times, LOW), HIGH) / LOW) / math.log(HIGH / LOW)
 
-    parts = [word(0, 16, panel.title, "title"), word(0, 32, panel.of, "cost")]
+    parts = [word(0, 16, panel.title, kind="title"), word(0, 32, panel.of, kind="cost")]
     for times in (1, 10, 100):
         kind = "one" if times == 1 else "grid"
         parts.append(f'<line class="{kind}" x1="{LEFT}" x2="{right}" y1="{y_of(times):.1f}" y2="{y_of(times):.1f}"/>')
-        parts.append(word(LEFT - 5, y_of(times) + 4, f"{times}", "tick", "end"))
+        parts.append(word(LEFT - 5, y_of(times) + 4, f"{times}", "end", "tick"))
     end = min(last, first * HIGH)
     dots = f'x1="{x_of(first):.1f}" y1="{y_of(1):.1f}" x2="{x_of(end):.1f}" y2="{y_of(end / first):.1f}"'
     parts.append(f'<line class="one" style="stroke-dasharray: 1 4" {dots}/>')
     for size in panel.sizes:
-        parts.append(word(x_of(size), bottom + 16, short(size), "tick", "middle"))
+        parts.append(word(x_of(size), bottom + 16, short(size), "middle", "tick"))
     floor = math.inf  # so that the names of costs do not lie on each other
     ordered = sorted(panel.costs.items(), key=lambda cost: cost[1][-1])
     for color, (name, costs) in zip(COLORS, ordered, strict=False):
@@ -86,19 +86,13 @@ def lines_of(panel: Panel) -> list[str]:
         floor = min(y_of(costs[-1]) + 4, floor - 13)
         title = f"<title>{html.escape(name)}: {costs[-1]:.2g} times</title>"
         parts.append(f'<polyline stroke="{color}" points="{points}">{title}</polyline>')
-        parts.append(word(right + 6, floor, re.sub(r", (s|ms|us|MB)$", "", name), "cost", style=f"fill: {color}"))
+        parts.append(word(right + 6, floor, re.sub(r", (s|ms|us|MB)$", "", name), kind="cost", color=color))
     return parts
 
 
 def short(size: float) -> str:
     """Returns a size in few letters, such as 10k."""
     return f"{size / 1e6:g}M" if size >= 1e6 else f"{size / 1e3:g}k" if size >= 1e3 else f"{size:g}"
-
-
-def word(x: float, y: float, text: str, kind: str = "", anchor: str = "start", style: str = "") -> str:
-    """Returns a text as SVG."""
-    look = f'class="{kind}" text-anchor="{anchor}" style="{style}"'
-    return f'<text {look} x="{x:.1f}" y="{y:.1f}">{html.escape(text)}</text>'
 
 
 def write(page: pathlib.Path) -> None:

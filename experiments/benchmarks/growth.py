@@ -9,7 +9,6 @@ Each figure is of a fresh process, taken once. A cost that is flat costs the sam
 import datetime
 import json
 import os
-import pathlib
 import resource
 import subprocess
 import sys
@@ -23,7 +22,6 @@ from absl import app, flags
 
 from experiments.benchmarks import curves, kept, page
 
-PAGE = pathlib.Path(__file__).with_name("GROWTH.md")
 HEAD = """\
 Written by `python -m experiments.benchmarks.growth`; do not edit. {where}. Each figure is of a fresh process, taken
 once on a virtual machine, where it may be a fifth off. Models and data are small, so that what grows is distloop's.
@@ -262,8 +260,8 @@ def main(_):
         parts.append(f"\n## {name.capitalize()}\n\n{curve.reason}\n\n{table_of(curve, points)}")
         print(parts[-1], flush=True)
     if not _CURVES.present:
-        PAGE.write_text("".join(parts), encoding="utf-8")
-        curves.write(PAGE)
+        curves.PAGE.write_text("".join(parts), encoding="utf-8")
+        curves.write(curves.PAGE)
 
 
 if __name__ == "__main__":

@@ -95,9 +95,6 @@ def draw(picture: Picture, rows: Sequence[Row]) -> str:
     def x_of(figure: float) -> float:
         return LEFT + (WIDTH - LEFT - RIGHT) * math.log(figure / low) / math.log(high / low)
 
-    def word(x: float, y: float, text: str, anchor: str = "start", kind: str = "") -> str:
-        return f'<text class="{kind}" x="{x:.1f}" y="{y}" text-anchor="{anchor}">{html.escape(text)}</text>'
-
     parts = [
         f'<rect class="panel" width="{WIDTH}" height="{height}" rx="8"/>',
         word(16, 26, picture.title, kind="title"),
@@ -124,6 +121,12 @@ def draw(picture: Picture, rows: Sequence[Row]) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n<style>{STYLE}</style>\n' + "\n".join(parts) + "\n</svg>\n"
     )
+
+
+def word(x: float, y: float, text: str, anchor: str = "start", kind: str = "", color: str = "") -> str:
+    """Returns a text of a kind, which `STYLE` describes; a color is in place of that of all texts."""
+    style = f' style="fill: {color}"' if color else ""
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:g}" text-anchor="{anchor}"{style}>{html.escape(text)}</text>'
 
 
 def mark(system: str, x: float, y: float, figure: float | None = None) -> str:

@@ -9,6 +9,9 @@ import pytest
 
 import distloop
 from distloop.checkpoints import phases
+from distloop.checkpoints.checkpoint import Saved
+from distloop.checkpoints.phases import Phases
+from distloop.settings.durations import Period
 from tests import forked
 from tests.problems import assert_equal, classification, classifier, everything, mostly_wide, on, rows_of, weights
 
@@ -158,6 +161,21 @@ def test_a_fit_whose_phase_has_ended_says_so_returns_its_numbers_and_saves_nothi
     assert_equal(weights(head), weights(tuned))  # the newest, to look at
     with head.state.averaged(), tuned.state.averaged():  # the average of what it trains
         assert_equal(*({n: v for n, v in weights(trainer).items() if "logits" in n} for trainer in (head, tuned)))
+
+
+@pytest.mark.parametrize("is_older", [False, True])
+def test_the_numbers_of_a_phase_come_back_from_notes_of_an_older_version_too(is_older, tmp_path):
+    state = trainer_of(tmp_path).state
+    first, second = Phases(state), Phases(state)
+    first.enter(Period(4), None, 0, 0.0, 0.0)
+    first.end(4, None, {"loss": 0.5})
+    first.enter(Period(7), None, 4, 0.0, 0.0)
+    notes = json.loads(json.dumps(first.notes()))
+    (ended,) = notes["phases"]
+    assert ended["reported"] == '{"loss": 0.5}'
+    ended["reported"] = {"loss": 0.5} if is_older else ended["reported"]
+    second.enter(Period(4), Saved("5", 5, {}, notes), 0, 0.0, 0.0)
+    assert second.past["step"] == 4 and second.past["reported"] == {"loss": 0.5}
 
 
 @pytest.mark.slow

@@ -213,7 +213,7 @@ def test_a_checkpoint_that_cannot_be_read_is_neither_passed_nor_deleted(tmp_path
 
     monkeypatch.setattr(checkpoint, "_PAUSES_SECS", ())
     monkeypatch.setattr(os.path, "getsize", failing(None, OSError(errno.ESTALE, "Stale handle")))
-    another = Checkpoints(str(tmp_path), keep=1)  # this one has written it, and looks at what has changed since
+    another = Checkpoints(str(tmp_path), keep=1)  # `kept` has written the checkpoint, and would not read it again
     with pytest.raises(OSError, match="cannot be read"):
         another._prune()
     assert kept.steps == [5]

@@ -41,6 +41,18 @@ def test_a_snapshot_has_every_value_by_a_name_that_lasts():
     assert {"metrics/auc/0", "step", "skipped_steps", "loss_statistics"} <= names
 
 
+def test_values_of_variables_on_other_devices_are_in_the_memory_of_the_host():
+    state = distloop.Trainer(classifier(), on(1)).state
+    variable = state.model.trainable_variables[0]
+    with tf.device("CPU:1"):
+        variable._value = tf.Variable(variable._value.numpy())
+    assert variable._value.device.endswith("CPU:1")
+    values = SavedState(state).snapshot()
+    assert {value.device.rpartition("/")[2] for value in values.values()} == {"device:CPU:0"}
+    (held,) = [value for name, value in values.items() if name == f"model/{variable.path}"]
+    np.testing.assert_array_equal(held, variable._value.numpy())
+
+
 def test_another_trainer_of_the_process_restores_weights_that_were_made_without_a_name():
     class Gain(keras.layers.Layer):
         def build(self, shape):
