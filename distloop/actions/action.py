@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from distloop.distributed.preemption import Interrupted, interrupted_together
 from distloop.log import log
 from distloop.monitoring.media import Media
+from distloop.monitoring.records import as_numbers
 from distloop.monitoring.timing import Clock
 from distloop.settings import durations
 from distloop.settings.durations import Plan
@@ -300,7 +301,7 @@ class _Boundary:
         self._called.append(action)
         try:
             with self._clock.phase(phase_of(action)), interrupted_together(report.step):
-                returned = action(replace(report, metrics=dict(report.metrics))) or {}
+                returned = action(replace(report, metrics=dict(report.metrics)))
         except StopTraining as stop:
             if member(action, "only_writes") and report.state is not None and int(report.state.step) > report.step:
                 raise ValueError(
@@ -309,13 +310,16 @@ class _Boundary:
                 ) from stop
             self.report = replace(report, stop_reason=report.stop_reason or stop.reason)
             return
-        if returned and member(action, "chief_only"):
+        if returned is None or returned is False:  # as of `report.step == 10 and f()`
+            return
+        values = as_numbers(returned, f"The action {name_of(action)!r}", others=Media)
+        if values and member(action, "chief_only"):
             raise ValueError(
-                f"The action {action!r} is chief_only and returned {sorted(returned)}, which other workers would not "
+                f"The action {action!r} is chief_only and returned {sorted(values)}, which other workers would not "
                 "have: return None, or let every worker call it."
             )
-        media = {name: value for name, value in returned.items() if isinstance(value, Media)}
-        numbers = {name: value for name, value in returned.items() if not isinstance(value, Media)}
+        media = {name: value for name, value in values.items() if isinstance(value, Media)}
+        numbers = {name: value for name, value in values.items() if name not in media}
         self.report = replace(report, metrics={**report.metrics, **numbers}, media={**report.media, **media})
 
     def end_run_if_stopped(self) -> None:

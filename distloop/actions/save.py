@@ -301,7 +301,7 @@ def choose_mode(action_name: str, metric: str, mode: str) -> str:
 
 
 def require_metrics(actions: Sequence[Action], evaluations: Sequence[Evaluate], names: Collection[str]) -> None:
-    """Checks that a run will report the metrics that its actions wait for.
+    """Checks that a run will report the metrics that its actions wait for, and no name twice.
 
     Args:
         actions: the user's; what others than distloop's report is not known before they are called.
@@ -309,9 +309,15 @@ def require_metrics(actions: Sequence[Action], evaluations: Sequence[Evaluate], 
         names: of the values of a training step, Keras metrics included.
 
     Raises:
-        ValueError: if there will be no metric of a name.
+        ValueError: if there will be no metric of a name, or two.
     """
-    likely = {*names, *(f"{it.name}/{name}" for it in evaluations if it.has_values_of_step for name in names)}
+    of_evaluations = {f"{it.name}/{name}" for it in evaluations if it.has_values_of_step for name in names}
+    if twice := sorted(of_evaluations.intersection(names)):
+        raise ValueError(
+            f"{twice[0]!r} is reported by the training step and by an evaluation: rename the value of loss_fn, or give "
+            "the evaluation another name."
+        )
+    likely = {*names, *of_evaluations}
     wanted = {metric: action for action in actions if (metric := member(action, "required_metric"))}
     unknown = [metric for metric, action in wanted.items() if not _is_among(metric, likely, action)]
     if not unknown:

@@ -16,10 +16,10 @@ import numpy as np
 import tensorflow as tf
 
 from distloop.errors import require
-from distloop.monitoring.records import ABOUT_THE_RUN
+from distloop.monitoring.records import ABOUT_THE_RUN, IN_EACH_ROW
 
 # Names of distloop's own metrics; the user's values need other names.
-RESERVED_NAMES = ABOUT_THE_RUN | {"regularization", "skipped_steps"}
+RESERVED_NAMES = ABOUT_THE_RUN | IN_EACH_ROW | {"regularization", "skipped_steps"}
 IS_OF_LAYER = "is_of_layer"  # attribute of a Keras metric that a layer may update in its call, or not
 _WINDOW_STEPS = 100  # of the moving mean and deviation of a loss
 _MIN_STEPS = 20  # the statistics of fewer steps are too uncertain to compare with
@@ -164,14 +164,7 @@ def check_names(outputs: Any, keras_metrics: Mapping[str, Any], *, needs_loss: b
             'return {"loss": values, ...}.'
         )
     for name, value in outputs.items():
-        if not isinstance(name, str) or not name:
-            raise ValueError(
-                f"loss_fn returned a value under the name {name!r}; names are non-empty strings: rename it."
-            )
-        if name in RESERVED_NAMES:
-            raise ValueError(
-                f"loss_fn returned a value under the name {name!r}, which distloop itself reports: rename it."
-            )
+        check_name(name, "loss_fn returned a value")
         if value is None or isinstance(value, str):
             raise ValueError(
                 f'loss_fn returned {value!r} under "{name}"; distloop needs values per example, [B]: leave it out.'
@@ -181,6 +174,22 @@ def check_names(outputs: Any, keras_metrics: Mapping[str, Any], *, needs_loss: b
                 f'loss_fn returned a tuple under "{name}", but ModelSpec(metrics=...) holds {sorted(keras_metrics)}; '
                 "declare a Keras metric of that name there, or return values per example."
             )
+
+
+def check_name(name: Any, found: str) -> None:
+    """Checks the name of a number of the user's.
+
+    Args:
+        name: what was given as the name.
+        found: what has it, for the message.
+
+    Raises:
+        ValueError: if it is no name, or one of distloop's own.
+    """
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"{found} under the name {name!r}; names are non-empty strings: rename it.")
+    if name in RESERVED_NAMES:
+        raise ValueError(f"{found} under the name {name!r}, which distloop itself reports: rename it.")
 
 
 def check_fed(keras_metrics: Mapping[str, Any], fed: Iterable[str]) -> None:
@@ -238,7 +247,12 @@ class LossWatch(tf.Module):
 
 
 def _check_per_example(name: str, values: Any, batch_size: tf.Tensor | int) -> tuple[tf.Tensor, ...]:
-    """Refuses values without a leading axis of size B; returns a check for the running step if B is not static."""
+    """Refuses what is no number, or has no leading axis of size B; returns a check for the step if B is not static."""
+    if not (values.dtype.is_floating or values.dtype.is_integer or values.dtype.is_bool):
+        raise ValueError(
+            f'loss_fn returned "{name}" of dtype {values.dtype.name}; distloop sums real numbers: give those, such as '
+            "tf.abs(values) of complex ones."
+        )
     static = batch_size if isinstance(batch_size, int) else None
     rows = values.shape[0] if values.shape.rank else None
     # If B is not static, an axis of static size cannot be B.

@@ -18,6 +18,7 @@ from distloop import urls
 from distloop.atomic_files import open_at_once
 from distloop.log import log
 from distloop.monitoring.timing import unix_time
+from distloop.settings.durations import shown
 
 METRICS = "Metrics"  # loss and metrics: the first group in TensorBoard, which sorts capital letters first
 # The numbers that distloop reports itself: group -> name -> description.
@@ -77,6 +78,7 @@ GROUPS = {
     },
 }
 
+IN_EACH_ROW = frozenset({"step", "time"})  # beside its numbers, which need other names
 # Measurements of time and memory: they differ between runs that compute the same.
 OF_THE_MACHINE = frozenset({*GROUPS["speed"], *GROUPS["system"]})
 # Numbers about the run rather than the model: written to files, not shown on the console and in reports.
@@ -98,6 +100,37 @@ def as_object(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"it holds a {type(value).__name__}, not an object")
     return value
+
+
+def as_numbers(values: Any, owner: str, others: type | tuple[type, ...] = ()) -> dict[str, Any]:
+    """Returns the numbers of a row as floats, by name.
+
+    Args:
+        values: name -> number: a scalar of Python, NumPy, TensorFlow or Keras.
+        owner: who returned them, for the message.
+        others: the types of values that stay as they are.
+
+    Raises:
+        ValueError: if they are something else, or a name is taken.
+    """
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{owner} returned {shown(values)}; it returns a dict of numbers and media by name, or None.")
+    numbers = {}
+    for name, value in values.items():
+        if not isinstance(name, str) or not name or name in IN_EACH_ROW:
+            raise ValueError(
+                f"{owner} returned a number under the name {shown(name)}; names are non-empty strings, and each row "
+                "has a 'step' and a 'time' of its own: rename it."
+            )
+        try:
+            is_text = isinstance(value, (str, bytes))  # which `float` might read
+            numbers[name] = value if isinstance(value, others) else float("" if is_text else value)
+        except (TypeError, ValueError, OverflowError):
+            raise ValueError(
+                f"{owner} returned {' '.join(shown(value).split())} under {name!r}, which is no number: return a "
+                "scalar, or media such as distloop.Text and distloop.Histogram."
+            ) from None
+    return numbers
 
 
 def as_best_steps(value: Any) -> dict[str, list[int]]:

@@ -22,7 +22,7 @@ import tensorflow as tf
 from distloop.data.shards import Batch, BatchLayout, batch_size, take_shard
 from distloop.distributed import strategies
 from distloop.errors import explaining_merge_call
-from distloop.model import variable_writes
+from distloop.model import metrics, variable_writes
 from distloop.model.spec import StepFn
 from distloop.optimizers import gradients
 from distloop.training.differentiation import Trace
@@ -221,9 +221,13 @@ class OwnStep:
             name: of the number; "loss" is what `on_divergence` watches, else the first one that is reported.
             total: this replica's part of the sum, a scalar, such as the sum of the losses of `batch`.
             weight: this replica's part of the divisor, such as the number of rows.
+
+        Raises:
+            ValueError: if the name is one of distloop's own, or the others are no scalars.
         """
+        metrics.check_name(name, "step.report was given a number")
         pair = (tf.cast(total, tf.float32), tf.cast(weight, tf.float32))
-        if not isinstance(name, str) or any(part.shape.rank != 0 for part in pair):
+        if any(part.shape.rank != 0 for part in pair):
             raise ValueError(
                 f"step.report was given {name!r}, and a total and a weight of the shapes {pair[0].shape} and "
                 f"{pair[1].shape}: give a name and two scalars, sums over the rows of step.batch."

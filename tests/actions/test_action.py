@@ -2,7 +2,10 @@
 
 import dataclasses
 
+import keras
+import numpy as np
 import pytest
+import tensorflow as tf
 
 from distloop.actions.action import (
     Action,
@@ -64,6 +67,33 @@ def test_numbers_join_the_report_of_the_next_action():
     assert [dict(r.metrics) for r in seen] == [{"loss": 0.5}, {"loss": 0.5, "a": 1.0}, {"loss": 0.5, "a": 1.0}]
     assert metrics == {"loss": 0.5, "a": 1.0, "b": 2.0}
     assert reason is None
+
+
+def test_numbers_of_all_kinds_become_floats_and_media_stay():
+    text = Text("a")
+    returned = {"a": tf.constant(1.5), "b": np.int64(2), "c": True, "d": keras.Variable(3.0), "e": text}
+    seen = []
+    metrics, _ = run([action(1, returned), action(1, False), action(1, seen=seen)], report())
+    assert metrics == {"a": 1.5, "b": 2.0, "c": 1.0, "d": 3.0} and {*map(type, metrics.values())} == {float}
+    assert seen[0].media == {"e": text}
+
+
+@pytest.mark.parametrize(
+    ("returned", "sentence"),
+    [
+        ([1.0], r"returned \[1.0\]; it returns a dict of numbers and media by name, or None"),
+        ({"step": 1.0}, "returned a number under the name 'step'; .* each row has a 'step' and a 'time' of its own"),
+        ({"time": 1.0}, "returned a number under the name 'time'; names are non-empty strings"),
+        ({"": 1.0}, "returned a number under the name ''; names are non-empty strings"),
+        ({3: 1.0}, "returned a number under the name 3; names are non-empty strings"),
+        ({"a": "1.0"}, "returned '1.0' under 'a', which is no number: return a scalar, or media"),
+        ({"a": np.zeros((2, 2))}, r"returned array\(\[\[0., 0.\], \[0., 0.\]\]\) under 'a', which is no number"),
+        ({"a": 10**5000}, "returned a number of more than 4,300 digits under 'a', which is no number"),
+    ],
+)
+def test_an_action_that_returns_what_no_row_can_hold_is_named(returned, sentence):
+    with pytest.raises(ValueError, match=f"^The action 'act' {sentence}"):
+        run([action(1, returned)], report())
 
 
 def test_an_action_cannot_change_the_report_of_another():

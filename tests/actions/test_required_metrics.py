@@ -4,6 +4,8 @@ import keras
 import pytest
 
 import distloop
+from distloop.actions.evaluate import Evaluate
+from distloop.actions.save import require_metrics
 from tests.problems import classification, classifier, on
 
 
@@ -43,6 +45,13 @@ def fit(rows, *actions, evals=None, steps=4, model_fn=None, **settings):
 def test_a_metric_that_nothing_reports_is_refused_before_the_first_step(rows, make, hint):
     trainer, error = fit(rows, make())
     assert trainer.step == 0 and hint in error
+
+
+def test_a_name_that_a_step_and_an_evaluation_report_is_refused():
+    evaluations = [Evaluate("val", lambda stop_requests: {}, 1)]
+    with pytest.raises(ValueError, match="^'val/loss' is reported by the training step and by an evaluation: rename"):
+        require_metrics([], evaluations, ["loss", "val/loss"])
+    require_metrics([], evaluations, ["val/loss", "error"])
 
 
 @pytest.mark.slow

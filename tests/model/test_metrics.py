@@ -229,6 +229,18 @@ def test_names_that_are_no_words_are_refused(name):
         metrics.check_names({"loss": 1.0, name: 1.0}, {})
 
 
+@pytest.mark.parametrize("name", ["step", "time", "learning_rate"])
+def test_names_of_what_distloop_reports_are_refused(name):
+    with pytest.raises(ValueError, match=f"under the name {name!r}, which distloop itself reports: rename it"):
+        metrics.check_names({"loss": 1.0, name: 1.0}, {})
+
+
+@pytest.mark.parametrize("values", [tf.constant([1j]), tf.constant(["a"])])
+def test_values_that_are_no_real_numbers_are_refused(values):
+    with pytest.raises(ValueError, match=f'returned "a" of dtype {values.dtype.name}; distloop sums real numbers'):
+        metrics.weigh("a", values, 1, None)
+
+
 def test_a_tuple_under_a_name_without_a_metric_is_refused():
     with pytest.raises(ValueError, match=r'a tuple under "f1", but ModelSpec\(metrics=...\) holds \[.auc.\]; declare'):
         metrics.check_names({"loss": 1.0, "f1": (1, 2)}, {"auc": object()})

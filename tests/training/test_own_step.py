@@ -158,6 +158,7 @@ def test_variables_that_are_left_out_stay():
     ("step_fn", "settings", "parts"),
     [
         (lambda step: {}, {}, ["reported no number"]),
+        (lambda step: step.report("time", 1.0), {}, ["step.report", "'time'", "which distloop itself reports"]),
         (lambda step: step.report("loss", tf.zeros([2])), {}, ["step.report", "(2,)", "two scalars"]),
         (lambda step: (step.report("loss", 1.0), {"x": 1.0})[1], {}, ["returned ['x']", "net/line/kernel"]),
         (lambda step: None, {"microbatches": 2}, ["microbatches was given", "leave microbatches out"]),
