@@ -119,7 +119,8 @@ class SavedState:
             named = self._state.all_variables()
             for name, variable in named.items():
                 if name.endswith(_RATE) and name.removesuffix(_RATE) in has_new_rate:
-                    log.warning("%s stays %g: model_fn gives another one than it did.", name, float(variable.numpy()))
+                    rates = float(variable.numpy()), float(values[name])
+                    log.warning("%s is %g, as model_fn says now; the checkpoint has %g.", name, *rates)
                 elif id(variable) in seeds:
                     self._restore_seed(variable, values[name])
                 else:

@@ -161,7 +161,7 @@ def test_a_new_learning_rate_goes_before_the_saved_one(tmp_path, caplog):
     assert same.fit(data(), steps=6)["learning_rate"] == pytest.approx(0.05)
     shutil.rmtree(tmp_path / "checkpoints" / "6")
     assert other.fit(data(), steps=6)["learning_rate"] == pytest.approx(0.2)
-    assert "optimizer/learning_rate stays 0.2" in caplog.text
+    assert "optimizer/learning_rate is 0.2, as model_fn says now; the checkpoint has 0.05." in caplog.text
 
 
 @pytest.mark.slow
