@@ -504,6 +504,25 @@ def test_a_predict_fn_that_reduces(over):
     refused(lambda: trainer.predict(dataset()), "predict_fn returned", "one row of output per row of input", "return")
 
 
+@pytest.mark.parametrize("returned", [None, tf.sparse.from_dense([[1.0]])])
+def test_a_predict_fn_that_returns_no_dense_tensor(returned):
+    trainer = make_trainer(predict_fn=lambda model: lambda batch: {"a": returned})
+    kind = "None" if returned is None else "a SparseTensor"
+    refused(lambda: trainer.predict(dataset()), f"predict_fn returned {kind}, which is no dense tensor: return one")
+
+
+@pytest.mark.parametrize(
+    ("function", "parts"),
+    [
+        ({"batch_fn": lambda batch, training: None}, "batch_fn returned None; it returns the batch for loss_fn"),
+        ({"gradient_fn": dict.fromkeys}, "gradient_fn returned None for net/out/kernel, which is no dense tensor"),
+    ],
+)
+def test_hooks_that_return_nothing(function, parts):
+    made = {name: lambda model, value=value: value for name, value in function.items()}
+    fit_refused(parts, **made)
+
+
 # Numbers that are not finite ----------------------------------------------------------------------------------------
 
 

@@ -31,7 +31,7 @@ from distloop.distributed.preemption import StopRequests
 from distloop.errors import raise_as_user_error, require
 from distloop.graph_functions import TimeLimit, compiled
 from distloop.model.state import TrainState
-from distloop.model.user_functions import explaining_mistakes
+from distloop.model.user_functions import as_tensor, explaining_mistakes
 from distloop.training.out_of_memory import explain_pass
 from distloop.training.virtual_replicas import join_rows, run_forward
 
@@ -279,12 +279,12 @@ def check_outputs(outputs: Any, batch_size: tf.Tensor | int, keep_dtypes: bool =
         keep_dtypes: whether half-precision tensors stay as they are.
 
     Raises:
-        ValueError: if an output has no leading axis of that size.
+        ValueError: if an output is no tensor, or has no leading axis of that size.
     """
     static_size = batch_size if isinstance(batch_size, int) else None
 
     def checked(output: Any) -> Any:
-        output = output if isinstance(output, tf.RaggedTensor) else tf.convert_to_tensor(output)
+        output = output if isinstance(output, tf.RaggedTensor) else as_tensor(output, "predict_fn returned")
         rows = output.shape[0] if output.shape.rank else None
         message = (
             f"predict_fn returned a tensor of shape {list(output.shape)}; distloop needs one row of output per row of "

@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from distloop.errors import require
+from distloop.model.user_functions import as_tensor
 from distloop.monitoring.records import ABOUT_THE_RUN, IN_EACH_ROW
 
 # Names of distloop's own metrics; the user's values need other names.
@@ -71,7 +72,7 @@ def weigh(name: str, value: Any, batch_size: tf.Tensor | int, row_weights: tf.Te
         ValueError: if the value is not per example, or its weights do not fit it.
     """
     values, weights = value if isinstance(value, Weighted) else (value, None)
-    values = values if isinstance(values, tf.RaggedTensor) else tf.convert_to_tensor(values)
+    values = _as_numbers(name, values)
     checks = _check_per_example(name, values, batch_size)
     with tf.control_dependencies(checks):  # our error message comes before TensorFlow's about shapes
         values = tf.nest.map_structure(tf.identity, values)
@@ -79,7 +80,7 @@ def weigh(name: str, value: Any, batch_size: tf.Tensor | int, row_weights: tf.Te
         values, weights, row_weights = _flatten_ragged(name, values, weights, row_weights)
     values = tf.cast(values, tf.float32)  # [B, ...]
     if weights is not None:
-        weights = tf.cast(tf.convert_to_tensor(weights), tf.float32)
+        weights = tf.cast(_as_numbers(name, weights), tf.float32)
         checks += _check_weights(name, weights, values)
         weights = _spread(weights, values)
     if row_weights is not None:
@@ -246,13 +247,20 @@ class LossWatch(tf.Module):
         return tf.reduce_any(has_jumped)
 
 
-def _check_per_example(name: str, values: Any, batch_size: tf.Tensor | int) -> tuple[tf.Tensor, ...]:
-    """Refuses what is no number, or has no leading axis of size B; returns a check for the step if B is not static."""
-    if not (values.dtype.is_floating or values.dtype.is_integer or values.dtype.is_bool):
+def _as_numbers(name: str, value: Any) -> tf.Tensor | tf.RaggedTensor:
+    """Returns values or weights as a tensor; refuses what cannot be summed."""
+    is_ragged = isinstance(value, tf.RaggedTensor)
+    numbers = value if is_ragged else as_tensor(value, "loss_fn returned", f' under "{name}"')
+    if not (numbers.dtype.is_floating or numbers.dtype.is_integer or numbers.dtype.is_bool):
         raise ValueError(
-            f'loss_fn returned "{name}" of dtype {values.dtype.name}; distloop sums real numbers: give those, such as '
+            f'loss_fn returned "{name}" of dtype {numbers.dtype.name}; distloop sums real numbers: give those, such as '
             "tf.abs(values) of complex ones."
         )
+    return numbers
+
+
+def _check_per_example(name: str, values: Any, batch_size: tf.Tensor | int) -> tuple[tf.Tensor, ...]:
+    """Refuses values without a leading axis of size B; returns a check for the running step if B is not static."""
     static = batch_size if isinstance(batch_size, int) else None
     rows = values.shape[0] if values.shape.rank else None
     # If B is not static, an axis of static size cannot be B.

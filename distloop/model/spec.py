@@ -19,7 +19,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from distloop.model.user_functions import NoLoss
+from distloop.model.user_functions import NoLoss, preparing_batches
 from distloop.optimizers.loss_scale import LossScaleOptimizer
 from distloop.variables import is_seed, tensorflow_variable
 
@@ -262,8 +262,7 @@ class ModelSpec:
 
     def prepared(self, loss_fn: LossFn) -> LossFn:
         """Returns another `loss_fn` that gets its batches as this spec's do."""
-        batch_fn = self.batch_fn
-        return loss_fn if batch_fn is None else lambda batch, training: loss_fn(batch_fn(batch, training), training)
+        return loss_fn if self.batch_fn is None else preparing_batches(loss_fn, self.batch_fn)
 
     def _single_update(self) -> Update:
         if self.optimizer is None or (self.loss_fn is None and self.step_fn is None):

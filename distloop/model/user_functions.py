@@ -49,6 +49,36 @@ _OF_INPUTS = re.compile(  # what Keras prints in bold, in a text of several line
 )
 
 
+def as_tensor(value: Any, returned: str, place: str = "") -> tf.Tensor:
+    """Returns what a function of the user returned as a tensor.
+
+    Args:
+        value: a tensor, an array or a number.
+        returned: how the message begins, as in "predict_fn returned".
+        place: which of several values it is, as in ' under "loss"'.
+
+    Raises:
+        ValueError: if it is something else.
+    """
+    try:
+        return tf.convert_to_tensor(value)
+    except (TypeError, ValueError) as error:
+        kind = "None" if value is None else f"a {type(value).__name__}"
+        raise ValueError(f"{returned} {kind}{place}, which is no dense tensor: return one there.") from error
+
+
+def preparing_batches(loss_fn: Callable[..., Any], batch_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a `loss_fn` that gets its batches from a `batch_fn`; refuses a `batch_fn` that returns nothing."""
+
+    def call(batch: Any, training: bool) -> Any:
+        rows = batch_fn(batch, training)
+        if rows is None:
+            raise ValueError("batch_fn returned None; it returns the batch for loss_fn, of as many rows as it got.")
+        return loss_fn(rows, training)
+
+    return call
+
+
 def explaining_mistakes(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function that raises a ValueError of one sentence where `fn`, called with a batch, makes a mistake.
 

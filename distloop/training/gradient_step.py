@@ -24,6 +24,7 @@ from distloop.distributed import strategies
 from distloop.errors import explaining_merge_call
 from distloop.model import metrics, variable_writes
 from distloop.model.spec import StepFn
+from distloop.model.user_functions import as_tensor
 from distloop.optimizers import gradients
 from distloop.training.differentiation import Trace
 from distloop.training.forward_backward import ForwardBackward, Summed, note_own_trace
@@ -307,7 +308,7 @@ def checked(subject: str, returned: Any, expected: Mapping[str, tf.Tensor]) -> d
         )
     tensors = {}
     for path, like in expected.items():
-        tensors[path] = new = tf.cast(tf.convert_to_tensor(returned[path]), like.dtype)
+        tensors[path] = new = tf.cast(as_tensor(returned[path], subject, f" for {path}"), like.dtype)
         if not new.shape.is_compatible_with(like.shape):
             raise ValueError(
                 f"{subject} a gradient of shape {list(new.shape)} for {path}, whose shape is "

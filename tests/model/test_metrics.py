@@ -236,9 +236,18 @@ def test_names_of_what_distloop_reports_are_refused(name):
 
 
 @pytest.mark.parametrize("values", [tf.constant([1j]), tf.constant(["a"])])
-def test_values_that_are_no_real_numbers_are_refused(values):
-    with pytest.raises(ValueError, match=f'returned "a" of dtype {values.dtype.name}; distloop sums real numbers'):
-        metrics.weigh("a", values, 1, None)
+def test_values_and_weights_that_are_no_real_numbers_are_refused(values):
+    for value in (values, metrics.weighted(tf.ones([1]), values)):
+        with pytest.raises(ValueError, match=f'returned "a" of dtype {values.dtype.name}; distloop sums real numbers'):
+            metrics.weigh("a", value, 1, None)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"), [({"b": tf.ones([1])}, "a dict"), (metrics.weighted(None, tf.ones([1])), "None")]
+)
+def test_values_that_are_no_tensors_are_refused(value, kind):
+    with pytest.raises(ValueError, match=f'^loss_fn returned {kind} under "a", which is no dense tensor: return one'):
+        metrics.weigh("a", value, 1, None)
 
 
 def test_a_tuple_under_a_name_without_a_metric_is_refused():
