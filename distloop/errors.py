@@ -14,6 +14,7 @@ import inspect
 import os
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType, TracebackType
 from typing import Any, NoReturn, TypeVar
@@ -38,6 +39,14 @@ _CARRIED = "distloop carries error "
 _MOST_CARRIED = 8
 _LABEL = re.compile(r"Received a label value of (-?\d+) which is outside the valid range of \[0, (\d+)\)")
 _carried: list[Exception] = []  # the latest
+_IN_GRAPH = "Graph execution error:"  # the first line of TensorFlow's errors in a compiled function
+_OF_OPERATIONS = (
+    tf.errors.InvalidArgumentError,
+    tf.errors.UnknownError,
+    tf.errors.FailedPreconditionError,
+    tf.errors.UnimplementedError,
+    tf.errors.NotFoundError,
+)
 
 _DISTLOOP = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _PATHS = (str(module.__file__) for module in (tf, keras, np, absl))
@@ -100,8 +109,8 @@ def carry(error: Exception) -> RuntimeError:
 
 
 def raise_as_user_error(error: tf.errors.OpError) -> NoReturn:
-    """Raises the sentence that `as_user_error` returns for an error that was caught, else the error itself."""
-    explained = as_user_error(error)
+    """Raises the sentence of `as_user_error` or `briefly` for an error that was caught, else the error itself."""
+    explained = as_user_error(error) or briefly(error)
     if explained is None:
         raise error
     raise explained from error
@@ -143,6 +152,34 @@ def as_user_error(error: tf.errors.OpError) -> Exception | None:
         sentence = message.split(USER_ERROR)[1]
         return ValueError(sentence.replace("\\'", "'").replace('\\"', '"'))  # TensorFlow escapes quotes
     return None
+
+
+def briefly(error: tf.errors.OpError) -> tf.errors.OpError | None:
+    """Returns the error of an operation in a compiled function as one sentence, with the user's line if it has one.
+
+    TensorFlow's own message shows the line of each function on the way to the operation, distloop's too.
+
+    Args:
+        error: of TensorFlow, of which `as_user_error` knows nothing.
+
+    Returns:
+        An error of the same type; None if it is about devices or workers, or of no compiled function.
+    """
+    message = error.message or ""
+    if not isinstance(error, _OF_OPERATIONS) or not message.startswith(_IN_GRAPH):
+        return None
+    root = re.search(r"^ +\(0\) [A-Z_]+: +(.*)", message, re.MULTILINE)  # of several, of as many replicas
+    others = (line for line in message.splitlines()[1:] if not re.match(r"\s|$|Detected at|File |<stack", line))
+    reason = re.sub(r"\{\{\w+ [^}]*\}\} ?| ?\[Op:\w+\]", "", root[1] if root else next(others, "")).rstrip(" .:")
+    stack = message.partition("Detected at node ")[2].partition("Detected at node ")[0]
+    frames = re.findall(r'^  File "([^"]+)", line (\d+)', stack, re.MULTILINE)
+    first = next((i for i, (path, _) in enumerate(frames) if path.startswith(_DISTLOOP)), len(frames))
+    users = [frame for frame in frames[first:] if not frame[0].startswith((*_NOT_OF_USERS, threading.__file__))]
+    name = re.search(r"\{\{node (?:.*while/)?(?:replica_\d+/)?([^}]+)\}\}", message)
+    place = f"at its operation {name[1]}" if name else "within TensorFlow"
+    place = f"at {os.path.basename(users[-1][0])}:{users[-1][1]}" if users else place
+    sentence = f"A compiled function failed {place}: {reason}; Config(eager=True) shows the line where it does."
+    return type(error)(None, None, sentence)
 
 
 @contextlib.contextmanager
@@ -251,9 +288,8 @@ def _shorten(error: BaseException) -> None:
     is_from_users = any(is_users(entry) for entry in entries_of(error.__traceback__))
     if not keras.config.is_traceback_filtering_enabled() or not (is_from_users or isinstance(error, _FOR_USERS)):
         return
-    if (isinstance(error, ValueError | tf.errors.ResourceExhaustedError) or error in _carried) and isinstance(
-        error.__cause__, tf.errors.OpError
-    ):
+    is_sentence = isinstance(error, (ValueError, tf.errors.ResourceExhaustedError, *_OF_OPERATIONS))
+    if (is_sentence or error in _carried) and isinstance(error.__cause__, tf.errors.OpError):
         error.__cause__ = None  # the sentence says it; the operation's error stays as the context
     link: BaseException | None = error
     seen = set[int]()

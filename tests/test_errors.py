@@ -1,5 +1,6 @@
 """Errors of a failed operation, as one sentence for users."""
 
+import os
 import subprocess
 import sys
 import traceback
@@ -196,22 +197,60 @@ def test_tensors_of_other_shapes_on_another_worker_are_explained():
 
 
 @pytest.mark.slow
-def test_an_operation_that_fails_while_evaluating_or_predicting_raises_its_error():
+def test_an_operation_that_fails_while_training_evaluating_or_predicting_is_one_sentence():
     def model_fn():
         spec = classifier()()
 
         def loss_fn(batch, training):
             rows = tf.gather(batch["x"], tf.constant([10**6]))  # out of range
-            return {"loss": tf.reduce_sum(rows) + tf.zeros(tf.shape(batch["x"])[:1])}
+            return {"loss": tf.reduce_sum(rows) + tf.reduce_mean(spec.model(batch["x"]), 1)}
 
         return distloop.ModelSpec(spec.model, spec.optimizer, loss_fn, predict_fn=lambda b: loss_fn(b, False)["loss"])
 
     trainer = distloop.Trainer(model_fn, on(1))
     data = distloop.make_dataset(classification(8), 4)
-    with pytest.raises(tf.errors.InvalidArgumentError, match="1000000"):
-        trainer.evaluate(data)
-    with pytest.raises(tf.errors.InvalidArgumentError, match="1000000"):
-        trainer.predict(data)
+    for call in (trainer.evaluate, trainer.predict, lambda data: trainer.fit(data, steps=1)):
+        error = caught(lambda call=call: call(data), tf.errors.InvalidArgumentError)
+        assert "= 1000000 is " in str(error) and "\n" not in str(error)
+        assert len("".join(traceback.format_exception(error)).splitlines()) < 16
+
+
+IN_GRAPH = """Graph execution error:
+
+Detected at node while/while/sub_7 defined at (most recent call last):
+  File "/home/a/program.py", line 30, in <module>
+
+  File "{distloop}/training/differentiation.py", line 131, in __call__
+{users}
+Detected at node while/while/sub_7 defined at (most recent call last):
+  File "/home/a/another.py", line 1, in f
+
+{reasons} [Op:__inference_traced_1077]"""
+ONE = "Incompatible shapes: [10] vs. [10,4]\n\t [[{{node while/while/replica_1/sub_7}}]]"
+TWO = (
+    f"2 root error(s) found.\n  (0) INVALID_ARGUMENT:  {ONE}\n  (1) INVALID_ARGUMENT:  {ONE}\n0 derived errors ignored."
+)
+
+
+@pytest.mark.parametrize("reasons", [ONE, TWO])
+@pytest.mark.parametrize(
+    ("users", "place"),
+    [('\n  File "/home/a/model.py", line 5, in loss_fn\n', "at model.py:5"), ("", "at its operation sub_7")],
+)
+def test_an_error_of_a_compiled_function_is_one_sentence_with_the_users_line(reasons, users, place):
+    message = IN_GRAPH.format(distloop=os.path.dirname(errors.__file__), users=users, reasons=reasons)
+    error = errors.briefly(tf.errors.InvalidArgumentError(None, None, message))
+    assert type(error) is tf.errors.InvalidArgumentError
+    assert str(error).startswith(f"A compiled function failed {place}: Incompatible shapes: [10] vs. [10,4]; Config")
+
+
+def test_errors_of_devices_and_workers_and_outside_compiled_functions_stay():
+    for kind, message in (
+        (tf.errors.UnavailableError, "Graph execution error:\nSocket closed"),
+        (tf.errors.InternalError, "Graph execution error:\nno CUDA"),
+        (tf.errors.InvalidArgumentError, "Matrix size-incompatible"),
+    ):
+        assert errors.briefly(kind(None, None, message)) is None
 
 
 @pytest.mark.parametrize(

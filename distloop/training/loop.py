@@ -19,7 +19,7 @@ from distloop.actions.action import run as run_actions
 from distloop.data.source import Source
 from distloop.distributed import strategies, workers
 from distloop.distributed.preemption import StopRequests
-from distloop.errors import as_user_error
+from distloop.errors import as_user_error, raise_as_user_error
 from distloop.model.state import TrainState
 from distloop.monitoring.console import say
 from distloop.monitoring.profiler import Profile
@@ -245,9 +245,9 @@ class TrainLoop:
                     self.trace_again()
                     return self._run_to_boundary(source, step, actions)
                 raise out_of_memory.explain_step(error, self._state, step + 1, self._step.microbatches) from error
-            if (explained := as_user_error(error) or explain_compile_error(self._step, error)) is None:
-                raise
-            raise explained from error
+            if (explained := as_user_error(error) or explain_compile_error(self._step, error)) is not None:
+                raise explained from error
+            raise_as_user_error(error)
         workers.report_phase(self._state.strategy, "between two loops")
         input_secs = sum(row.input_secs for row in rows)
         start, end = rows[0].end - rows[0].seconds, rows[-1].end
