@@ -301,7 +301,7 @@ class _Boundary:
         self._called.append(action)
         try:
             with self._clock.phase(phase_of(action)), interrupted_together(report.step):
-                returned = action(replace(report, metrics=dict(report.metrics)))
+                returned: Any = action(replace(report, metrics=dict(report.metrics)))
         except StopTraining as stop:
             if member(action, "only_writes") and report.state is not None and int(report.state.step) > report.step:
                 raise ValueError(
