@@ -24,7 +24,7 @@ computed at the last log.
 
 Goodput is the share of the time, from the first process of a run to its last
 log, that went to steps that count: not to steps that a later start did again,
-nor to saving, starting, meeting, restoring, tracing, or waiting for a start.
+nor to saving, starting, restoring, tracing, or waiting for a start.
 
 It also shows, by device, the memory of weights, optimizer slots and averages as
 they are placed, of activations and gradients if `--memory` estimated them in

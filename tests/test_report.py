@@ -466,9 +466,9 @@ def with_odd_values(content):
 @pytest.fixture
 def rich_run(tmp_path):
     """A run with a value at every key that the report reads."""
-    end = {"time": 1.8e9, "step": 3, "secs": {"step": 1.0}, "is_end": False}
+    end = {"time": 1.8e9, "step": 3, "secs": {"step": 1.0}}
     start = {"step": 0, "time": 1.8e9, "devices": 2, "kind": "CPU", "restore_secs": 1.0, "process_secs": 3.0}
-    again = {**start, "last_row_time": 1.8e9 + 9, "progress": end, "fell_at": 1.8e9 + 20}
+    again = {**start, "last_row_time": 1.8e9 + 9, "progress": end, "before": {"steps": 1.0}}
     row = {
         "step": 3,
         "loss": 0.5,

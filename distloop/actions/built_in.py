@@ -94,7 +94,7 @@ class Goodput(Action):
         """Notes the end."""
         self._start = self._start or ledger.last_start(self._workdir)
         if self._start:
-            self._note({**self._progress(report.step), "is_end": True})
+            self._note(self._progress(report.step))
 
     def _progress(self, step: int) -> dict[str, Any]:
         secs = {name: secs - self._secs_before.get(name, 0.0) for name, secs in self._seconds().items()}

@@ -5,8 +5,8 @@
     seconds = account(last_start("run"), read_progress("run"))              # {"steps": 60.1, "steps done twice": 0.9}
     goodput(seconds)                                                        # 0.81: the share of steps that count
 
-A killed process cannot note its end: what it did after its last log is known by the time at which its launcher saw it
-fall, or not at all. The next start notes the time of the last row that was there. TensorFlow is not imported.
+A killed process cannot note its end: what it did after its last note counts as waiting for the next start, which notes
+the time of the last row that was there. TensorFlow is not imported.
 """
 
 import contextlib
@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from distloop.atomic_files import replacing, start_time
-from distloop.distributed import notes
 from distloop.log import log
 from distloop.monitoring import records
 from distloop.monitoring.records import last_row
@@ -52,7 +51,7 @@ def note_start(
 
     `before` is where the time of all starts before went, so that nobody has to read their rows. Noted last were the
     time of the last row of `metrics.jsonl`, and `read_progress`; null if there is none. So is the age, if it is
-    unknown or the process has noted a start before. A launcher adds `notes.change`.
+    unknown or the process has noted a start before.
 
     Args:
         workdir: of the run.
@@ -74,7 +73,6 @@ def note_start(
         with contextlib.suppress(OSError, ValueError, IndexError):
             if began_at := start_time(process):
                 facts["process_secs"] = clock.time() - began_at
-        facts |= notes.change()
     facts["time"] = unix_time()
     facts["before"] = account(last_start(workdir), facts["progress"], facts)
     records.append_row(os.path.join(workdir, STARTS), facts)
@@ -93,7 +91,7 @@ def last_start(workdir: str) -> dict[str, Any]:
     return {}
 
 
-def note_progress(workdir: str, *, time: float, step: int, secs: Mapping[str, float], is_end: bool = False) -> None:
+def note_progress(workdir: str, *, time: float, step: int, secs: Mapping[str, float]) -> None:
     """Writes how far this start of a run has come, in place of what was written before.
 
     Args:
@@ -101,13 +99,12 @@ def note_progress(workdir: str, *, time: float, step: int, secs: Mapping[str, fl
         time: Unix, seconds.
         step: the global step.
         secs: the seconds of this start until now by phase, as `Clock.seconds`.
-        is_end: whether it trains no more.
 
     Raises:
         OSError: if it cannot be written.
     """
     with open(temporary := os.path.join(workdir, f".{PROGRESS}"), "w", encoding="utf-8") as file:
-        json.dump({"time": time, "step": step, "secs": dict(secs), "is_end": is_end}, file)
+        json.dump({"time": time, "step": step, "secs": dict(secs)}, file)
     os.replace(temporary, os.path.join(workdir, PROGRESS))  # without waiting for the disk: it is no state of the run
 
 
@@ -138,12 +135,11 @@ def account(
     Args:
         start: as `last_start` returns it, with all starts before it.
         progress: what the start has noted last; it counts until then.
-        following: the start after it, until whose first step it counts; None: there is none.
+        following: the start after it, until which it counts; None: there is none.
 
     Returns:
-        `steps`; `steps done twice`, which a later start did again, or which were done after the last log before a fall;
-        `starting`, `meeting`, `restoring` and `tracing` of new processes; `stopping` of those that save and leave;
-        `noticing` that one fell, until all had ended; `waiting` for new ones; the phases of `Clock`.
+        `steps`; `steps done twice`, which a later start did again; `starting`, `restoring` and `tracing` of new
+        processes; `waiting` from the last note of one until the next; the phases of `Clock`.
     """
     before, end, began_at = _as_dict(start.get("before")), _as_dict(progress), _number(start, "time")
     if not _number(end, "time") >= began_at:
@@ -156,18 +152,12 @@ def account(
     share = max(0.0, kept - first) / (last - first) if last > first else 0.0
     step_secs = phases.pop("step", 0.0)
     phases |= {STEPS: share * step_secs, STEPS_TWICE: (1 - share) * step_secs}
-    for name, key in (("restoring", "restore_secs"), ("meeting", "meet_secs"), ("starting", "process_secs")):
-        phases[name] = _number(start, key, 0.0)
-    phases["starting"] = max(0.0, phases["starting"] - phases["restoring"] - phases["meeting"])
+    phases["restoring"] = _number(start, "restore_secs", 0.0)
+    phases["starting"] = max(0.0, _number(start, "process_secs", 0.0) - phases["restoring"])
     seconds = defaultdict(float, {name: _number(before, name, 0.0) for name in before})
     for name, secs in phases.items():
         seconds[name] += secs
     if following is not None:
-        unseen = "tracing" if not end else "stopping" if end.get("is_end") else STEPS_TWICE
-        for name, key in ((unseen, "fell_at"), ("noticing", "ended_at")):
-            if (at := _number(following, key)) > last_at:
-                seconds[name] += at - last_at
-                last_at = at
         began_secs = _number(following, "process_secs", 0.0) or _number(following, "restore_secs", 0.0)
         seconds["waiting"] += max(0.0, _number(following, "time") - began_secs - last_at)
     return {name: secs for name, secs in seconds.items() if secs > 0}

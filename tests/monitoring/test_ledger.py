@@ -26,20 +26,11 @@ def account(starts, now):
     return ledger.account({**starts[-1], "before": before}, now)
 
 
-# Process from 90, training from 100, 40 steps noted at 150, killed at 153; all have ended at 156; a new process begins
-# at 158, meets for 1 s, restores step 30 in 2 s and trains from 165 to step 50, noted at 205.
+# Process from 90, training from 100, 40 steps noted at 150, killed at 153; a new process begins at 158, restores step
+# 30 in 2 s and trains from 165 to step 50, noted at 205.
 STARTS = [
     start(100.0, 0, process_secs=10.0),
-    start(
-        165.0,
-        30,
-        process_secs=7.0,
-        restore_secs=2.0,
-        meet_secs=1.0,
-        fell_at=153.0,
-        ended_at=156.0,
-        progress=progress(150.0, 40, step=40.0, saving=4.0),
-    ),
+    start(165.0, 30, process_secs=7.0, restore_secs=2.0, progress=progress(150.0, 40, step=40.0, saving=4.0)),
 ]
 NOW = progress(205.0, 50, step=30.0, saving=3.0, other=1.0)
 
@@ -48,15 +39,13 @@ def test_each_second_of_a_run_that_fell_is_accounted_for_once():
     seconds = account(STARTS, NOW)
     assert seconds == pytest.approx(
         {
-            "starting": 10.0 + 4.0,
+            "starting": 10.0 + 5.0,
             "restoring": 2.0,
-            "meeting": 1.0,
             "tracing": 6.0 + 6.0,
             "steps": 30.0 + 30.0,
-            "steps done twice": 10.0 + 3.0,
+            "steps done twice": 10.0,
             "saving": 4.0 + 3.0,
-            "noticing": 3.0,
-            "waiting": 2.0,
+            "waiting": 8.0,
             "other": 1.0,
         }
     )
@@ -65,20 +54,19 @@ def test_each_second_of_a_run_that_fell_is_accounted_for_once():
 
 
 def test_a_start_that_saved_and_left_has_done_no_step_twice():
-    end = {**STARTS[1]["progress"], "is_end": True}
-    starts = [STARTS[0], {**STARTS[1], "step": 40, "progress": end}]
+    starts = [STARTS[0], {**STARTS[1], "step": 40}]
     seconds = account(starts, {**NOW, "step": 60})
-    assert seconds["stopping"] == 3.0 and "steps done twice" not in seconds
+    assert seconds["waiting"] == 8.0 and "steps done twice" not in seconds
 
 
 def test_what_an_earlier_start_noted_is_no_work_of_one_that_fell_before_it_noted_anything():
-    third = start(180.0, 30, process_secs=5.0, fell_at=170.0, ended_at=172.0, progress=STARTS[1]["progress"])
+    third = start(180.0, 30, process_secs=5.0, progress=STARTS[1]["progress"])
     seconds = account([*STARTS, third], progress(205.0, 50, step=20.0))
-    assert seconds["steps done twice"] == 10.0 + 3.0 and seconds["steps"] == 30.0 + 20.0
-    assert seconds["tracing"] == 6.0 + 5.0 + 5.0 and sum(seconds.values()) == pytest.approx(205.0 - 90.0)
+    assert seconds["steps done twice"] == 10.0 and seconds["steps"] == 30.0 + 20.0
+    assert seconds["waiting"] == 8.0 + 10.0 and sum(seconds.values()) == pytest.approx(205.0 - 90.0)
 
 
-def test_a_fall_that_nobody_saw_is_time_of_waiting_and_a_start_without_a_log_has_no_steps():
+def test_a_start_without_a_log_has_no_steps():
     starts = [STARTS[0], start(165.0, 0, process_secs=7.0)]
     seconds = account(starts, NOW)
     assert seconds["waiting"] == 158.0 - 100.0 and seconds["steps"] == 30.0 and "steps done twice" not in seconds
@@ -108,7 +96,6 @@ def test_what_was_noted_is_read_and_anything_else_is_nothing(tmp_path):
         "time": 1.0,
         "step": 2,
         "secs": {"step": 3.0},
-        "is_end": False,
     }
     (tmp_path / ledger.PROGRESS).write_text("[1")
     assert ledger.read_progress(str(tmp_path)) is None
