@@ -358,9 +358,8 @@ def _announce(fit: Fit) -> None:
     if fit._is_chief:
         flags.write(fit.config, fit.config.local_workdir)
     lines = overview.console_lines(fit.state, fit.config, fit.source)
-    if fit._is_chief and fit.config.console != "quiet":
-        for line in lines:
-            say(line)
+    for line in lines:
+        fit._say(line)
     if workers.num_workers(fit.state.strategy) > 1 and fit.config.console != "quiet":
         say(overview.describe_shard(fit.source, fit.state.strategy))  # each worker prints what it reads
 

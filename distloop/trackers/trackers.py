@@ -71,7 +71,7 @@ class WandbWriter:
     def write_media(self, step: int, media: Mapping[str, MediaFile], time: float) -> None:
         """Adds media to the row that comes next, of the same step."""
         with tempfile.TemporaryDirectory() as directory:
-            shown = {name: self._as_media(media[name], f"{directory}/{i}.wav") for i, name in enumerate(media)}
+            shown = {name: self._as_media(media[name], f"{directory}/{i}") for i, name in enumerate(media)}
             self._run.log(shown, step=step)
 
     def write(self, step: int, numbers: Mapping[str, float], time: float) -> None:
@@ -98,15 +98,13 @@ class WandbWriter:
         self._run.finish(exit_code=self._exit_code)
 
     def _as_media(self, file: MediaFile, path: str) -> Any:
-        """Returns media as W&B has them; a sound is written to a path, and read from there when it is sent."""
-        if file.suffix == ".png":
-            return self._wandb.Image(Image.open(io.BytesIO(file.data)))
+        """Returns media as W&B have them; images and sounds are written to a path, from which W&B copies them."""
         if file.suffix == ".json":
             histogram = json.loads(file.data)
             return self._wandb.Histogram(np_histogram=(histogram["counts"], histogram["edges"]))
-        if file.suffix == ".wav":
-            pathlib.Path(path).write_bytes(file.data)
-            return self._wandb.Audio(path)
+        if file.suffix in (".png", ".wav"):
+            (copy := pathlib.Path(path + file.suffix)).write_bytes(file.data)
+            return (self._wandb.Image if file.suffix == ".png" else self._wandb.Audio)(str(copy))
         return self._wandb.Html(f"<pre>{html.escape(file.data.decode())}</pre>")
 
 
