@@ -93,5 +93,8 @@ class NotebookConsole(Console):
         if names:
             curves = [Series(name, self._history.steps[name], self._history.history[name]) for name in names]
             rows = [["step", *names], *rows, ["", *(draw_lines([curve], _CURVE_LENGTH)[0] for curve in curves)]]
-        lines = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows]
+        tags = ["th", *["td"] * len(rows)]
+        lines = [
+            "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row) for tag, row in zip(tags, rows, strict=False)
+        ]
         return f"<div>{bar} {text}</div><table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"

@@ -38,7 +38,8 @@ def test_a_run_in_a_cell_is_one_output_with_a_table_and_a_curve(outputs, capsys,
     (drawn,) = outputs
     last = drawn[-1]["text/html"]
     assert len(drawn) > 30 and last.count("<tr>") == 1 + 10 + 1 and "<td>█▄▃▂▂▁▁▁▁▁▁▁▁▁▁</td>" in last
-    assert "<td>300</td><td>0.003333</td><td>0.5</td>" in last and "steps_per_sec" not in last
+    assert "<td>300</td><td>0.003333</td><td>0.5</td>" in last and "<th>step</th><th>loss</th>" in last
+    assert "steps_per_sec" not in last
     assert "Finished 300 steps in" in drawn[-1]["text/plain"] and "test/loss 0.5, best 0.5 at step 20" in last
     assert capsys.readouterr().out == ""
 
