@@ -43,7 +43,7 @@ from distloop.log import log
 from distloop.model.state import TrainState
 from distloop.monitoring import ledger, notebook
 from distloop.monitoring.console import Console, say, speaker
-from distloop.monitoring.curves import History, Recorder
+from distloop.monitoring.curves import History
 from distloop.monitoring.deliveries import Deliveries
 from distloop.monitoring.profiler import Profile
 from distloop.monitoring.tensorboard import SummaryWriter
@@ -100,9 +100,9 @@ class Fit:
     def __post_init__(self) -> None:
         self._loop: TrainLoop
         self._window: Mapping[str, Any] | None = None  # the open log window of the checkpoint
-        self._secs_before: Mapping[str, float] = {}  # of the clock, before a rollback
+        self._has_gone_back = False
         self._stop_requests: StopRequests | None = None
-        self._has_finished, self._is_training, self._recorder = False, False, Recorder()
+        self._has_finished, self._is_training, self._history = False, False, History()
         self._say = speaker(self._is_chief, self.config.console)
         workdir, verify = self.config.local_workdir, self.checkpoints.lock.verify
         self._goodput = Goodput(workdir, self.clock.seconds, self._is_chief, verify)
@@ -179,7 +179,8 @@ class Fit:
 
     def result(self) -> History:
         """Returns the last numbers, and all rows of this call."""
-        return self._recorder.result(self._loop.reported)
+        self._history.update(self._loop.reported)
+        return self._history
 
     def train(self) -> None:
         """Trains until the run is over and its last checkpoint is complete; does nothing if it is over already.
@@ -244,11 +245,11 @@ class Fit:
         diverged = Diverged(str(diverged).removesuffix(".") + hint, diverged.step, diverged.batch)
         if self.config.on_divergence != "rollback":
             raise diverged
-        self._goodput.start_again(self._step)
-        self.checkpoints.roll_back(diverged)
-        self._deliveries.discard(self._step + 1)
-        self._attach()
-        self._secs_before = self.clock.seconds()
+        with self._goodput.between_starts(self._step):
+            self.checkpoints.roll_back(diverged)
+            self._deliveries.discard(self._step + 1)
+            self._attach()
+        self._has_gone_back = True
 
     def _attach(self) -> None:
         """Restores the position in the data, the state of the actions and the log window from the checkpoint."""
@@ -291,7 +292,7 @@ class Fit:
             save(report, best_steps)
 
     def _open_writers(self) -> list[Any]:
-        writers: list[Any] = [self._recorder, *([self._deliveries] if self._is_chief and self.writers else [])]
+        writers: list[Any] = [self._history, *([self._deliveries] if self._is_chief and self.writers else [])]
         if not self._is_chief:
             return writers
         workdir, evals = self.config.local_workdir, [evaluation.name for evaluation in self.evaluations]
@@ -357,8 +358,8 @@ def _announce(fit: Fit) -> None:
     if fit._is_chief:
         flags.write(fit.config, fit.config.local_workdir)
     lines = overview.console_lines(fit.state, fit.config, fit.source)
-    if fit._is_chief and fit.config.console != "quiet":
-        notebook.announce(lines, may_draw=fit.config.console == "auto")
+    for line in lines:
+        fit._say(line)
     if workers.num_workers(fit.state.strategy) > 1 and fit.config.console != "quiet":
         say(overview.describe_shard(fit.source, fit.state.strategy))  # each worker prints what it reads
 
@@ -367,11 +368,11 @@ def _open_files(fit: Fit, workdir: str, evals: Sequence[str]) -> list[Any]:
     """Returns the writers of the event files and of `metrics.jsonl`."""
     try:
         restore_secs = fit.checkpoints.costs.pop("restore_secs", None)
-        _begin_in(workdir, fit.state, restore_secs, fit._secs_before, fit._tells.takes)
+        _begin_in(workdir, fit.state, restore_secs, fit._tells.takes)
         summaries = SummaryWriter(workdir, evals, fit._step)
         overview.introduce(summaries, fit.state, fit.config, fit._forward, fit.units.length)
         again = fit._loop.open_boundary is not None or (fit.config.eval_first and fit._step == 0)
-        path, goes_on = f"{workdir}/metrics.jsonl", restore_secs is not None or bool(fit._secs_before)
+        path, goes_on = f"{workdir}/metrics.jsonl", restore_secs is not None or fit._has_gone_back
         rows = JsonWriter(path, fit._step, is_written_again=again, goes_on=goes_on)
         if rows.renamed:
             fit._say(f"No checkpoint to resume from: starting over at step 0. Earlier rows: {rows.renamed}.")
@@ -380,18 +381,12 @@ def _open_files(fit: Fit, workdir: str, evals: Sequence[str]) -> list[Any]:
     return [summaries, rows]
 
 
-def _begin_in(
-    workdir: str,
-    state: TrainState,
-    restore_secs: float | None,
-    secs_before: Mapping[str, float],
-    takes: Mapping[str, Sequence[str]],
-) -> None:
+def _begin_in(workdir: str, state: TrainState, restore_secs: float | None, takes: Mapping[str, Sequence[str]]) -> None:
     """Creates the workdir and notes the start, unless the disk is full, on which a run may train."""
     os.makedirs(os.path.join(workdir, "train"), exist_ok=True)
     kind = "GPU" if has_gpus(state.strategy) else "CPU"
+    facts: dict[str, Any] = {"step": int(state.step), "devices": overview.num_devices(state), "kind": kind}
     try:
-        facts: dict[str, Any] = {"step": int(state.step), "devices": overview.num_devices(state), "kind": kind}
-        ledger.note_start(workdir, restore_secs, **facts, secs_before=secs_before, takes=takes)
+        ledger.note_start(workdir, **facts, restore_secs=restore_secs, takes=takes)
     except OSError as error:
         log.warning("The report will lack the device-hours of this start: %s.", error.strerror or error)

@@ -24,7 +24,7 @@ computed at the last log.
 
 Goodput is the share of the time, from the first process of a run to its last
 log, that went to steps that count: not to steps that a later start did again,
-nor to saving, starting, meeting, restoring, tracing, or waiting for a start.
+nor to saving, starting, restoring, tracing, or waiting for a start.
 
 It also shows, by device, the memory of weights, optimizer slots and averages as
 they are placed, of activations and gradients if `--memory` estimated them in
@@ -67,7 +67,7 @@ from distloop.actions.tells import tell
 from distloop.installed import import_part
 from distloop.log import printable
 from distloop.monitoring import ledger, records, run_files, text_tables
-from distloop.monitoring.curves import draw_lines, draw_picture
+from distloop.monitoring.curves import Picture, draw_lines
 from distloop.monitoring.directory import fetch_reports
 from distloop.monitoring.records import show_bytes, show_number
 from distloop.monitoring.run_files import Run, Series
@@ -115,12 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from distloop.checkpoints.prune import prune  # imports TensorFlow
 
             return prune(runs, options.keep, _complain, is_agreed=options.yes)
-        if options.png:
-            draw_picture(runs, options.png)
-            _complain(f"the curves are in {options.png}")
-        if options.csv:
-            import_part("trackers.csv_writer", "--csv").write_csv(runs, options.csv)
-            _complain(f"the rows are in {options.csv}")
+        _write_files(runs, options)
     except ValueError as error:
         _complain(str(error))
         return 2
@@ -213,6 +208,20 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 def _complain(sentence: str) -> None:
     """Prints a sentence apart from the tables."""
     print(f"distloop.report: {printable(sentence)}", file=sys.stderr)
+
+
+def _write_files(runs: Sequence[Run], options: argparse.Namespace) -> None:
+    """Writes the picture and the table of rows that were asked for."""
+    try:
+        if path := options.png:
+            charts = {name: {run.name: series for run, series in group} for name, group in run_files.by_metric(runs)}
+            Picture(charts).save(path)
+            _complain(f"the curves are in {path}")
+        if path := options.csv:
+            import_part("trackers.csv_writer", "--csv").write_csv(runs, path)
+            _complain(f"the rows are in {path}")
+    except OSError as error:
+        raise ValueError(f"{path!r} cannot be written ({error.strerror}): give another path.") from error
 
 
 def _runs(runs: Sequence[Run]) -> Table:

@@ -297,14 +297,16 @@ def test_a_picture_without_matplotlib_fails_before_any_output(sweep, capsys, mon
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert report.main([str(sweep), f"--png={sweep}/runs.png"]) == 2
     captured = capsys.readouterr()
-    assert captured.out == "" and "pip install matplotlib" in captured.err
+    assert captured.out == "" and "pip install 'distloop[plot]'" in captured.err
 
 
 def test_the_report_names_the_file_of_the_picture(sweep, capsys):
     pytest.importorskip("matplotlib")
     assert report.main([str(sweep), f"--png={sweep}/runs.png"]) == 0
     assert capsys.readouterr().err == f"distloop.report: the curves are in {sweep}/runs.png\n"
-    assert (sweep / "runs.png").exists()
+    assert (sweep / "runs.png").read_bytes().startswith(b"\x89PNG")
+    assert report.main([str(sweep), f"--png={sweep}/none/runs.png"]) == 2
+    assert "runs.png' cannot be written (No such file or directory): give another path." in capsys.readouterr().err
 
 
 def test_the_help_explains_what_is_better(capsys):
@@ -464,9 +466,9 @@ def with_odd_values(content):
 @pytest.fixture
 def rich_run(tmp_path):
     """A run with a value at every key that the report reads."""
-    end = {"time": 1.8e9, "step": 3, "secs": {"step": 1.0}, "is_end": False}
+    end = {"time": 1.8e9, "step": 3, "secs": {"step": 1.0}}
     start = {"step": 0, "time": 1.8e9, "devices": 2, "kind": "CPU", "restore_secs": 1.0, "process_secs": 3.0}
-    again = {**start, "last_row_time": 1.8e9 + 9, "progress": end, "secs_before": {"step": 0.5}, "fell_at": 1.8e9 + 20}
+    again = {**start, "last_row_time": 1.8e9 + 9, "progress": end, "before": {"steps": 1.0}}
     row = {
         "step": 3,
         "loss": 0.5,

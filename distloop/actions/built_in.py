@@ -6,7 +6,7 @@
 import contextlib
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -68,33 +68,37 @@ class Goodput(Action):
             verify: called before a note; raises if this process may no longer write.
         """
         self._workdir, self._seconds, self._is_chief, self._verify = workdir, seconds, is_chief, verify
-        self._starts: list[dict[str, Any]] = []
+        self._start: dict[str, Any] = {}
+        self._secs_before: Mapping[str, float] = {}  # of this process, when it went back to a checkpoint
         self._noted_at = -math.inf
 
     def __call__(self, report: Report) -> dict[str, float]:
         """Returns the goodput."""
-        self._starts = self._starts or ledger.latest_starts(self._workdir)
-        if not self._starts:  # the disk is full
+        self._start = self._start or ledger.last_start(self._workdir)
+        if not self._start:  # the disk is full
             return {}
         progress = self._progress(report.step)
         if time.monotonic() > self._noted_at + _NOTE_SECS:
             self._note(progress)
-        return {"goodput": ledger.goodput(ledger.account(self._starts, progress))}
+        return {"goodput": ledger.goodput(ledger.account(self._start, progress))}
 
-    def start_again(self, step: int) -> None:
-        """Notes how far the run is before it goes back to a checkpoint, which counts as another start."""
-        if self._starts:
+    @contextlib.contextmanager
+    def between_starts(self, step: int) -> Iterator[None]:
+        """Enters a scope in which the run goes back to a checkpoint, from a step; it counts as another start."""
+        if self._start:
             self._note(self._progress(step))
-        self._starts = []
+        yield
+        self._start, self._secs_before = {}, self._seconds()
 
     def on_end(self, report: Report) -> None:
         """Notes the end."""
-        self._starts = self._starts or ledger.latest_starts(self._workdir)
-        if self._starts:
-            self._note({**self._progress(report.step), "is_end": True})
+        self._start = self._start or ledger.last_start(self._workdir)
+        if self._start:
+            self._note(self._progress(report.step))
 
     def _progress(self, step: int) -> dict[str, Any]:
-        return {"time": unix_time(), "step": step, "secs": self._seconds()}
+        secs = {name: secs - self._secs_before.get(name, 0.0) for name, secs in self._seconds().items()}
+        return {"time": unix_time(), "step": step, "secs": secs}
 
     def _note(self, progress: Mapping[str, Any]) -> None:
         if self._is_chief:

@@ -40,8 +40,8 @@ def tell(workdir: str, command: str) -> str:
         ValueError: if there is no such command or run, the run has ended, or the workdir cannot be written to.
     """
     require_disk(workdir, "--tell was given with {}: give trainer.config.local_workdir, where the first worker runs")
-    start = records.last_row(os.path.join(workdir, ledger.STARTS))
-    if start is None or "takes" not in start:
+    start = ledger.last_start(workdir)
+    if "takes" not in start:
         raise ValueError(f"--tell was given with {workdir!r}, where no run of this version has begun: give a workdir.")
     if has_ended(workdir):
         raise ValueError(f"--tell was given with {workdir!r}, whose run has ended: start it with more steps first.")

@@ -82,19 +82,6 @@ def phases(membership: Membership) -> dict[str, float]:
     return {name: max(0.0, end - start) for (_, start), (name, end) in pairs}
 
 
-def change() -> dict[str, float]:
-    """Returns when the membership before this one fell and had ended, and how long this one took to meet.
-
-    Returns:
-        `fell_at`, `ended_at` (Unix, seconds), `meet_secs`; only what is known.
-    """
-    membership = find_membership()
-    known = {"meet_secs": _marks["met"] - _marks["imported"]} if "met" in _marks else {}
-    if membership is not None and membership.cause:
-        known |= {"fell_at": membership.fell_at, "ended_at": membership.ended_at}
-    return known
-
-
 class Notes:
     """What the workers of one membership have told.
 

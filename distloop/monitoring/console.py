@@ -90,7 +90,7 @@ class Console:
         self._has_written = False
         self._last: Mapping[str, float] = {}  # the last metrics
         self._series: dict[str, Series] = {}  # of evaluations
-        self._console = rich.console.Console(file=stream, highlight=False)
+        self._console = rich.console.Console(file=stream, highlight=False, force_jupyter=False)
         self._live: rich.live.Live | None = None
         self._is_terminal = is_terminal(self._console)
         if may_draw and self._is_terminal:

@@ -1,66 +1,90 @@
-"""Curves of runs: the history that `fit` returns, and charts as SVG, as lines of characters, or as a PNG file.
+"""Curves of runs: the history that `fit` returns, and pictures by matplotlib or as lines of characters.
 
     result = trainer.fit(train, steps=500, evals={"test": test})
     result["test/accuracy"]                     # the last number
     result.history["loss"], result.steps["loss"]
     result.plot().save("curves.svg")            # in a notebook, result.plot() alone shows it
+    Picture({"loss": {"a": series, "b": other_series}}).save("runs.png")
     lines = draw_lines([run.series["loss"] for run in runs], 32)       # one line per run, all on one scale
-    draw_picture(runs, "runs.png")                                     # needs matplotlib
 
-It needs no TensorFlow.
+It needs no TensorFlow, and imports matplotlib for a picture alone.
 """
 
-import html
-import itertools
+import io
 import math
 import os
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import Any
 
-from distloop.log import printable
-from distloop.monitoring import run_files
 from distloop.monitoring.records import ABOUT_THE_RUN, show_number
-from distloop.monitoring.run_files import Run, Series
+from distloop.monitoring.run_files import Series
 
 _MAX_ROWS = 10_000  # of one metric; then every other one is dropped
 _MAX_SHOWN = 8  # numbers in a representation
 _LOG_RANGE = 100  # positive values get a logarithmic scale if the largest exceeds the least by this factor
-
-_WIDTH, _HEIGHT = 420, 240  # of a chart, in pixels
-_LEFT, _BOTTOM, _TOP = 56, 28, 26  # of its frame
-_COLORS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f")
 _FEW_POINTS = 25  # up to which they are marked
 
 _BARS, _ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-~=+*#"
 _NOT_FINITE = "!"
 
-_Curve: TypeAlias = tuple[Sequence[int], Sequence[float]]  # steps and values
-
 
 class Picture:
-    """Charts as SVG, which notebooks show."""
+    """Charts of curves, which notebooks show.
 
-    def __init__(self, svg: str):
-        """Stores the SVG."""
-        self.svg = svg
+    Attributes:
+        figure: of matplotlib.
+    """
+
+    def __init__(self, charts: Mapping[str, Mapping[str, Series]]):
+        """Draws the charts.
+
+        Args:
+            charts: title -> name of a curve -> curve; a name has the same color in all charts.
+
+        Raises:
+            ValueError: if matplotlib is missing.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError:
+            raise ValueError(
+                "Pictures of curves need matplotlib, which is not installed: pip install 'distloop[plot]'."
+            ) from None
+        names = dict.fromkeys(name for curves in charts.values() for name in curves)
+        styles = {name: (f"C{i % 10}", ("-", "--", ":")[i // 10 % 3]) for i, name in enumerate(names)}
+        num_columns, num_rows = min(2, max(1, len(charts))), max(1, math.ceil(len(charts) / 2))
+        self.figure = Figure(figsize=(6 * num_columns, 3.5 * num_rows + 0.2 * len(names)), layout="constrained")
+        lines: dict[str, Any] = {}
+        for i, (title, curves) in enumerate(charts.items()):
+            axes = self.figure.add_subplot(num_rows, num_columns, i + 1, xlabel="step")
+            axes.set_title(title, parse_math=False)
+            for name, curve in curves.items():
+                color, dashes = styles[name]
+                marker = "." if len(curve.steps) < _FEW_POINTS else None
+                (lines[name],) = axes.plot(curve.steps, curve.values, color=color, linestyle=dashes, marker=marker)
+            if _is_wide([value for curve in curves.values() for value in curve.finite]):
+                axes.set_yscale("log")
+        labels = [name.replace("$", r"\$") for name in lines]
+        self.figure.legend(list(lines.values()), labels, loc="outside lower center", ncols=2)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the charts to a file.
 
         Args:
-            path: of an SVG file.
+            path: of the file; it ends in `.svg`, `.pdf` or another format of matplotlib, else it is a PNG.
 
         Raises:
             OSError: if it cannot be written.
         """
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(self.svg)
+        self.figure.savefig(path, format=os.path.splitext(path)[1][1:] or "png")
 
     def _repr_svg_(self) -> str:
-        return self.svg
+        file = io.StringIO()
+        self.figure.savefig(file, format="svg")
+        return file.getvalue()
 
     def __repr__(self) -> str:
-        return f"Picture({len(self.svg):,} characters of SVG; save(path) writes it)"
+        return f"Picture of {len(self.figure.axes)} charts; save(path) writes it"
 
 
 class History(dict[str, float]):
@@ -72,15 +96,21 @@ class History(dict[str, float]):
         steps: name -> the steps of these values.
     """
 
-    def __init__(self, numbers: Mapping[str, float]):
-        """Stores the last numbers, without a history."""
-        super().__init__(numbers)
+    def __init__(self) -> None:
+        """Starts without numbers."""
+        super().__init__()
         self.history: dict[str, list[float]] = {}
         self.steps: dict[str, list[int]] = {}
 
-    def add(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Adds a row to the history; rows from its step on, of a run that went back, are dropped before."""
-        for name, value in numbers.items():
+    def write(self, step: int, metrics: Mapping[str, float], when: float | None = None) -> None:
+        """Adds a row to the history, as a writer; rows from its step on, of a run that went back, are dropped before.
+
+        Args:
+            step: the step of the metrics.
+            metrics: name -> number.
+            when: not recorded.
+        """
+        for name, value in metrics.items():
             steps, values = self.steps.setdefault(name, []), self.history.setdefault(name, [])
             while steps and steps[-1] >= step:
                 steps.pop(), values.pop()
@@ -89,6 +119,9 @@ class History(dict[str, float]):
             steps.append(step)
             values.append(float(value))
 
+    def close(self) -> None:
+        """Does nothing."""
+
     def plot(self, *names: str) -> Picture:
         """Returns the curves, those of training and evaluations in one chart.
 
@@ -96,12 +129,16 @@ class History(dict[str, float]):
             *names: metrics, such as "loss" or "test/loss"; none: all but those about the run, such as `steps_per_sec`.
 
         Raises:
-            ValueError: if the history has no such metric.
+            ValueError: if the history has no such metric, or matplotlib is missing.
         """
         if unknown := [name for name in names if name not in self.history]:
             raise ValueError(f"plot was given {unknown[0]!r}; there are {sorted(self.history)}: name one of them.")
-        shown = names or [name for name in self.history if is_of_the_model(name)]
-        return draw_charts({name: (self.steps[name], self.history[name]) for name in shown})
+        charts: dict[str, dict[str, Series]] = {}
+        for name in names or filter(is_of_the_model, self.history):
+            source, _, metric = name.rpartition("/")
+            curve = Series(name, self.steps[name], self.history[name])
+            charts.setdefault(metric, {})[source or "training"] = curve
+        return Picture(charts)
 
     def __repr__(self) -> str:
         named = {name: value for name, value in self.items() if is_of_the_model(name)}
@@ -111,89 +148,9 @@ class History(dict[str, float]):
         return f"{{{', '.join(parts)}}}"
 
 
-class Recorder:
-    """Records the rows of a run for `fit`'s result; a writer, as `Console` is."""
-
-    def __init__(self) -> None:
-        """Starts without rows."""
-        self._rows = History({})
-
-    def write(self, step: int, metrics: Mapping[str, float], when: float | None = None) -> None:
-        """Adds a row.
-
-        Args:
-            step: the step of the metrics.
-            metrics: name -> number.
-            when: not recorded.
-        """
-        self._rows.add(step, metrics)
-
-    def close(self) -> None:
-        """Does nothing."""
-
-    def result(self, numbers: Mapping[str, float]) -> History:
-        """Returns the last numbers with the rows."""
-        result = History(numbers)
-        result.history, result.steps = self._rows.history, self._rows.steps
-        return result
-
-
 def is_of_the_model(name: str) -> bool:
     """Returns whether a number is about the model rather than the run."""
     return name.rpartition("/")[2] not in {*ABOUT_THE_RUN, "skipped_steps"}
-
-
-def draw_charts(curves: Mapping[str, _Curve]) -> Picture:
-    """Returns curves as charts side by side; those whose names have the same last part share one.
-
-    Args:
-        curves: name -> steps and values.
-    """
-    groups: dict[str, dict[str, _Curve]] = {}
-    for name, curve in curves.items():
-        groups.setdefault(name.rpartition("/")[2], {})[name] = curve
-    charts = [
-        f'<g transform="translate({i % 2 * _WIDTH},{i // 2 * _HEIGHT})">{_draw_chart(group)}</g>'
-        for i, group in enumerate(groups.values())
-    ]
-    size = f'width="{_WIDTH * min(2, max(1, len(charts)))}" height="{_HEIGHT * max(1, math.ceil(len(charts) / 2))}"'
-    style = 'font-family="sans-serif" font-size="11" style="background:#fff"'
-    return Picture(f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>{"".join(charts)}</svg>')
-
-
-def _draw_chart(group: Mapping[str, _Curve]) -> str:
-    """Returns the elements of one chart: frame, ticks, a line and a name for each curve."""
-    values = [value for _, curve in group.values() for value in curve if math.isfinite(value)] or [0.0]
-    is_log = _is_wide(values)
-    scale = math.log10 if is_log else float
-    low, high = scale(min(values)), scale(max(values))
-    low, high = (low, high) if high > low else (low - 0.5, high + 0.5)
-    last = max((steps[-1] for steps, _ in group.values() if steps), default=1) or 1
-    width, height = _WIDTH - _LEFT - 16, _HEIGHT - _BOTTOM - _TOP
-
-    def position(step: float, scaled: float) -> tuple[float, float]:
-        return _LEFT + width * step / last, _TOP + height * (high - scaled) / (high - low)
-
-    parts = [f'<rect x="{_LEFT}" y="{_TOP}" width="{width}" height="{height}" fill="none" stroke="#ccc"/>']
-    for step, number in ((last * i / 4, low + (high - low) * i / 4) for i in range(5)):
-        x, y = position(step, number)
-        parts.append(_word(_LEFT - 6, y + 4, show_number(10**number if is_log else number), "end"))
-        parts.append(_word(x, _HEIGHT - 10, str(round(step)), "middle"))
-    left = float(_LEFT)
-    for (name, (steps, curve)), color in zip(group.items(), itertools.cycle(_COLORS), strict=False):
-        finite = [(step, value) for step, value in zip(steps, curve, strict=True) if math.isfinite(value)]
-        points = [position(step, scale(value)) for step, value in finite]
-        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points[:: max(1, len(points) // width)])
-        parts.append(f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="1.5"/>')
-        if len(points) < _FEW_POINTS:
-            parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2" fill="{color}"/>' for x, y in points]
-        parts.append(_word(left, 16, name, "start", color))
-        left += 7 * len(name) + 16
-    return "".join(parts)
-
-
-def _word(x: float, y: float, text: str, anchor: str, color: str = "#333") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{color}">{html.escape(printable(text))}</text>'
 
 
 def _is_wide(values: Sequence[float]) -> bool:
@@ -237,41 +194,3 @@ def _cells(series: Series, last_step: int, length: int) -> list[list[float]]:
             cells[-1].append(value)
         cells += new
     return cells
-
-
-def draw_picture(runs: Sequence[Run], path: str) -> None:
-    """Writes the curves as a PNG with one chart per metric.
-
-    Args:
-        runs: the runs.
-        path: the file.
-
-    Raises:
-        ValueError: if matplotlib is missing, or the file cannot be written.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ValueError(
-            f"The picture {path!r} needs matplotlib, which is not installed: pip install matplotlib, or do without."
-        ) from None
-    groups = list(run_files.by_metric(runs))
-    num_rows = max(1, math.ceil(len(groups) / 2))
-    figure = Figure(figsize=(12, 3.5 * num_rows + 0.2 * len(runs)), layout="constrained")
-    styles = {run.name: (f"C{i % 10}", ("-", "--", ":")[i // 10 % 3]) for i, run in enumerate(runs)}
-    lines = {}
-    for i, (name, group) in enumerate(groups):
-        axes = figure.add_subplot(num_rows, 2, i + 1, xlabel="step")
-        axes.set_title(name, parse_math=False)
-        for run, series in group:
-            color, dashes = styles[run.name]
-            marker = "." if len(series.steps) < _FEW_POINTS else None
-            curve = axes.plot(series.steps, series.values, color=color, linestyle=dashes, marker=marker)
-            lines[run.name.replace("$", r"\$")] = curve[0]
-        if _is_wide([value for _, series in group for value in series.finite]):
-            axes.set_yscale("log")
-    figure.legend(list(lines.values()), list(lines), loc="outside lower center", ncols=2)
-    try:
-        figure.savefig(path, format="png", dpi=100)
-    except OSError as error:
-        raise ValueError(f"{path!r} cannot be written ({error.strerror}): give another path.") from error

@@ -2,15 +2,14 @@
 
     note_start("run", step=500, devices=8, kind="GPU")          # before the rows after the checkpoint are cut off
     note_progress("run", time=now, step=520, secs={"step": 61.0, "saving": 0.8})     # the next start keeps it
-    seconds = account(read_starts("run"), read_progress("run"))             # {"steps": 60.1, "steps done twice": 0.9}
+    seconds = account(last_start("run"), read_progress("run"))              # {"steps": 60.1, "steps done twice": 0.9}
     goodput(seconds)                                                        # 0.81: the share of steps that count
 
-A killed process cannot note its end: what it did after its last log is known by the time at which its launcher saw it
-fall, or not at all. The next start notes the time of the last row that was there. TensorFlow is not imported.
+A killed process cannot note its end: what it did after its last note counts as waiting for the next start, which notes
+the time of the last row that was there. TensorFlow is not imported.
 """
 
 import contextlib
-import itertools
 import json
 import math
 import os
@@ -20,7 +19,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from distloop.atomic_files import replacing, start_time
-from distloop.distributed import notes
 from distloop.log import log
 from distloop.monitoring import records
 from distloop.monitoring.records import last_row
@@ -42,55 +40,42 @@ _noted: set[int] = set()  # processes that have noted a start: a fork is another
 
 def note_start(
     workdir: str,
-    restore_secs: float | None = None,
     *,
     step: int,
     devices: int,
     kind: str,
-    secs_before: Mapping[str, float] | None = None,
+    restore_secs: float | None = None,
     takes: Mapping[str, Sequence[str]] | None = None,
 ) -> None:
     """Adds a row: time, step, devices, the age of the process, what the start before it has noted last, and `before`.
 
     `before` is where the time of all starts before went, so that nobody has to read their rows. Noted last were the
     time of the last row of `metrics.jsonl`, and `read_progress`; null if there is none. So is the age, if it is
-    unknown or the process has noted a start before. A launcher adds `notes.change`.
+    unknown or the process has noted a start before.
 
     Args:
         workdir: of the run.
-        restore_secs: how long restoring a checkpoint took; None: none was restored.
         step: the global step that the process starts from.
         devices: of all workers.
         kind: "GPU" or "CPU".
-        secs_before: what `Clock.seconds` counted before a rollback, after which the same call of `fit` starts again.
+        restore_secs: how long restoring a checkpoint took; None: none was restored.
         takes: what the run can be told, as `Tells.takes`; None: nothing.
 
     Raises:
         OSError: if it cannot be written.
     """
-    row = last_row(os.path.join(workdir, "metrics.jsonl"))
-    facts = {"step": step, "devices": devices, "kind": kind, "last_row_time": row and row.get("time")}
-    facts |= {"restore_secs": restore_secs, "progress": read_progress(workdir)}
-    facts |= {"secs_before": secs_before} if secs_before else {}
+    last_time = (last_row(os.path.join(workdir, "metrics.jsonl")) or {}).get("time")
+    facts: dict[str, Any] = {"step": step, "devices": devices, "kind": kind, "last_row_time": last_time}
+    facts |= {"restore_secs": restore_secs, "progress": read_progress(workdir), "process_secs": None}
     facts |= {"takes": takes} if takes else {}
-    facts["process_secs"] = age = _age_at_first_start()
-    facts |= notes.change() if age is not None else {}
+    if (process := os.getpid()) not in _noted:
+        _noted.add(process)
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            if began_at := start_time(process):
+                facts["process_secs"] = clock.time() - began_at
     facts["time"] = unix_time()
-    facts["before"] = dict(_before([*latest_starts(workdir), facts]))
+    facts["before"] = account(last_start(workdir), facts["progress"], facts)
     records.append_row(os.path.join(workdir, STARTS), facts)
-
-
-def _age_at_first_start() -> float | None:
-    """Returns the age of this process in seconds; None if it is unknown, or after the first call."""
-    process = os.getpid()
-    if process in _noted:
-        return None
-    _noted.add(process)
-    try:
-        started_at = start_time(process)
-    except (OSError, ValueError, IndexError):
-        return None
-    return clock.time() - started_at if started_at else None
 
 
 def read_starts(workdir: str, warn: Callable[[str], None] = log.warning) -> list[dict[str, Any]]:
@@ -99,16 +84,14 @@ def read_starts(workdir: str, warn: Callable[[str], None] = log.warning) -> list
     return records.read_rows_if_any(path, instead="the device-hours of the run are unknown", warn=warn)
 
 
-def latest_starts(workdir: str) -> list[dict[str, Any]]:
-    """Returns the row of the last start, or those of all if it lacks `before`, as of a run of an earlier version."""
+def last_start(workdir: str) -> dict[str, Any]:
+    """Returns the row of the last start, which knows what those before have cost; empty if it cannot be read."""
     with contextlib.suppress(OSError):
-        last = last_row(os.path.join(workdir, STARTS))
-        if last is not None and isinstance(last.get("before"), dict):
-            return [last]
-    return read_starts(workdir)
+        return last_row(os.path.join(workdir, STARTS)) or {}
+    return {}
 
 
-def note_progress(workdir: str, *, time: float, step: int, secs: Mapping[str, float], is_end: bool = False) -> None:
+def note_progress(workdir: str, *, time: float, step: int, secs: Mapping[str, float]) -> None:
     """Writes how far this start of a run has come, in place of what was written before.
 
     Args:
@@ -116,13 +99,12 @@ def note_progress(workdir: str, *, time: float, step: int, secs: Mapping[str, fl
         time: Unix, seconds.
         step: the global step.
         secs: the seconds of this start until now by phase, as `Clock.seconds`.
-        is_end: whether it trains no more.
 
     Raises:
         OSError: if it cannot be written.
     """
     with open(temporary := os.path.join(workdir, f".{PROGRESS}"), "w", encoding="utf-8") as file:
-        json.dump({"time": time, "step": step, "secs": dict(secs), "is_end": is_end}, file)
+        json.dump({"time": time, "step": step, "secs": dict(secs)}, file)
     os.replace(temporary, os.path.join(workdir, PROGRESS))  # without waiting for the disk: it is no state of the run
 
 
@@ -145,87 +127,45 @@ def device_hours(starts: Sequence[Mapping[str, Any]], last_time: float) -> float
     return sum(hours, 0.0) if starts else None
 
 
-def account(starts: Sequence[Mapping[str, Any]], progress: Mapping[str, Any] | None) -> dict[str, float]:
-    """Returns the seconds of a run by what they went to, from its first process until now.
+def account(
+    start: Mapping[str, Any], progress: Mapping[str, Any] | None, following: Mapping[str, Any] | None = None
+) -> dict[str, float]:
+    """Returns the seconds of a run by what they went to, from its first process until the end of a start.
 
     Args:
-        starts: as `read_starts` or `latest_starts` returns them.
-        progress: of the last start.
+        start: as `last_start` returns it, with all starts before it.
+        progress: what the start has noted last; it counts until then.
+        following: the start after it, until which it counts; None: there is none.
 
     Returns:
-        `steps`; `steps done twice`, which a later start did again, or which were done after the last log before a fall;
-        `starting`, `meeting`, `restoring` and `tracing` of new processes; `stopping` of those that save and leave;
-        `noticing` that one fell, until all had ended; `waiting` for new ones; the phases of `Clock`.
+        `steps`; `steps done twice`, which a later start did again; `starting`, `restoring` and `tracing` of new
+        processes; `waiting` from the last note of one until the next; the phases of `Clock`.
     """
-    seconds = _before(starts)
-    if starts:
-        _add_start(seconds, starts[-1], progress, None)
+    before, end, began_at = _as_dict(start.get("before")), _as_dict(progress), _number(start, "time")
+    if not _number(end, "time") >= began_at:
+        end = {}  # an earlier start noted it, and this one nothing
+    last_at, noted = _number(end, "time", began_at), _as_dict(end.get("secs"))
+    phases = {name: max(0.0, _number(noted, name, 0.0)) for name in noted if name != "start-up"}
+    phases["tracing"] = max(0.0, last_at - began_at - sum(phases.values()))
+    first, last = _number(start, "step"), _number(end, "step")
+    kept = min(last, _number(following, "step")) if following is not None else last
+    share = max(0.0, kept - first) / (last - first) if last > first else 0.0
+    step_secs = phases.pop("step", 0.0)
+    phases |= {STEPS: share * step_secs, STEPS_TWICE: (1 - share) * step_secs}
+    phases["restoring"] = _number(start, "restore_secs", 0.0)
+    phases["starting"] = max(0.0, _number(start, "process_secs", 0.0) - phases["restoring"])
+    seconds = defaultdict(float, {name: _number(before, name, 0.0) for name in before})
+    for name, secs in phases.items():
+        seconds[name] += secs
+    if following is not None:
+        began_secs = _number(following, "process_secs", 0.0) or _number(following, "restore_secs", 0.0)
+        seconds["waiting"] += max(0.0, _number(following, "time") - began_secs - last_at)
     return {name: secs for name, secs in seconds.items() if secs > 0}
 
 
 def goodput(seconds: Mapping[str, float]) -> float:
     """Returns the share of the time that went to steps that count; nan if none has passed."""
     return seconds.get(STEPS, 0.0) / (sum(seconds.values()) or math.nan)
-
-
-def _before(starts: Sequence[Mapping[str, Any]]) -> defaultdict[str, float]:
-    """Returns the seconds of all starts but the last, by what they went to."""
-    noted = [i for i, start in enumerate(starts) if isinstance(start.get("before"), dict)]
-    first = noted[-1] if noted else 0
-    before = starts[first]["before"] if noted else {}
-    seconds = defaultdict(float, {name: _number(before, name, 0.0) for name in before})
-    for start, following in itertools.pairwise(starts[first:]):
-        _add_start(seconds, start, following.get("progress"), following)
-    return seconds
-
-
-def _add_start(
-    seconds: defaultdict[str, float], start: Mapping[str, Any], progress: Any, following: Mapping[str, Any] | None
-) -> None:
-    """Adds what a start took until the following one; None: until what it has noted last."""
-    restoring, meeting = (_number(start, name, 0.0) for name in ("restore_secs", "meet_secs"))
-    seconds["restoring"] += restoring
-    seconds["meeting"] += meeting
-    seconds["starting"] += max(0.0, _number(start, "process_secs", 0.0) - restoring - meeting)
-    last_time, end = _number(start, "time"), _as_dict(progress)
-    if _number(end, "time") < last_time:
-        end = {}  # an earlier start noted it, and this one nothing
-    if end:
-        last_time = _number(end, "time")
-        _add_work(seconds, start, end, following)
-    if following is not None:
-        unseen = "tracing" if not end else "stopping" if end.get("is_end") else STEPS_TWICE
-        _add_gap(seconds, last_time, following, unseen)
-
-
-def _add_work(
-    seconds: defaultdict[str, float],
-    start: Mapping[str, Any],
-    end: Mapping[str, Any],
-    following: Mapping[str, Any] | None,
-) -> None:
-    """Adds what a start did until it was noted last."""
-    before = _as_dict(start.get("secs_before"))
-    phases = {name: records.as_number(secs) for name, secs in _as_dict(end.get("secs")).items() if name != "start-up"}
-    phases = {name: max(0.0, secs - _number(before, name, 0.0)) for name, secs in phases.items()}
-    seconds["tracing"] += max(0.0, _number(end, "time") - _number(start, "time") - sum(phases.values()))
-    first, last = _number(start, "step"), _number(end, "step")
-    kept = min(last, _number(following, "step")) if following is not None else last
-    share = max(0.0, kept - first) / (last - first) if last > first else 0.0
-    step_secs = phases.pop("step", 0.0)
-    for name, secs in {**phases, STEPS: share * step_secs, STEPS_TWICE: (1 - share) * step_secs}.items():
-        seconds[name] += secs
-
-
-def _add_gap(seconds: defaultdict[str, float], last_time: float, following: Mapping[str, Any], unseen: str) -> None:
-    """Adds the time between the last note of a start and the next process; `unseen` is what was done until a fall."""
-    began_secs = _number(following, "process_secs", 0.0) or _number(following, "restore_secs", 0.0)  # same process
-    for name, moment in ((unseen, "fell_at"), ("noticing", "ended_at")):
-        at = _number(following, moment)
-        if math.isfinite(at) and at > last_time:
-            seconds[name] += at - last_time
-            last_time = at
-    seconds["waiting"] += max(0.0, _number(following, "time") - began_secs - last_time)
 
 
 def _as_dict(value: Any) -> dict[str, Any]:
@@ -270,15 +210,10 @@ def read_memory(workdir: str, warn: Callable[[str], None] = log.warning) -> Memo
 
 
 def _as_memory(content: Any) -> Memory:
-    devices = {device: _counts(parts) for device, parts in content["devices"].items()}
-    return Memory(devices, _counts(content["taken"]))
-
-
-def _counts(values: dict[str, Any]) -> dict[str, int]:
-    counts = {name: int(value) for name, value in values.items()}
-    if not all(map(records.is_count, counts.values())):
-        raise ValueError(f"no numbers of bytes: {values}")
-    return counts
+    devices = {
+        device: {part: int(count) for part, count in held.items()} for device, held in content["devices"].items()
+    }
+    return Memory(devices, {device: int(count) for device, count in content["taken"].items()})
 
 
 def measured_devices(devices: Iterable[str]) -> list[str]:

@@ -331,7 +331,7 @@ def _load(path: str, name: str, warn: Callable[[str], None]) -> Run:
     file = os.path.join(path, "incidents.jsonl")
     incidents = records.read_rows_if_any(file, instead="whether the run diverged is unknown", warn=warn)
     starts, memory = ledger.read_starts(path, warn), ledger.read_memory(path, warn)
-    time_spent = ledger.account(starts, ledger.read_progress(path, warn))
+    time_spent = ledger.account(starts[-1], ledger.read_progress(path, warn)) if starts else {}
     run = _from_rows(path, name, rows, incidents, warn)
     return dataclasses.replace(run, starts=starts, memory=memory, time_spent=time_spent)
 

@@ -56,10 +56,6 @@ class Writer(Protocol):
     name: str = ""
     last_step: int | None = None
 
-    def new_run_id(self) -> str | None:
-        """Returns the `run_id` for the first `open` of a run; a kill before the end of `open` does not lose it."""
-        return None
-
     def open(self, settings: Mapping[str, Any], run_id: str | None) -> str | None:
         """Prepares for the rows of a call of `fit`.
 
@@ -91,7 +87,7 @@ class Writer(Protocol):
         """
 
     def write_file(self, name: str, path: str, step: int) -> None:
-        """Receives an export or a checkpoint when the run is over, as `RunFile`; again if it was not closed after it.
+        """Receives an export or a checkpoint when the run is over, as `RunFile`; again if it goes on with more steps.
 
         Args:
             name: what it is.

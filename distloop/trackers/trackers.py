@@ -5,7 +5,6 @@
 The packages are imported when a writer is made, so nobody else needs them. `deliveries` decides which rows come.
 """
 
-import contextlib
 import html
 import importlib
 import io
@@ -13,11 +12,9 @@ import json
 import os
 import pathlib
 import re
-import secrets
 import sys
 import tempfile
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from PIL import Image
@@ -26,7 +23,6 @@ from distloop import urls
 from distloop.monitoring.writers import MediaFile
 from distloop.settings.flags import shown_arguments
 
-_HELD_SECS = (1.0, 2.0, 4.0)  # between attempts to go on with a run
 _NOT_IN_NAMES = re.compile(r"[^\w\-./: ]")  # MLflow refuses other characters in the name of a metric
 _NOT_IN_KEYS = re.compile(r"[^\w\-./ ]", re.ASCII)  # and these in the name of an image
 _NOT_IN_ARTIFACTS = re.compile(r"[^\w\-.]+", re.ASCII)  # and W&B these in the name of an artifact
@@ -58,16 +54,16 @@ class WandbWriter:
         self._exit_code = 0
         self.last_step: int | None = None
 
-    def new_run_id(self) -> str:
-        """Returns the id of a new run."""
-        return secrets.token_hex(4)
-
     def open(self, settings: Mapping[str, Any], run_id: str | None) -> str:
         """Begins a run, or goes on with one; returns its id."""
         directory = urls.local_directory(str(settings.get("workdir") or "")) or None
         run_settings = {"id": run_id, "resume": "allow", "dir": directory, "config": dict(settings)}
-        with _shown_command_line():
-            self._run = run = self._init({**run_settings, "allow_val_change": True, **self._settings})
+        arguments = sys.argv
+        sys.argv = [*arguments[:1], *shown_arguments(arguments[1:])]  # wandb records them: without secret values
+        try:
+            self._run = run = self._wandb.init(**{**run_settings, "allow_val_change": True, **self._settings})
+        finally:
+            sys.argv = arguments
         self._exit_code = 0
         self.last_step = run.starting_step - 1 if not run.offline and run.resumed and run.starting_step else None
         return str(run.id)
@@ -75,8 +71,7 @@ class WandbWriter:
     def write_media(self, step: int, media: Mapping[str, MediaFile], time: float) -> None:
         """Adds media to the row that comes next, of the same step."""
         with tempfile.TemporaryDirectory() as directory:
-            paths = [pathlib.Path(directory, str(i)) for i in range(len(media))]
-            shown = {name: self._as_media(media[name], path) for name, path in zip(media, paths, strict=True)}
+            shown = {name: self._as_media(media[name], f"{directory}/{i}") for i, name in enumerate(media)}
             self._run.log(shown, step=step)
 
     def write(self, step: int, numbers: Mapping[str, float], time: float) -> None:
@@ -102,27 +97,14 @@ class WandbWriter:
         """Waits until everything is sent, and ends the run."""
         self._run.finish(exit_code=self._exit_code)
 
-    def _init(self, settings: Mapping[str, Any]) -> Any:
-        """Returns a run; tries again while W&B's service holds it for a process that was killed a moment ago."""
-        for secs in _HELD_SECS:
-            try:
-                return self._wandb.init(**settings)
-            except Exception as error:
-                if "is in use" not in str(error):
-                    raise
-            time.sleep(secs)
-        return self._wandb.init(**settings)
-
-    def _as_media(self, file: MediaFile, path: pathlib.Path) -> Any:
-        """Returns media as W&B has them; sounds are read from a file beside `path` when they are sent."""
-        if file.suffix == ".png":
-            return self._wandb.Image(Image.open(io.BytesIO(file.data)))
+    def _as_media(self, file: MediaFile, path: str) -> Any:
+        """Returns media as W&B have them; images and sounds are written to a path, from which W&B copies them."""
         if file.suffix == ".json":
             histogram = json.loads(file.data)
             return self._wandb.Histogram(np_histogram=(histogram["counts"], histogram["edges"]))
-        if file.suffix == ".wav":
-            (sound := path.with_suffix(".wav")).write_bytes(file.data)
-            return self._wandb.Audio(str(sound))
+        if file.suffix in (".png", ".wav"):
+            (copy := pathlib.Path(path + file.suffix)).write_bytes(file.data)
+            return (self._wandb.Image if file.suffix == ".png" else self._wandb.Audio)(str(copy))
         return self._wandb.Html(f"<pre>{html.escape(file.data.decode())}</pre>")
 
 
@@ -211,17 +193,6 @@ class MLflowWriter:
     def close(self) -> None:
         """Ends the run."""
         self._client.set_terminated(self._run_id, self._status)
-
-
-@contextlib.contextmanager
-def _shown_command_line() -> Iterator[None]:
-    """Enters a scope in which Python's arguments, which wandb records, hold no secret value."""
-    before = sys.argv
-    sys.argv = [*before[:1], *shown_arguments(before[1:])]
-    try:
-        yield
-    finally:
-        sys.argv = before
 
 
 def _import(package: str, writer: str) -> Any:

@@ -1,23 +1,23 @@
-"""What `fit` returns, and curves as SVG, as lines of characters and as a picture."""
+"""What `fit` returns, and curves as a picture and as lines of characters."""
 
+import importlib.util
 import json
 import math
 import sys
-import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from distloop.monitoring.curves import History, Recorder, draw_lines, draw_picture
-from distloop.monitoring.run_files import Series, load_all
-from tests.problems import write_run
+from distloop.monitoring.curves import History, Picture, draw_lines
+from distloop.monitoring.run_files import Series
 
 
 def recorded():
-    recorder = Recorder()
+    result = History()
     for step in (10, 20, 30):
-        recorder.write(step, {"loss": 100.0 / step**2, "steps_per_sec": 5.0})
-    recorder.write(30, {"loss": 1 / 9, "test/loss": 0.25, "test/accuracy": float("nan")})
-    return recorder.result({"loss": 1 / 9, "test/loss": 0.25, "steps_per_sec": 5.0})
+        result.write(step, {"loss": 100.0 / step**2, "steps_per_sec": 5.0})
+    result.write(30, {"loss": 1 / 9, "test/loss": 0.25, "test/accuracy": float("nan")})
+    result.update({"loss": 1 / 9, "test/loss": 0.25, "steps_per_sec": 5.0})
+    return result
 
 
 def test_the_result_is_a_dict_of_the_last_numbers_with_a_history():
@@ -29,47 +29,71 @@ def test_the_result_is_a_dict_of_the_last_numbers_with_a_history():
 
 def test_its_representation_is_one_short_line():
     assert repr(recorded()) == "{'loss': 0.1111, 'test/loss': 0.25, and 1 more}"
-    assert repr(History({})) == "{}"
-    assert len(repr(History({f"name_{i}": 0.123456 for i in range(100)}))) < 200
+    long = History()
+    assert repr(long) == "{}"
+    long.update({f"name_{i}": 0.123456 for i in range(100)})
+    assert len(repr(long)) < 200
 
 
-def names_in(svg):
-    """Returns the names of the curves in each chart."""
-    return [[text.text for text in chart.findall("{*}text")][10:] for chart in svg.findall("{*}g")]  # after 10 numbers
+def charts_in(picture):
+    """Returns the curves of each chart: their steps and values, in order."""
+    charts = [(axes.get_title(), axes.get_lines()) for axes in picture.figure.axes]
+    return {title: [tuple(map(list, line.get_data())) for line in lines] for title, lines in charts}
 
 
+def names_in(picture):
+    return [text.get_text() for text in picture.figure.legends[0].get_texts()]
+
+
+needs_matplotlib = pytest.mark.skipif(not importlib.util.find_spec("matplotlib"), reason="needs distloop[plot]")
+
+
+@needs_matplotlib
 def test_curves_of_training_and_evaluation_share_a_chart(tmp_path):
     picture = recorded().plot()
-    picture.save(tmp_path / "curves.svg")
-    svg = ElementTree.parse(tmp_path / "curves.svg").getroot()
-    assert names_in(svg) == [["loss", "test/loss"], ["test/accuracy"]]
-    first, second = svg.find("{*}g").findall("{*}polyline")
-    assert len(first.get("points").split()) == 3 and len(second.get("points").split()) == 1
+    charts = charts_in(picture)
+    assert charts["loss"] == [([10, 20, 30], [1.0, 0.25, 1 / 9]), ([30], [0.25])]
+    assert list(charts) == ["loss", "accuracy"] and names_in(picture) == ["training", "test"]
+    colors = [line.get_color() for axes in picture.figure.axes for line in axes.get_lines()]
+    assert colors[0] != colors[1] == colors[2]
     with pytest.raises(ValueError, match="plot was given 'los'; there are .*: name one of them"):
         recorded().plot("los")
 
 
+@needs_matplotlib
+def test_a_picture_is_saved_as_its_name_says_and_shows_itself(tmp_path):
+    picture = recorded().plot()
+    for name, start in (("a.svg", b"<?xml"), ("a.pdf", b"%PDF"), ("a.png", b"\x89PNG"), ("a", b"\x89PNG")):
+        picture.save(tmp_path / name)
+        assert (tmp_path / name).read_bytes().startswith(start)
+    assert "<svg" in picture._repr_svg_() and repr(picture) == "Picture of 2 charts; save(path) writes it"
+    with pytest.raises(OSError):
+        picture.save(tmp_path / "nope" / "a.svg")
+
+
+@needs_matplotlib
 def test_curves_that_are_named_are_the_only_ones():
     for names, charts in (
-        (["test/accuracy"], [["test/accuracy"]]),
-        (["steps_per_sec", "loss"], [["steps_per_sec"], ["loss"]]),  # one about the run, too
-        (["test/loss", "loss"], [["test/loss", "loss"]]),
+        (["test/accuracy"], {"accuracy": 1}),
+        (["steps_per_sec", "loss"], {"steps_per_sec": 1, "loss": 1}),  # one about the run, too
+        (["test/loss", "loss"], {"loss": 2}),
     ):
-        assert names_in(ElementTree.fromstring(recorded().plot(*names).svg)) == charts
+        shown = charts_in(recorded().plot(*names))
+        assert {title: len(curves) for title, curves in shown.items()} == charts
 
 
 def test_rows_after_a_step_that_is_trained_again_are_dropped():
-    result = History({})
+    result = History()
     for step in (1, 2, 3, 2):
-        result.add(step, {"loss": float(step)})
+        result.write(step, {"loss": float(step)})
     assert result.steps["loss"] == [1, 2]
 
 
 def test_a_long_history_is_thinned_out(monkeypatch):
     monkeypatch.setattr("distloop.monitoring.curves._MAX_ROWS", 8)
-    result = History({})
+    result = History()
     for step in range(1, 21):
-        result.add(step, {"loss": float(step)})
+        result.write(step, {"loss": float(step)})
     assert len(result.steps["loss"]) <= 8 and result.steps["loss"][-1] == 20 and result.history["loss"][-1] == 20.0
 
 
@@ -112,31 +136,23 @@ def test_a_complete_run_fills_its_line(count, every):
     assert len(line) == min(count, 32) and line[0] == "▁" and (count == 1 or line[-1] == "█")
 
 
-def test_a_picture_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):
+def test_a_picture_without_matplotlib_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ValueError, match="needs matplotlib, which is not installed: pip install matplotlib, or do"):
-        draw_picture([], str(tmp_path / "runs.png"))
+    with pytest.raises(ValueError, match=r"need matplotlib, which is not installed: pip install 'distloop\[plot\]'"):
+        recorded().plot()
 
 
-@pytest.fixture
-def found(tmp_path):
-    pytest.importorskip("matplotlib")
-    write_run(tmp_path / "a$\\x$", [{"step": i, "loss": 2.0**-i, "f1 $\\x$": None} for i in range(1, 30)])
-    write_run(tmp_path / "_b", [{"step": 1, "loss": 0.5, "reward": 1.0}])
-    write_run(tmp_path / "c", [])
-    return load_all([str(tmp_path)])
+@needs_matplotlib
+def test_a_picture_may_have_any_names_and_a_logarithmic_scale_for_values_of_a_wide_range():
+    curves = {"a$\\x$": Series("", list(range(1, 30)), [2.0**-i for i in range(1, 30)]), "_b": Series("", [1], [0.5])}
+    odd = {"": Series("", [1, 2], [NAN, math.inf]), "none": Series("", [], [])}
+    picture = Picture({"loss": curves, "f1 $\\x$": odd})
+    assert "<svg" in picture._repr_svg_()
+    assert names_in(picture) == [r"a\$\x\$", "_b", "", "none"]
+    assert [axes.get_yscale() for axes in picture.figure.axes] == ["log", "linear"]
 
 
-def test_a_picture_has_one_chart_per_metric_whatever_the_names(found, tmp_path):
-    draw_picture(found, str(tmp_path / "runs.png"))
-    assert (tmp_path / "runs.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_picture_of_runs_without_numbers_is_empty(found, tmp_path):
-    draw_picture(found[2:], str(tmp_path / "runs.png"))
+@needs_matplotlib
+def test_a_picture_without_curves_is_empty(tmp_path):
+    Picture({}).save(tmp_path / "runs.png")
     assert (tmp_path / "runs.png").exists()
-
-
-def test_a_picture_that_cannot_be_written_is_an_error(found, tmp_path):
-    with pytest.raises(ValueError, match=r"cannot be written \(No such file or directory\): give another path."):
-        draw_picture(found, str(tmp_path / "nope" / "runs.png"))

@@ -1,5 +1,6 @@
 """The ledger of a run: each second of its starts is accounted for once, and the hours of its devices are known."""
 
+import itertools
 import json
 import math
 
@@ -17,37 +18,34 @@ def progress(time, reached, **secs):
     return {"time": time, "step": reached, "secs": {"start-up": 2.0, **secs}}
 
 
-# Process from 90, training from 100, 40 steps noted at 150, killed at 153; all have ended at 156; a new process begins
-# at 158, meets for 1 s, restores step 30 in 2 s and trains from 165 to step 50, noted at 205.
+def account(starts, now):
+    """Returns the seconds of several starts, of which each notes what those before it have cost."""
+    before = {}
+    for start, following in itertools.pairwise(starts):
+        before = ledger.account({**start, "before": before}, following.get("progress"), following)
+    return ledger.account({**starts[-1], "before": before}, now)
+
+
+# Process from 90, training from 100, 40 steps noted at 150, killed at 153; a new process begins at 158, restores step
+# 30 in 2 s and trains from 165 to step 50, noted at 205.
 STARTS = [
     start(100.0, 0, process_secs=10.0),
-    start(
-        165.0,
-        30,
-        process_secs=7.0,
-        restore_secs=2.0,
-        meet_secs=1.0,
-        fell_at=153.0,
-        ended_at=156.0,
-        progress=progress(150.0, 40, step=40.0, saving=4.0),
-    ),
+    start(165.0, 30, process_secs=7.0, restore_secs=2.0, progress=progress(150.0, 40, step=40.0, saving=4.0)),
 ]
 NOW = progress(205.0, 50, step=30.0, saving=3.0, other=1.0)
 
 
 def test_each_second_of_a_run_that_fell_is_accounted_for_once():
-    seconds = ledger.account(STARTS, NOW)
+    seconds = account(STARTS, NOW)
     assert seconds == pytest.approx(
         {
-            "starting": 10.0 + 4.0,
+            "starting": 10.0 + 5.0,
             "restoring": 2.0,
-            "meeting": 1.0,
             "tracing": 6.0 + 6.0,
             "steps": 30.0 + 30.0,
-            "steps done twice": 10.0 + 3.0,
+            "steps done twice": 10.0,
             "saving": 4.0 + 3.0,
-            "noticing": 3.0,
-            "waiting": 2.0,
+            "waiting": 8.0,
             "other": 1.0,
         }
     )
@@ -56,44 +54,38 @@ def test_each_second_of_a_run_that_fell_is_accounted_for_once():
 
 
 def test_a_start_that_saved_and_left_has_done_no_step_twice():
-    end = {**STARTS[1]["progress"], "is_end": True}
-    starts = [STARTS[0], {**STARTS[1], "step": 40, "progress": end}]
-    seconds = ledger.account(starts, {**NOW, "step": 60})
-    assert seconds["stopping"] == 3.0 and "steps done twice" not in seconds
+    starts = [STARTS[0], {**STARTS[1], "step": 40}]
+    seconds = account(starts, {**NOW, "step": 60})
+    assert seconds["waiting"] == 8.0 and "steps done twice" not in seconds
 
 
 def test_what_an_earlier_start_noted_is_no_work_of_one_that_fell_before_it_noted_anything():
-    third = start(180.0, 30, process_secs=5.0, fell_at=170.0, ended_at=172.0, progress=STARTS[1]["progress"])
-    seconds = ledger.account([*STARTS, third], progress(205.0, 50, step=20.0))
-    assert seconds["steps done twice"] == 10.0 + 3.0 and seconds["steps"] == 30.0 + 20.0
-    assert seconds["tracing"] == 6.0 + 5.0 + 5.0 and sum(seconds.values()) == pytest.approx(205.0 - 90.0)
+    third = start(180.0, 30, process_secs=5.0, progress=STARTS[1]["progress"])
+    seconds = account([*STARTS, third], progress(205.0, 50, step=20.0))
+    assert seconds["steps done twice"] == 10.0 and seconds["steps"] == 30.0 + 20.0
+    assert seconds["waiting"] == 8.0 + 10.0 and sum(seconds.values()) == pytest.approx(205.0 - 90.0)
 
 
-def test_a_fall_that_nobody_saw_is_time_of_waiting_and_a_start_without_a_log_has_no_steps():
+def test_a_start_without_a_log_has_no_steps():
     starts = [STARTS[0], start(165.0, 0, process_secs=7.0)]
-    seconds = ledger.account(starts, NOW)
+    seconds = account(starts, NOW)
     assert seconds["waiting"] == 158.0 - 100.0 and seconds["steps"] == 30.0 and "steps done twice" not in seconds
 
 
 def test_the_row_of_the_last_start_knows_what_all_starts_before_it_have_cost(tmp_path, monkeypatch):
-    for row in STARTS:  # of an earlier version, whose rows lack it
-        append_row(str(tmp_path / "starts.jsonl"), row)
-    for i in range(3):
+    for i in range(4):
         monkeypatch.setattr(ledger, "unix_time", lambda i=i: 220.0 + 20 * i)
-        noted = progress(205.0 + 20 * i, 50 + i, step=30.0, saving=3.0)
-        ledger.note_progress(str(tmp_path), **noted)
-        ledger.note_start(str(tmp_path), 2.0, step=48 + i, devices=1, kind="CPU")
-    starts, latest = ledger.read_starts(str(tmp_path)), ledger.latest_starts(str(tmp_path))
-    assert len(starts) == 5 and latest == starts[-1:]
-    now = progress(270.0, 60, step=5.0)
-    plain = [{name: value for name, value in row.items() if name != "before"} for row in starts]
-    assert ledger.account(latest, now) == pytest.approx(ledger.account(plain, now))
-    assert ledger.account(starts, now) == pytest.approx(ledger.account(plain, now))
+        ledger.note_progress(str(tmp_path), **progress(205.0 + 20 * i, 50 + i, step=30.0, saving=3.0))
+        ledger.note_start(str(tmp_path), restore_secs=2.0, step=48 + i, devices=1, kind="CPU")
+    starts, last = ledger.read_starts(str(tmp_path)), ledger.last_start(str(tmp_path))
+    assert len(starts) == 4 and last == starts[-1]
+    now = progress(290.0, 60, step=5.0)
+    assert ledger.account(last, now) == pytest.approx(account(starts, now))
 
 
-def test_starts_of_an_earlier_version_and_no_starts_at_all_are_read():
-    assert ledger.account([], None) == {} and math.isnan(ledger.goodput({}))
-    seconds = ledger.account([{"time": 100.0, "step": 0}], progress(110.0, 5, step=8.0))
+def test_a_start_of_an_earlier_version_and_no_start_at_all_are_read(tmp_path):
+    assert ledger.last_start(str(tmp_path)) == ledger.account({}, None) == {} and math.isnan(ledger.goodput({}))
+    seconds = ledger.account({"time": 100.0, "step": 0}, progress(110.0, 5, step=8.0))
     assert seconds == {"tracing": 2.0, "steps": 8.0}
 
 
@@ -104,7 +96,6 @@ def test_what_was_noted_is_read_and_anything_else_is_nothing(tmp_path):
         "time": 1.0,
         "step": 2,
         "secs": {"step": 3.0},
-        "is_end": False,
     }
     (tmp_path / ledger.PROGRESS).write_text("[1")
     assert ledger.read_progress(str(tmp_path)) is None
@@ -127,7 +118,7 @@ def test_a_start_holds_its_devices_and_the_time_of_the_last_row_before_it(tmp_pa
 def test_the_age_of_a_process_is_noted_at_its_first_start(tmp_path, monkeypatch):
     monkeypatch.setattr(ledger, "_noted", set())
     ledger.note_start(str(tmp_path), step=0, devices=2, kind="CPU")
-    ledger.note_start(str(tmp_path), 1.5, step=10, devices=2, kind="CPU")
+    ledger.note_start(str(tmp_path), restore_secs=1.5, step=10, devices=2, kind="CPU")
     first, second = ledger.read_starts(str(tmp_path))
     assert 0 < first["process_secs"] < 3600 and first["restore_secs"] is None
     assert second["process_secs"] is None and second["restore_secs"] == 1.5

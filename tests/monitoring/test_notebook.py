@@ -37,9 +37,10 @@ def test_a_run_in_a_cell_is_one_output_with_a_table_and_a_curve(outputs, capsys,
     console.summarize(timing.Clock())
     (drawn,) = outputs
     last = drawn[-1]["text/html"]
-    assert len(drawn) > 30 and last.count("<tr>") == 1 + 10 and last.count("<polyline") == 2
-    assert "<td>300</td><td>0.003333</td><td>0.5</td>" in last and "<th>steps_per_sec</th>" not in last
-    assert "Finished 300 steps in" in drawn[-1]["text/plain"] and "test/loss best 0.5 at step 20" in last
+    assert len(drawn) > 30 and last.count("<tr>") == 1 + 10 + 1 and "<td>█▄▃▂▂▁▁▁▁▁▁▁▁▁▁</td>" in last
+    assert "<td>300</td><td>0.003333</td><td>0.5</td>" in last and "<th>step</th><th>loss</th>" in last
+    assert "steps_per_sec" not in last
+    assert "Finished 300 steps in" in drawn[-1]["text/plain"] and "test/loss 0.5, best 0.5 at step 20" in last
     assert capsys.readouterr().out == ""
 
 
@@ -49,14 +50,6 @@ def test_drawings_are_half_a_second_apart(outputs):
         console.write(step, {"loss": 1.0})
     (drawn,) = outputs
     assert len(drawn) < 10
-
-
-def test_lines_about_a_run_are_folded_under_the_first(outputs, capsys):
-    notebook.announce(["devices <2>", "batch 64"], may_draw=True)
-    ((content,),) = outputs
-    assert content["text/html"] == "<details><summary>devices &lt;2&gt;</summary>batch 64</details>"
-    notebook.announce(["devices 2"], may_draw=False)
-    assert capsys.readouterr().out == "distloop: devices 2\n"
 
 
 def test_without_a_kernel_the_console_is_the_terminals(monkeypatch):
