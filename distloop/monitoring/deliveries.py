@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 _BUFFER_SECS = 20.0  # that a writer may keep a row, at most, before it is safe from a kill; wandb: 15
 _MAX_ROWS, _MAX_MEDIA = 10_000, 20  # the last rows, and the last rows with media, that are kept for a writer that fails
+_OPEN_SECS = 30.0  # that a run waits until new writers are open
 _CLOSE_SECS = 60.0  # that the end of a run waits for the writers
 _FILES_SECS = 600.0  # that it waits if the run has left files
 _LEAVE_SECS = 5.0  # that an interrupted or failed one does
@@ -215,10 +216,15 @@ class Deliveries:
             delivery.close(self._files, self._error)
 
     def _require_open(self, step: int) -> None:
-        """Waits for writers that are new to the run; one that has rows, and cannot be opened, holds up no run."""
-        self._has_tried.wait()
+        """Waits for writers that are new to the run; one that takes long, or has rows, holds up no run."""
+        has_tried = self._has_tried.wait(_OPEN_SECS)
+        if not has_tried:
+            text = "New writers are not open after %g seconds: the run goes on, and its rows are kept until they are."
+            log.error(text, _OPEN_SECS)
         for delivery in self._deliveries:
-            if delivery.is_new:
+            if delivery.is_new and not has_tried:
+                delivery.is_new = False  # an error is logged then
+            elif delivery.is_new:
                 self._deliveries = [other for other in self._deliveries if other is not delivery]
                 raise ValueError(
                     f"The writer {delivery.name} cannot be opened ({_show(delivery.failure)}): correct it, or leave it "

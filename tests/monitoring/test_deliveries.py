@@ -496,6 +496,27 @@ def test_a_writer_that_is_down_when_a_run_resumes_is_opened_later(tmp_path, caps
     assert errors.count("no route") == 1 and "Rows takes rows again." in errors
 
 
+def test_a_new_writer_that_takes_long_to_open_holds_up_no_run(monkeypatch, capsys):
+    monkeypatch.setattr(deliveries, "_OPEN_SECS", 0.1)
+    opens, trained = threading.Event(), []
+
+    class Slow(Rows):
+        def open(self, settings, run_id):
+            assert opens.wait(20)
+            return super().open(settings, run_id)
+
+    writer = Slow()
+    with Deliveries([writer], "").open(0, {}) as opened:
+        for step in (1, 2):
+            opened.write(step, {}, 0.0)
+            opened.flush()
+            trained.append(step)
+        assert not writer.opened
+        opens.set()
+    assert writer.steps == trained == [1, 2]
+    assert "New writers are not open after 0.1 seconds: the run goes on" in capsys.readouterr().err
+
+
 def test_a_copied_workdir_begins_a_run_of_its_own_at_each_writer(tmp_path, caplog):
     for run, run_id in (("a", None), ("a", "the run"), ("b", None), ("b", "the run")):
         with Deliveries([writer := Rows()], str(tmp_path), run).open(0, {}):
