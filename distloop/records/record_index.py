@@ -20,7 +20,6 @@ import functools
 import glob
 import hashlib
 import io
-import itertools
 import json
 import os
 import pathlib
@@ -150,25 +149,27 @@ def open_index(files: Files, directory: str = "") -> Index:
     """
     path = index_path(files.paths, directory)
     stored = _load(path, files.paths)
-    with concurrent.futures.ThreadPoolExecutor(_NUM_THREADS) as pool:
-        stats = list(pool.map(files.stat, range(len(files.paths))))
-    scans: list[tuple[Shard, np.ndarray] | None] = [None] * len(stats)
+    scans: list[Any] = [None] * len(files.paths)
     if stored is not None:
         ends = np.cumsum([shard.num_records + 1 for shard in stored[0]])
         scans = list(zip(stored[0], np.split(stored[1], ends[:-1]), strict=True))
-    newer = [i for i, scan in enumerate(scans) if scan is None or scan[0][1:3] != stats[i]]
-    if stored is not None and not newer:
-        return stored
-    for i, scan in zip(newer, scan_shards(files, newer, [stats[i] for i in newer]), strict=True):
-        before = scans[i]
-        if before is not None and before[0].digest != scan[0].digest and not before[0].damage:
-            raise ValueError(
-                f"The shard {scan[0].path!r} has changed: its index was made of {before[0].num_records} records in "
-                f"{before[0].num_bytes} bytes, and it has {scan[0].num_records} other ones in {scan[0].num_bytes} "
-                f"bytes; to go on with a run, put the old file back; to use the new one, delete {path!r}."
-            )
-        scans[i] = scan
-    shards, positions = zip(*(scan for scan in scans if scan), strict=True)
+    with concurrent.futures.ThreadPoolExecutor(_NUM_THREADS) as pool:
+        stats = list(pool.map(files.stat, range(len(scans))))
+        newer = [i for i, scan in enumerate(scans) if scan is None or scan[0][1:3] != stats[i]]
+        if stored is not None and not newer:
+            return stored
+        if (num_bytes := sum(stats[i][0] for i in newer)) > _MANY_BYTES:
+            say(f"Reading the headers of {len(newer)} shards, {num_bytes / 1e9:.1f} GB, once.")
+        for i, scan in zip(newer, pool.map(lambda i: scan_shard(files, i, stats[i]), newer), strict=True):
+            before, now = scans[i] and scans[i][0], scan[0]
+            if before is not None and before.digest != now.digest and not before.damage:
+                raise ValueError(
+                    f"The shard {now.path!r} has changed: its index was made of {before.num_records} records in "
+                    f"{before.num_bytes} bytes, and it has {now.num_records} other ones in {now.num_bytes} bytes; to "
+                    f"go on with a run, put the old file back; to use the new one, delete {path!r}."
+                )
+            scans[i] = scan
+    shards, positions = zip(*scans, strict=True)
     index = shards, np.concatenate(positions)
     _store(path, *index)
     return index
@@ -234,31 +235,18 @@ def is_intact(data: bytes, checksum: bytes) -> bool:
     return ((crc >> 15 | crc << 17) + _MASK_DELTA) & 0xFFFFFFFF == int.from_bytes(checksum, "little")
 
 
-def scan_shards(
-    files: Files, numbers: Sequence[int], stats: Sequence[tuple[int, str]]
-) -> list[tuple[Shard, np.ndarray]]:
-    """Returns shards and where their records begin; prints a line if there is much to read.
+def scan_shard(files: Files, number: int, stat: tuple[int, str]) -> tuple[Shard, np.ndarray]:
+    """Returns a shard, and where its records begin and the last one ends, int64 `[num_records + 1]`.
 
     Args:
         files: all shards.
-        numbers: of the shards to scan.
-        stats: size in bytes and stamp of each shard in `numbers`.
-
-    Returns:
-        For each of them the shard, and where each record begins and the last one ends, int64 `[num_records + 1]`.
+        number: of the shard.
+        stat: its size in bytes and stamp.
 
     Raises:
-        ValueError: if a file is compressed, or no TFRecord.
-        OSError: if one cannot be read.
+        ValueError: if it is compressed, or no TFRecord.
+        OSError: if it cannot be read.
     """
-    if (num_bytes := sum(num_bytes for num_bytes, _ in stats)) > _MANY_BYTES:
-        say(f"Reading the headers of {len(numbers)} shards, {num_bytes / 1e9:.1f} GB, once.")
-    with concurrent.futures.ThreadPoolExecutor(_NUM_THREADS) as pool:
-        return list(pool.map(_scan_shard, itertools.repeat(files), numbers, stats))
-
-
-def _scan_shard(files: Files, number: int, stat: tuple[int, str]) -> tuple[Shard, np.ndarray]:
-    """Returns one shard and where its records begin."""
     path, digest, num_bytes = files.paths[number], hashlib.blake2b(digest_size=8), stat[0]
     if not num_bytes:  # of which object stores refuse to send a range
         return Shard(path, *stat, 0, digest.hexdigest(), "it is empty"), np.zeros(1, np.int64)
