@@ -17,7 +17,6 @@ from typing import Any, Literal
 import numpy as np
 
 from distloop.log import log
-from distloop.records import record_index
 from distloop.records.record_index import (
     FOOTER_BYTES,
     HEADER_BYTES,
@@ -180,8 +179,6 @@ def open_records(
         if not all(are_arrays):
             raise ValueError("ArrayRecord and TFRecord files were given; open those of each kind by themselves.")
         return _open_array_records(paths)
-    if record_index.google_crc32c is None:
-        raise ValueError("TFRecord files need google-crc32c: pip install 'distloop[records]'.")
     opened = Files(paths)
     index = open_index(opened, os.path.expanduser(os.fspath(index_dir)))
     for shard in index[0]:

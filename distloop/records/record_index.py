@@ -37,7 +37,7 @@ from distloop.urls import absolute, file_system, is_url, keep_password
 try:
     import google_crc32c
 except ImportError:
-    google_crc32c = None  # an error of `open_records`
+    google_crc32c = None  # type: ignore[assignment]  # which `open_index` refuses
 
 _FORMAT = b"distloop records 1"
 _NUM_THREADS = 8
@@ -144,9 +144,12 @@ def open_index(files: Files, directory: str = "") -> Index:
         directory: of the index, a path or a URL; empty: that of the first shard.
 
     Raises:
-        ValueError: if a shard is compressed, no TFRecord, or holds other records than when the index was made.
+        ValueError: if a shard is compressed, no TFRecord, or holds other records than when the index was made; or if
+            google-crc32c is not installed.
         OSError: if a shard cannot be read.
     """
+    if google_crc32c is None:
+        raise ValueError("TFRecord files need google-crc32c: pip install 'distloop[records]'.")
     path = index_path(files.paths, directory)
     stored = _load(path, files.paths)
     scans: list[Any] = [None] * len(files.paths)
