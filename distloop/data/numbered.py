@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from distloop.data.order import Order, example_seeds
 from distloop.data.position import convert_numbered
-from distloop.data.rows import ArrayRows, Uneven
+from distloop.data.rows import ArrayRows
 from distloop.data.shards import shard_bounds
 
 _ORDER_VERSION = 1  # of `Order`'s permutation, in checkpoints
@@ -225,11 +225,9 @@ class NumberedDataset(tf.data.Dataset):
             rows, epochs = self.order.rows(batch, first, end)
             seeds = example_seeds(self.order.seed, rows, epochs) if self._uses_seeds else None
             width = self.order.width(batch)
-            examples = self._reader.read(rows, seeds)
+            examples = self._reader.read(rows, seeds, width if self._apply is None else None)
             if self._apply is not None:
                 examples = self._apply(examples, seeds, width)
-            elif width is not None:
-                examples = tf.nest.map_structure(lambda e: e.padded(width) if isinstance(e, Uneven) else e, examples)
             if share is not None:
                 examples = tf.nest.map_structure(
                     functools.partial(_among_zeros, before=first, after=size - end), examples

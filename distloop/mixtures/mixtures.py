@@ -18,7 +18,7 @@ import tensorflow as tf
 from distloop.data.examples import describe
 from distloop.data.make_dataset import by_batch
 from distloop.data.order import Order
-from distloop.data.rows import ArrayRows, SourceRows, is_arrays, spread
+from distloop.data.rows import ArrayRows, SourceRows, is_arrays, read_rows, spread
 from distloop.mixtures.orders import MixedOrder, by_length
 from distloop.settings.durations import finite_number, shown, whole_number
 
@@ -94,16 +94,13 @@ class Mixture:
 
     def __getitem__(self, row: int) -> Any:
         """Returns one row, by its number in all sources one after the other."""
-        source, number = self._locate(row)
-        return self._sources[source][number]
+        return self.__getitems__([row])[0]
 
     def __getitems__(self, rows: Sequence[int]) -> list[Any]:
         """Returns some rows, read together where their source can."""
         located, examples = [self._locate(row) for row in rows], {}
         for index in {index for index, _ in located}:
-            source, numbers = self._sources[index], [number for i, number in located if i == index]
-            read = source.__getitems__(numbers) if hasattr(source, "__getitems__") else map(source.__getitem__, numbers)
-            examples[index] = iter([example for _, example in zip(numbers, read, strict=True)])
+            examples[index] = iter(read_rows(self._sources[index], [number for i, number in located if i == index]))
         return [next(examples[index]) for index, _ in located]
 
     def row_name(self, row: int) -> str:

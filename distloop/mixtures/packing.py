@@ -7,12 +7,14 @@ Which sequences are in a row is planned once, from their lengths. It does not kn
 """
 
 import hashlib
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from distloop.data.examples import as_example
+from distloop.data.rows import read_rows
 from distloop.log import log
 from distloop.settings.durations import shown, whole_number
 
@@ -69,8 +71,6 @@ class PackedRows:
         """
         self._source, self._length, self._lengths = source, length, lengths
         self._sequences, self._starts = plan(lengths, length)
-        if hasattr(source, "__getitems__"):
-            self.__getitems__ = self._read_rows
         self.padding = 1 - float(lengths.sum(dtype=np.int64)) / (length * len(self))
         mark = hashlib.sha256(f"{length} {getattr(source, 'fingerprint', '')}".encode())
         mark.update(self._sequences.tobytes())
@@ -86,27 +86,20 @@ class PackedRows:
 
     def __getitem__(self, row: int) -> dict[str, np.ndarray]:
         """Returns one row."""
-        return self._packed(row, [self._source[number] for number in self._numbers(row)])
+        return self.__getitems__([row])[0]
 
-    def _read_rows(self, rows: list[int]) -> list[dict[str, np.ndarray]]:
-        """Returns some rows, whose sequences are read together."""
-        examples = iter(self._source.__getitems__([number for row in rows for number in self._numbers(row)]))
-        return [self._packed(row, [next(examples) for _ in self._numbers(row)]) for row in rows]
+    def __getitems__(self, rows: Sequence[int]) -> list[dict[str, np.ndarray]]:
+        """Returns some rows, whose sequences are read together where their source can."""
+        numbers = [self._sequences[self._starts[row] : self._starts[row + 1]].tolist() for row in rows]
+        sequences = iter(read_rows(self._source, list(itertools.chain.from_iterable(numbers))))
+        return [self._packed(of_row, list(itertools.islice(sequences, len(of_row)))) for of_row in numbers]
 
-    def describe_change(self, fingerprint: str) -> str:
-        """Returns how the rows differ from those of a fingerprint, as a part of a sentence."""
-        return "the sequences, their lengths or the length of rows have changed, and with them which are in a row"
-
-    def _numbers(self, row: int) -> list[int]:
-        return list(map(int, self._sequences[self._starts[row] : self._starts[row + 1]]))
-
-    def _packed(self, row: int, sequences: list[Any]) -> dict[str, np.ndarray]:
+    def _packed(self, numbers: list[int], sequences: list[Any]) -> dict[str, np.ndarray]:
         """Returns a row of some sequences.
 
         Raises:
             ValueError: if a sequence has another length than `lengths` says.
         """
-        numbers = self._numbers(row)
         parts = [part if isinstance(part, Mapping) else {"tokens": part} for part in map(as_example, sequences)]
         for number, part in zip(numbers, parts, strict=True):
             for name, entry in part.items():
