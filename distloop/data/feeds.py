@@ -1,6 +1,6 @@
 """Batches made in Python as datasets, by PyDatasets, generators, Grain or PyTorch's DataLoader.
 
-    feed = make_feed(data, repeat=True)             # None: it is none of these
+    feed = make_feed(data)                          # None: it is none of these
     dataset = feed.dataset(first=1000)              # a tf.data.Dataset from batch 1000 on
 
 It does not know how a kind of data reaches a position, nor replicas.
@@ -15,6 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from distloop.data.examples import common_spec, describe
 from distloop.data.readers import Reader, read_iterable, read_once, read_py_dataset, reader_of_passes
 from distloop.errors import EMPTY_DATASET, carry
 
@@ -34,12 +35,11 @@ class Feed:
         oldest_place: returns the first batch whose state may still be asked for.
     """
 
-    def __init__(self, reader: Reader, *, repeat: bool, map_batch: Callable[..., Any] | None = None):
+    def __init__(self, reader: Reader, map_batch: Callable[..., Any] | None = None):
         """Reads the first two batches.
 
         Args:
             reader: of the data.
-            repeat: whether the dataset starts again at the end of the data.
             map_batch: changes each batch, as `Dataset.map` does; None: nothing does.
 
         Raises:
@@ -50,7 +50,6 @@ class Feed:
             raise ValueError(EMPTY_DATASET)
         batches = [as_arrays(batch) for batch, _ in peeked]
         self._reader = reader
-        self._repeat = repeat
         self._map_batch = map_batch
         self._first_batch = batches[0]
         self.element_spec = _element_spec(batches)
@@ -93,14 +92,15 @@ class Feed:
         count = tf.data.INFINITE_CARDINALITY if length in (None, math.inf) else int(length)
         return dataset.apply(tf.data.experimental.assert_cardinality(count))
 
-    def dataset(self, first: int = 0, state: Any = None) -> tf.data.Dataset:
+    def dataset(self, first: int = 0, state: Any = None, *, repeat: bool = True) -> tf.data.Dataset:
         """Returns a dataset that begins at a batch, counted from 0 over all passes.
 
         Args:
             first: the number of the batch.
             state: what `state_at` returned for it; None: unknown.
+            repeat: whether the dataset starts again at the end of the data.
         """
-        return self._dataset(lambda: self._noting_states(first, state))
+        return self._dataset(lambda: self._noting_states(first, state, repeat))
 
     def seen(self, num_batches: int) -> Mapping[str, int]:
         """Returns nothing: there is one source."""
@@ -110,12 +110,12 @@ class Feed:
         """Returns the state of the data after so many batches, as JSON can hold it; None: it has none."""
         return self._states.get(num_batches)
 
-    def _noting_states(self, first: int, state: Any) -> Iterator[tuple[Any, Any]]:
+    def _noting_states(self, first: int, state: Any, repeat: bool) -> Iterator[tuple[Any, Any]]:
         if not self._has_states:
-            yield from self._reader.read(first, state, self._repeat)
+            yield from self._reader.read(first, state, repeat)
             return
         self._states, self._oldest = {first: state}, first
-        for number, (batch, after) in enumerate(self._reader.read(first, state, self._repeat), first + 1):
+        for number, (batch, after) in enumerate(self._reader.read(first, state, repeat), first + 1):
             self._states[number] = after
             while self._oldest < self.oldest_place():
                 self._states.pop(self._oldest, None)
@@ -137,7 +137,6 @@ class Feed:
 def make_feed(
     data: Any,
     *,
-    repeat: bool,
     shuffle_seed: int | None = None,
     make_again: Callable[[], Any] | None = None,
     map_batch: Callable[..., Any] | None = None,
@@ -146,7 +145,6 @@ def make_feed(
 
     Args:
         data: a `PyDataset`, an iterator, or an object whose passes `iter` starts, such as a DataLoader.
-        repeat: whether the feed starts again at the end of the data.
         shuffle_seed: of the order of a `PyDataset`'s batches, another one each epoch; None: by their numbers.
         make_again: returns the data anew, if a function has made it.
         map_batch: changes each batch, as `Dataset.map` does; None: nothing does.
@@ -169,7 +167,7 @@ def make_feed(
         reader = reader_of_passes(lambda epoch, repeat: next(passes), None)
     else:
         reader = read_once(data)
-    return Feed(reader, repeat=repeat, map_batch=map_batch)
+    return Feed(reader, map_batch)
 
 
 def as_arrays(batch: Any) -> Any:
@@ -194,21 +192,12 @@ def _element_spec(batches: list[Any]) -> Any:
         ValueError: if their structures, types or numbers of axes differ, or TensorFlow has no such type.
     """
     try:
-        return tf.nest.map_structure(_spec_of_entry, *batches)
+        spec = common_spec(
+            "the data", tf.nest.map_structure(lambda a: a.astype(object) if a.dtype.kind in "US" else a, batches)
+        )
     except (TypeError, ValueError) as error:
-        kinds = [tf.nest.map_structure(lambda a: f"{a.dtype.name} {list(a.shape)}", batch) for batch in batches]
         raise ValueError(
-            f"The data gives batches of {' and '.join(map(str, kinds))}; each batch is an array, or a dict or tuple of "
-            "arrays of numbers or texts, [B, ...], with the same structure, types and number of axes."
+            f"The data gives batches of {' and '.join(map(describe, batches))}; each batch is an array, or a dict or "
+            "tuple of arrays of numbers or texts, [B, ...], with the same structure, types and number of axes."
         ) from error
-
-
-def _spec_of_entry(*arrays: np.ndarray) -> tf.TensorSpec:
-    kind = arrays[0].dtype.kind
-    dtype = tf.string if kind in "US" else tf.as_dtype(arrays[0].dtype)
-    if kind == "O" or len({(array.dtype.kind in "US" or array.dtype, array.ndim) for array in arrays}) > 1:
-        raise ValueError("The entries have no common type.")
-    axes = [
-        sizes[0] if len(set(sizes)) == 1 else None for sizes in zip(*(array.shape[1:] for array in arrays), strict=True)
-    ]
-    return tf.TensorSpec([None, *axes] if arrays[0].ndim else [], dtype)
+    return tf.nest.map_structure(lambda s: tf.TensorSpec([None, *s.shape[1:]] if s.shape.rank else [], s.dtype), spec)

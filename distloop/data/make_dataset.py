@@ -142,17 +142,12 @@ def _as_int(value: Any, name: str) -> int:
 def _require_one_shape(spec: Any, lengths: np.ndarray | None, *, is_mapped: bool) -> None:
     """Raises a ValueError unless rows have one shape, or lengths by which they are padded."""
     uneven = [part for part in tf.nest.flatten(spec) if not part.shape.is_fully_defined()]
-    if uneven and lengths is None and is_mapped:
-        raise ValueError(
-            f"map_fn returns an entry of {uneven[0].dtype.name} {uneven[0].shape}, and the rows of a batch need one "
-            "shape: pad or cut the entry, and let map_fn return tf.ensure_shape(entry, its_shape); or give lengths, by "
-            "which rows of like lengths are padded and stacked."
-        )
     if uneven and lengths is None:
         raise ValueError(
-            f"Examples have an entry of {uneven[0].dtype.name} {uneven[0].shape}, whose shape differs from row to row: "
-            "give a map_fn that brings it to one shape, by padding or cutting, as the rows of a batch are stacked, or "
-            "lengths, by which rows of like lengths are padded and stacked."
+            f"{'map_fn returns' if is_mapped else 'Examples have'} an entry of {uneven[0].dtype.name} "
+            f"{uneven[0].shape}, and the rows of a batch need one shape: give a map_fn that pads or cuts the entry and "
+            "returns tf.ensure_shape(entry, its_shape), or lengths, by which rows of like lengths are padded and "
+            "stacked."
         )
     if lengths is not None and not uneven:
         raise ValueError("lengths were given, but all examples have the same shape: leave lengths out.")

@@ -17,6 +17,7 @@ from typing_extensions import Unpack
 
 from distloop.data.arrays import Arrays, are_arrays, as_arrays
 from distloop.data.columns import content_of
+from distloop.data.feeds import Feed
 from distloop.data.info import DataInfo, are_rows_alike, can_be_looked_at, count_batches, inspect
 from distloop.data.iterators import Behind, fresh_copy, iterate
 from distloop.data.numbered import NumberedDataset, Share
@@ -81,8 +82,8 @@ class Source:
         """Checks the data; reads it only to count the batches of a worker's shard. All workers call it.
 
         Args:
-            data: a dataset of global batches; a function that returns one; a function of `WorkerContext` that returns
-                one worker's shard; a `DistributedDataset` that `strategy` made; or NumPy arrays.
+            data: a dataset of global batches; a function that returns one; a function of `worker_context` that
+                returns one worker's shard; a `DistributedDataset` that `strategy` made; or NumPy arrays.
             strategy: as the attribute.
             microbatches: the parts in which a replica computes its rows.
             virtual_replicas: as `Config.virtual_replicas`.
@@ -106,10 +107,10 @@ class Source:
     def _read(self, data: Data) -> None:
         """Opens the data, and finds out what is known about it."""
         self.data = data
-        opened = open_data(data, self._num_workers, self._worker, repeat=self._repeat, **self._reading)
+        opened = open_data(data, self._num_workers, self._worker, **self._reading)
         self._dataset, self.feed = opened.dataset, opened.feed
         self._count_batches = functools.cache(functools.partial(count_batches, self._dataset))  # draws shuffle seeds
-        if self.feed is not None:
+        if isinstance(self.feed, Feed):
             self.feed.oldest_place = lambda: self.batches_taken
             if self._may_go_back:
                 self.feed.require_restart()
@@ -240,7 +241,7 @@ class Source:
         position: dict[str, Any] = {"batches": self.batches_taken, "skipped": sorted(self.skipped_batches)}
         position |= self._facts(position)
         # A worker that reads its own shard has a state of its own, and the checkpoint is the chief's.
-        if self.seeks and self.feed is not None and not self.layout.is_sharded:
+        if self.seeks and isinstance(self.feed, Feed) and not self.layout.is_sharded:
             state = self.feed.state_at(self.batches_taken)
             position |= {} if state is None else {"state": state}
         return position
@@ -273,7 +274,8 @@ class Source:
         """Returns all that training needs from a batch or an earlier one on, and the number of batches between them."""
         with tf.device(HOST):
             if (feed := self._starting_feed) is not None:
-                dataset, behind = (feed.dataset(first, state), 0) if feed.goes_on else (feed.dataset(), first)
+                begin, behind = (first, 0) if feed.goes_on else (0, first)
+                dataset = feed.dataset(begin, state if feed.goes_on else None, repeat=self._repeat)
                 are_alike = isinstance(feed, NumberedDataset) and feed.are_rows_alike
                 options = dataset.options()
                 return _prepared(dataset, self.info, options, repeat=False, are_alike=are_alike), behind

@@ -96,7 +96,13 @@ class MixedOrder:
         part = _latest(firsts, batch)
         start = tf.gather(starts, part) + (batch - tf.gather(firsts, part)) * tf.gather(sizes, part)
         stream = tf.range(start + first, start + (tf.gather(sizes, part) if end is None else end))
-        sources, numbers = self._source_and_number(stream, _latest(self._phases.firsts, batch))
+        phases, phase = self._phases, _latest(self._phases.firsts, batch)
+        of_phase, block = stream - tf.gather(phases.starts, phase), tf.gather(phases.blocks, phase)
+        slot = of_phase % block + tf.gather(phases.offsets, phase)
+        sources = tf.gather(phases.sources, slot)
+        of_block = tf.gather(tf.gather(phases.counts, phase), sources)
+        before = tf.gather(tf.gather(phases.before, phase), sources)
+        numbers = before + of_phase // block * of_block + tf.gather(phases.ranks, slot)  # of the source's examples
         counts = tf.gather(np.array(self.rows_of, np.int64), sources)
         epochs, rows = numbers // counts, numbers % counts
         if self.is_shuffled:
@@ -145,16 +151,6 @@ class MixedOrder:
             "mixture": f"{text} from example {start:,} on ({digest})",
         }
 
-    def _source_and_number(self, stream: tf.Tensor, phase: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Returns the source of each example of the stream, and how many of this source come before it, int64 [n]."""
-        phases = self._phases
-        of_phase, size = stream - tf.gather(phases.starts, phase), tf.gather(phases.blocks, phase)
-        block, slot = of_phase // size, of_phase % size + tf.gather(phases.offsets, phase)
-        sources = tf.gather(phases.sources, slot)
-        before = tf.gather(tf.gather(phases.before, phase), sources)
-        share = tf.gather(tf.gather(phases.counts, phase), sources)
-        return sources, before + block * share + tf.gather(phases.ranks, slot)
-
     def _seen(self, examples: int) -> np.ndarray:
         """Returns the number of examples of each source among the first of the stream, int64 [sources]."""
         phases = self._phases
@@ -176,7 +172,6 @@ class MixedOrder:
         for slots, start, end in zip(counts, starts, starts[1:], strict=False):
             before.append(before[-1] + _count(slots, end - start))
         blocks = [sum(slots) for slots in counts]
-        sources = np.concatenate([arrange(slots) for slots in counts])
         return _Phases(
             np.array([batch for batch, _ in self.shares], np.int64),
             np.array(starts, np.int64),
@@ -184,8 +179,7 @@ class MixedOrder:
             np.cumsum([0, *blocks[:-1]], dtype=np.int64),
             np.array(counts, np.int64),
             np.stack(before),
-            sources,
-            np.concatenate([_ranks(slots) for slots in counts]),
+            *np.concatenate([arrange(slots) for slots in counts], axis=1),
         )
 
 
@@ -205,36 +199,29 @@ class _Phases:
 
 @functools.cache
 def arrange(slots: tuple[int, ...]) -> np.ndarray:
-    """Returns the source of each slot of a block, int64 [sum of the slots].
+    """Returns the source of each slot of a block, and how many slots before it have this source, int64 [2, n].
 
     Sources alternate: among the first t slots, a source with the share p has more than pt - 1 and less than pt + 1.
     This is the quota method of Balinski and Young, "The Quota Method of Apportionment", 1975.
 
     Args:
-        slots: of each source.
+        slots: of each source; n together.
     """
     counts, block = np.array(slots, np.int64), sum(slots)
-    taken, sources = np.zeros(len(slots), np.int64), np.empty(block, np.int64)
+    taken, arranged = np.zeros(len(slots), np.int64), np.empty([2, block], np.int64)
     with np.errstate(divide="ignore"):
         for slot in range(block):
             due = np.where(taken * block < counts * (slot + 1), (taken + 1) / counts, np.inf)
-            sources[slot] = np.argmin(due)
-            taken[sources[slot]] += 1
-    return sources
-
-
-def _ranks(slots: tuple[int, ...]) -> np.ndarray:
-    sources = arrange(slots)
-    ranks = np.empty_like(sources)
-    for source, count in enumerate(slots):
-        ranks[sources == source] = np.arange(count)
-    return ranks
+            source = np.argmin(due)
+            arranged[:, slot] = source, taken[source]
+            taken[source] += 1
+    return arranged
 
 
 def _count(slots: tuple[int, ...], examples: int) -> np.ndarray:
     """Returns the number of examples of each source among the first ones with these shares, int64 [sources]."""
     blocks, rest = divmod(examples, sum(slots))
-    return blocks * np.array(slots, np.int64) + np.bincount(arrange(slots)[:rest], minlength=len(slots))
+    return blocks * np.array(slots, np.int64) + np.bincount(arrange(slots)[0, :rest], minlength=len(slots))
 
 
 def _latest(firsts: np.ndarray, batch: tf.Tensor) -> tf.Tensor:
@@ -286,10 +273,7 @@ class LengthOrder(Order):
         epoch, of_epoch = divmod(batch, self.batches_per_epoch)
         window, of_window = divmod(of_epoch, _WINDOW_BATCHES)
         before = super().seen(batch - of_window)["data"]
-        is_whole = (window + 1) * _WINDOW_BATCHES * self.batch_size <= self.num_rows
-        if is_whole or not of_window:
-            return {"data": before + of_window * self.batch_size}
-        return {"data": before + sum(map(len, self._window(epoch, window)[:of_window]))}
+        return {"data": before + sum(map(len, self._window(epoch, window)[:of_window] if of_window else []))}
 
     def _width(self, batch: np.ndarray) -> np.ndarray:
         longest = self.lengths[self._rows(batch)].max()

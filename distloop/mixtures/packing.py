@@ -15,7 +15,6 @@ import numpy as np
 
 from distloop.data.examples import as_example
 from distloop.data.rows import read_rows
-from distloop.log import log
 from distloop.settings.durations import shown, whole_number
 
 
@@ -62,13 +61,7 @@ class PackedRows:
     """
 
     def __init__(self, source: Any, length: int, lengths: np.ndarray):
-        """Plans the rows, and looks at the first sequence.
-
-        Args:
-            source: of sequences.
-            length: of a row.
-            lengths: of the sequences.
-        """
+        """Plans the rows; the arguments are those of `pack`."""
         self._source, self._length, self._lengths = source, length, lengths
         self._sequences, self._starts = plan(lengths, length)
         self.padding = 1 - float(lengths.sum(dtype=np.int64)) / (length * len(self))
@@ -76,10 +69,6 @@ class PackedRows:
         mark.update(self._sequences.tobytes())
         mark.update(self._starts.tobytes())
         self.fingerprint = mark.hexdigest()[:16]
-        log.info(
-            "%s sequences are packed into %s rows of %d, %.1f %% of them padding.",
-            *(f"{len(lengths):,}", f"{len(self):,}", length, 100 * self.padding),
-        )
 
     def __len__(self) -> int:
         return len(self._starts) - 1
