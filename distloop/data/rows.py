@@ -369,22 +369,21 @@ def _column(array: Any) -> Any:
     """Returns an array as a tensor of the host, or as a column on disk."""
     if is_on_disk(array):
         return DiskColumn(array)
-    if hasattr(array, "__getitem__") and not hasattr(array, "__array__") and not isinstance(array, (str, bytes)):
-        raise ValueError(
-            f"An entry of type {type(array).__name__} was given in a structure of arrays [N, ...]: give make_dataset "
-            "one source, as source['train'] of a dict of sources, or a distloop.Mixture of several."
-        )
+    is_source = (
+        hasattr(array, "__getitem__") and not hasattr(array, "__array__") and not isinstance(array, (str, bytes))
+    )
     try:
-        tensor = tf.constant(np.asarray(array))
+        tensor = None if is_source else tf.constant(np.asarray(array))
     except (TypeError, ValueError) as error:  # such as a frame of several types
         raise ValueError(
             f"An array of type {np.asarray(array).dtype} was given; distloop takes numbers, truth values or texts, one "
             "type in an array: convert it with astype, or give the columns of a frame by name, as dict(frame)."
         ) from error
-    if not tensor.shape.rank:
+    if tensor is None or not tensor.shape.rank:
         raise ValueError(
             f"An entry of type {type(array).__name__} was given in a structure of arrays [N, ...]: turn lists of "
-            "numbers or texts into arrays with np.asarray."
+            "numbers or texts into arrays with np.asarray, and give make_dataset one source, as source['train'] of a "
+            "dict of sources, or a distloop.Mixture of several."
         )
     return tensor
 

@@ -11,7 +11,7 @@ from distloop.data.make_dataset import make_dataset
 from distloop.data.opening import worker_context
 from distloop.data.source import Source
 from distloop.training.run_length import batches_per_epoch, make_units
-from tests.problems import batch_taker, mirrored, numbers, of_unknown_length, refused
+from tests.problems import batch_taker, mirrored, numbers, of_unknown_length
 from tests.python_batches import Numbers, three
 
 ONE = tf.distribute.get_strategy()

@@ -160,17 +160,24 @@ def test_arrays_on_disk_stay_there_and_a_changed_one_is_named(tmp_path):
         ({"a": [1], "b": [2]}, {"a": 1, "b": 1e-6}, "The weight of 'b' is 1e-06 of all, less than the smallest share"),
         ({"a": [1]}, {5: {"a": 1}}, "weights from batch 5 on were given; the first batch is 0"),
         ({"a": tf.data.Dataset.range(2)}, {"a": 1}, "'a' of a Mixture is a _RangeDataset; a Mixture takes arrays"),
-        (
-            {"a": [1.5, 2.5], "b": np.zeros([3, 2], np.float32)},
-            {"a": 1, "b": 1},
-            "examples of 'a' are float32 [] and those of 'b' are float32 [2]: all sources",
-        ),
-        ({"a": [{"x": 1}], "b": [{"y": 1}]}, {"a": 1, "b": 1}, "'a' are {'x': int64 []} and those of 'b' are {'y'"),
     ],
 )
 def test_what_cannot_be_mixed_is_refused(sources, weights, words):
     with pytest.raises(ValueError, match=re.escape(words)):
         Mixture(sources, weights)
+
+
+@pytest.mark.parametrize(
+    ("sources", "words"),
+    [
+        ({"a": [1.5, 2.5], "b": np.zeros([3, 2], np.float32)}, "entry of float32 [2] and float32 []; an entry is"),
+        ({"a": np.zeros(3, np.int32), "b": np.zeros(3, np.int64)}, "entry of int32 [] and int64 []; an entry is"),
+        ({"a": [{"x": 1}], "b": [{"y": 1}]}, "Row 0 of 'b' is {'y': int64 []}, where the first one is {'x'"),
+    ],
+)
+def test_sources_with_other_examples_are_refused(sources, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        distloop.make_dataset(Mixture(sources, {"a": 1, "b": 1}), 4)
 
 
 def test_a_batch_size_that_cannot_change_is_refused():
