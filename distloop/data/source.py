@@ -17,13 +17,12 @@ from typing_extensions import Unpack
 
 from distloop.data.arrays import Arrays, are_arrays, as_arrays
 from distloop.data.columns import content_of
-from distloop.data.feeds import Feed
+from distloop.data.feeds import READ_AGAIN, Feed
 from distloop.data.info import DataInfo, are_rows_alike, can_be_looked_at, count_batches, inspect
 from distloop.data.iterators import Behind, fresh_copy, iterate
 from distloop.data.numbered import NumberedDataset, Share
 from distloop.data.opening import Reading, open_data
 from distloop.data.position import CONTENT, convert_batches, facts_of
-from distloop.data.readers import READ_AGAIN
 from distloop.data.shards import check_rows, pad, static_batch_size
 from distloop.distributed import environment, workers
 from distloop.distributed.devices import HOST
