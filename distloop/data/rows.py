@@ -208,7 +208,7 @@ class SourceRows:
         types = []
         for spec in self._specs:
             is_whole = width is not None or spec.shape.is_fully_defined()
-            types += [spec.dtype] if is_whole else [spec.dtype, tf.int64, tf.int64]
+            types += [spec.dtype] if is_whole else [spec.dtype, tf.int64]
         given = [rows, -1 if width is None else width, *([] if seeds is None else [seeds])]
         tensors = iter(tf.numpy_function(self._read, given, types))
         entries: list[Any] = []
@@ -218,11 +218,9 @@ class SourceRows:
                 entry.set_shape([None, *spec.shape])
                 entries.append(entry)
             else:
-                ends, shapes = next(tensors), next(tensors)
-                ends.set_shape([None])
-                shapes.set_shape([None, spec.shape.rank])
+                shapes = tf.ensure_shape(next(tensors), [None, spec.shape.rank])
                 entry.set_shape([None])
-                entries.append(Uneven(entry, ends, shapes, spec))
+                entries.append(Uneven(entry, tf.cumsum(tf.reduce_prod(shapes, 1)), shapes, spec))
         return _pack(self.spec, entries)
 
     def _read(self, rows: np.ndarray, width: int = -1, seeds: np.ndarray | None = None) -> list[np.ndarray]:
@@ -257,9 +255,8 @@ class SourceRows:
             return [np.stack(column).astype(dtype, copy=False)]
         if width >= 0:
             return [pad_rows(column, spec, width)]
-        ends = np.cumsum([array.size for array in column])
         shapes = np.array([array.shape for array in column], np.int64)
-        return [np.concatenate([array.ravel().astype(dtype, copy=False) for array in column]), ends, shapes]
+        return [np.concatenate([array.ravel().astype(dtype, copy=False) for array in column]), shapes]
 
     def _checked(self, examples: list[Any], rows: np.ndarray) -> list[Any]:
         """Returns the examples.
