@@ -29,10 +29,6 @@ READ_AGAIN = "a resumed run reads it again up to its position, which is exact if
 
 _NO_BATCHES = (str, bytes, Mapping, list, tuple, set, frozenset, range, np.ndarray, tf.Tensor, tf.Variable)
 _NUM_PEEKED = 2  # batches that are looked at before
-_FASTER = (
-    "more workers if it is a loader that has some, less work for a batch, or distloop.make_dataset(source, "
-    "batch_size), which reads examples in threads"
-)
 
 
 class Feed:
@@ -49,6 +45,11 @@ class Feed:
         oldest_place: returns the first batch whose state may still be asked for.
     """
 
+    against_waiting = (
+        "more workers if it is a loader that has some or by workers= of the PyDataset, less work for a batch, or "
+        "distloop.make_dataset(source, batch_size), which reads examples in threads"
+    )
+
     def __init__(
         self,
         read: Callable[[int, Any, bool], Iterator[tuple[Any, Any]]],
@@ -58,7 +59,6 @@ class Feed:
         resume: str = READ_AGAIN,
         seeks: bool = False,
         restarts: bool = True,
-        against_waiting: str = _FASTER,
     ):
         """Reads the first two batches.
 
@@ -70,7 +70,6 @@ class Feed:
             resume: as the attribute.
             seeks: as the attribute; data with states does.
             restarts: whether the data can be read more than once.
-            against_waiting: as the attribute.
 
         Raises:
             ValueError: if there is no batch, or batches are no structures of arrays, [B, ...].
@@ -89,7 +88,7 @@ class Feed:
         self.seeks = seeks or has_states
         self.goes_on = self.seeks or not restarts
         at_once = "a resumed run is at its position at once, by the state of the iterator"
-        self.resume, self.against_waiting = at_once if has_states else resume, against_waiting
+        self.resume = at_once if has_states else resume
         self.oldest_place: Callable[[], int] = lambda: 0
         self._states: dict[int, Any] = {}  # by the number of batches before it
         self._oldest = 0
@@ -241,8 +240,7 @@ def _feed_of_py_dataset(data: keras.utils.PyDataset, shuffle_seed: int | None) -
 
     count = math.inf if data.num_batches is None else data.num_batches
     resume = "a resumed run calls on_epoch_end for each epoch before its position, and is at its position at once"
-    faster = "a larger workers= of the PyDataset, use_multiprocessing=True, or less work in its __getitem__"
-    return Feed(read, count, peek, resume=resume, seeks=True, against_waiting=faster)
+    return Feed(read, count, peek, resume=resume, seeks=True)
 
 
 def _in_background(data: keras.utils.PyDataset, numbers: Sequence[int]) -> Iterator[Any]:

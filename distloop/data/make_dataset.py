@@ -81,12 +81,10 @@ def make_dataset(
     if not 0 <= seed < 2**31:
         raise ValueError(f"seed={shown(seed)} was given; a seed of the order is from 0 up to 2**31 - 1.")
     if isinstance(source, tf.data.Dataset):
-        if map_fn is not None:
-            raise ValueError("map_fn was given with a tf.data.Dataset, whose examples have no number: use Dataset.map.")
-        if len(sizes) > 1 or lengths is not None:
+        if map_fn is not None or len(sizes) > 1 or lengths is not None:
             raise ValueError(
-                "A batch_size that changes, or lengths, were given with a tf.data.Dataset; give arrays, or a source by "
-                "number."
+                "map_fn, lengths or a batch_size that changes were given with a tf.data.Dataset, whose examples have "
+                "no number: use Dataset.map, or give arrays, or a source by number."
             )
         return _batches_of_examples(source, sizes[0], shuffle, seed, cache, drop_remainder)
     if cache:

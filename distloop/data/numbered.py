@@ -55,10 +55,15 @@ class NumberedDataset(tf.data.Dataset):
         resume: empty, as there is nothing to say of it: a resumed run is at its position at once.
         seeks: whether it does so without reading what comes before.
         goes_on: whether it does so by itself.
+        against_waiting: what to try where steps wait for the data.
     """
 
     resume = ""
     seeks = goes_on = True
+    against_waiting = (
+        "less work in map_fn or the source's __getitem__, a smaller dtype of the arrays, such as uint8 or float16, which "
+        "the model casts, or a faster disk"
+    )
 
     def __init__(
         self,
@@ -159,15 +164,6 @@ class NumberedDataset(tf.data.Dataset):
         """
         describe_change = getattr(self._reader, "describe_change", None)
         return convert_numbered(position, facts, describe_change, getattr(self.order, "batch_at", None))
-
-    @property
-    def against_waiting(self) -> str:
-        """What to try where steps wait for the data."""
-        if not getattr(self._reader, "is_in_memory", False):
-            return "a faster disk, examples of fewer bytes, or less work in the source's __getitem__ and map_fn"
-        if self._apply is not None or self._maps:
-            return "less work in map_fn, or a part of it in the model"
-        return "a smaller dtype of the arrays, such as uint8 or float16, which the model casts, or smaller examples"
 
     def first_pass_again(self) -> "NumberedDataset":
         """Returns the dataset of which every epoch repeats the first one."""

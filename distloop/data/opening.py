@@ -9,11 +9,10 @@ It does not know the position in the data.
 import functools
 from collections.abc import Callable
 from inspect import signature
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
-from typing_extensions import Unpack
 
 from distloop.data.arrays import as_dataset
 from distloop.data.feeds import Feed, make_feed
@@ -32,23 +31,6 @@ def worker_context(num_workers: int, worker: int) -> tf.distribute.InputContext:
     return tf.distribute.InputContext(num_workers, worker, num_replicas_in_sync=num_workers)
 
 
-class Reading(TypedDict, total=False):
-    """How a user's data is read.
-
-    batch_size: of arrays, the examples in a global batch; by default 1.
-    shuffle_seed: of the order of arrays and of a `PyDataset`'s batches, another one each epoch; None: as they are.
-    map_batch: changes each row of a batch by itself; called as by `Dataset.map`; None: nothing does.
-    limit: the most batches in a pass; 0: all.
-    is_cached: whether each pass repeats the batches of the first one.
-    """
-
-    batch_size: int
-    shuffle_seed: int | None
-    map_batch: Callable[..., Any] | None
-    limit: int
-    is_cached: bool
-
-
 class OpenedData(NamedTuple):
     """A user's data, opened by a worker."""
 
@@ -62,7 +44,12 @@ def open_data(
     data: Any,
     num_workers: int,
     worker: int,
-    **reading: Unpack[Reading],
+    *,
+    batch_size: int = 1,
+    shuffle_seed: int | None = None,
+    map_batch: Callable[..., Any] | None = None,
+    limit: int = 0,
+    is_cached: bool = False,
 ) -> OpenedData:
     """Opens arrays, a dataset, or batches that Python makes, which a function may make for a worker.
 
@@ -70,14 +57,16 @@ def open_data(
         data: what the user gave.
         num_workers: of the run.
         worker: the index of this one.
-        **reading: as `Reading`.
+        batch_size: of arrays, the examples in a global batch.
+        shuffle_seed: of the order of arrays and of a `PyDataset`'s batches, another one each epoch; None: as they are.
+        map_batch: changes each row of a batch by itself; called as by `Dataset.map`; None: nothing does.
+        limit: the most batches in a pass; 0: all.
+        is_cached: whether each pass repeats the batches of the first one.
 
     Raises:
         ValueError: if it is none of these, or TensorFlow has split batches that are to be limited.
     """
-    shuffle_seed, map_batch = reading.get("shuffle_seed"), reading.get("map_batch")
-    limit, is_cached = reading.get("limit", 0), reading.get("is_cached", False)
-    data = as_dataset(data, reading.get("batch_size", 1), shuffle_seed)
+    data = as_dataset(data, batch_size, shuffle_seed)
     takes_context, make = False, None
     if callable(data) and not isinstance(data, (tf.data.Dataset, keras.utils.PyDataset)):
         takes_context = _takes_argument(data)

@@ -97,10 +97,8 @@ class ArrayRows:
     def describe_change(self, fingerprint: str) -> str:
         """Returns how the arrays on disk differ from those of a fingerprint, as a part of a sentence."""
         digests = fingerprint.split(":")
-        if any(len(digest) != DIGITS for digest in digests):
+        if [len(digest) for digest in digests] != [DIGITS] * len(self._on_disk):
             return "the source is another one"
-        if len(digests) != len(self._on_disk):
-            return f"{len(digests)} of its arrays were on disk, and {len(self._on_disk)} are"
         names = [c.name for c, digest in zip(self._on_disk, digests, strict=True) if c.digest != digest]
         return f"the rows of {' and '.join(names)} have changed"
 

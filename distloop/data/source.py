@@ -13,7 +13,6 @@ from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
-from typing_extensions import Unpack
 
 from distloop.data.arrays import Arrays, are_arrays, as_arrays
 from distloop.data.columns import content_of
@@ -21,7 +20,7 @@ from distloop.data.feeds import READ_AGAIN, Feed
 from distloop.data.info import DataInfo, are_rows_alike, can_be_looked_at, count_batches, inspect
 from distloop.data.iterators import Behind, fresh_copy, iterate
 from distloop.data.numbered import NumberedDataset, Share
-from distloop.data.opening import Reading, open_data
+from distloop.data.opening import open_data
 from distloop.data.position import CONTENT, convert_batches, facts_of
 from distloop.data.shards import check_rows, pad, static_batch_size
 from distloop.distributed import environment, workers
@@ -76,7 +75,7 @@ class Source:
         may_go_back: bool = False,
         steps_per_epoch: int | None = None,
         asked_for: tuple[Any, ...] = (),
-        **reading: Unpack[Reading],
+        **reading: Any,
     ):
         """Checks the data; reads it only to count the batches of a worker's shard. All workers call it.
 
@@ -90,7 +89,7 @@ class Source:
             may_go_back: whether a position may be restored after a read; a copy of the dataset is read, shuffled alike.
             steps_per_epoch: as the attribute.
             asked_for: as the attribute.
-            **reading: how it is read.
+            **reading: how it is read, as for `open_data`.
 
         Raises:
             ValueError: if `data` is none of these, is not batched, or is known to be empty.

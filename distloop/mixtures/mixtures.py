@@ -83,8 +83,7 @@ class Mixture:
             [start + spread(count) for start, count in zip(starts, self.rows_of, strict=True)]
         )
         marks = [getattr(source, "fingerprint", None) for source in self._sources]
-        self._digests = [_digest(mark) if mark else "" for mark in marks]
-        digests = ":".join(self._digests) if any(self._digests) else ""
+        digests = ":".join(_digest(mark) if mark else "" for mark in marks) if any(marks) else ""
         self.fingerprint = digests if len(digests) <= _MOST_FINGERPRINT else _digest(digests)
 
     def __len__(self) -> int:
@@ -112,12 +111,6 @@ class Mixture:
         if len(in_memory) < len(self._sources) or any(s.spec != in_memory[0].spec for s in in_memory):
             return None
         return tf.nest.map_structure(lambda *parts: np.concatenate([np.asarray(p) for p in parts]), *self._given)
-
-    def describe_change(self, fingerprint: str) -> str:
-        """Returns which sources differ from those of a fingerprint, as a part of a sentence."""
-        pairs = zip(self.names, fingerprint.split(":"), self._digests, strict=False)
-        changed = [repr(name) for name, then, now in pairs if then != now]
-        return f"the rows of the source {' and '.join(changed[:3]) or 'of a Mixture'} have changed"
 
     def _locate(self, row: int) -> tuple[int, int]:
         source = int(np.searchsorted(self._ends, row, side="right"))

@@ -123,23 +123,18 @@ def plan(lengths: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
     """
     order = np.argsort(-lengths.astype(np.int64), kind="stable")
     sizes, counts = np.unique(lengths, return_counts=True)
-    row_of, num_rows, first = np.empty(len(lengths), np.int64), 0, 0
-    rows_by_room: list[list[np.ndarray]] = [[] for _ in range(length + 1)]
+    row_of, first = np.empty(len(lengths), np.int64), 0
+    rows_by_room: list[list[np.ndarray]] = [[] for _ in range(length)] + [[np.arange(len(lengths))]]  # the last are new
     for size, count in zip(sizes[::-1].tolist(), counts[::-1].tolist(), strict=True):
         left = count
         for room in range(size, length + 1):
-            fits = room // size
             if not left:
                 break
-            if room == length:
-                rows = np.arange(num_rows, num_rows + -(-left // fits))
-                num_rows += len(rows)
-            elif rows_by_room[room]:
-                rows = np.concatenate(rows_by_room[room])
-                rows_by_room[room] = [rows[-(-left // fits) :]] if len(rows) * fits > left else []
-                rows = rows[: -(-left // fits)]
-            else:
+            if not rows_by_room[room]:
                 continue
+            fits, (rows, *more) = room // size, rows_by_room[room]
+            rows, rest = np.split(np.concatenate([rows, *more]) if more else rows, [-(-left // fits)])
+            rows_by_room[room] = [rest] if len(rest) else []
             placed = min(left, len(rows) * fits)
             row_of[first : first + placed] = np.repeat(rows, fits)[:placed]
             first, left = first + placed, left - placed
@@ -149,4 +144,4 @@ def plan(lengths: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
             if placed % fits:
                 rows_by_room[room - placed % fits * size].append(rows[whole:])
     by_row = np.argsort(row_of, kind="stable")
-    return order[by_row], np.searchsorted(row_of[by_row], np.arange(num_rows + 1))
+    return order[by_row], np.searchsorted(row_of[by_row], np.arange(row_of.max() + 2))

@@ -57,9 +57,6 @@ class Records:
         """Returns the number of records."""
         return self._firsts[-1]
 
-    def __repr__(self) -> str:
-        return f"Records({len(self)} of {len(self.shards)} files, {self.fingerprint.partition(':')[0]})"
-
     @property
     def num_skipped(self) -> int:
         """Corrupt records that others have replaced so far, each counted once."""

@@ -146,7 +146,9 @@ def test_arrays_on_disk_stay_there_and_a_changed_one_is_named(tmp_path):
     before = source(np.arange(7))
     assert next(before.iterator()).numpy().tolist() == [0, 0, 1, 0]
     before.batches_taken = 1
-    with pytest.raises(ValueError, match="as the rows of the source 'a' have changed: give the data"):
+    with pytest.raises(
+        ValueError, match="had content [0-9a-f]{8}:, and the data given has content [0-9a-f]{8}:: give the data"
+    ):
         source(np.arange(1, 8)).restore_position(before.save_position())
 
 
@@ -181,7 +183,7 @@ def test_sources_with_other_examples_are_refused(sources, words):
 
 
 def test_a_batch_size_that_cannot_change_is_refused():
-    with pytest.raises(ValueError, match="A batch_size that changes, or lengths, were given with a tf.data.Dataset"):
+    with pytest.raises(ValueError, match="lengths or a batch_size that changes were given with a tf.data.Dataset"):
         distloop.make_dataset(tf.data.Dataset.range(9), {0: 2, 3: 4})
     with pytest.raises(ValueError, match="batch_size from batch 1 on were given; the first batch is 0"):
         distloop.make_dataset(np.arange(9), {1: 2})

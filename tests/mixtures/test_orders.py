@@ -194,7 +194,10 @@ def test_a_list_of_arrays_is_rows_where_it_has_as_many_lengths():
         ({"lengths": [1.0, 2.0, 3.0]}, r"lengths of float64 \[3\] were given"),
         ({"lengths": [1, 2, 9], "pad_to": [4, 8]}, "The longest row has 9, and pad_to ends at 8: add 9"),
         ({"lengths": [1, 1, 1], "source": np.arange(3)}, "all examples have the same shape: leave lengths out"),
-        ({"lengths": [1, 1, 1], "source": tf.data.Dataset.range(3)}, "or lengths, were given with a tf.data.Dataset"),
+        (
+            {"lengths": [1, 1, 1], "source": tf.data.Dataset.range(3)},
+            "map_fn, lengths or a batch_size that changes were given with",
+        ),
         ({"lengths": [1, 2, 3], "batch_size": {0: 1, 5: 2}}, "a batch_size that changes; use distloop.pack"),
         ({}, "or lengths, by which rows of like lengths are padded"),
     ],

@@ -1,7 +1,6 @@
 import gzip
 import os
 import pickle
-import re
 import sys
 import threading
 import zlib
@@ -61,8 +60,7 @@ def test_neighbours_are_read_at_once_up_to_some_megabytes(shards, monkeypatch):
 def test_processes_may_get_the_records_as_a_pickle(shards):
     records = distloop.open_records(shards[0])
     copy = pickle.loads(pickle.dumps(records))
-    assert list(copy) == shards[2] and repr(copy) == repr(records)
-    assert re.fullmatch(r"Records\(42 of 2 files, [0-9a-f]{16}\)", repr(copy))
+    assert list(copy) == shards[2] and copy.fingerprint == records.fingerprint
 
 
 def test_threads_share_few_open_files(tmp_path, monkeypatch):
