@@ -130,10 +130,6 @@ class Feed:
         """
         return self._dataset(lambda: self._noting_states(first, state, repeat))
 
-    def seen(self, num_batches: int) -> Mapping[str, int]:
-        """Returns nothing: there is one source."""
-        return {}
-
     def state_at(self, num_batches: int) -> Any:
         """Returns the state of the data after so many batches, as JSON can hold it; None: it has none."""
         return self._states.get(num_batches)

@@ -61,8 +61,8 @@ class NumberedDataset(tf.data.Dataset):
     resume = ""
     seeks = goes_on = True
     against_waiting = (
-        "less work in map_fn or the source's __getitem__, a smaller dtype of the arrays, such as uint8 or float16, which "
-        "the model casts, or a faster disk"
+        "less work in map_fn or the source's __getitem__, a smaller dtype of the arrays, such as uint8 or float16, "
+        "which the model casts, or a faster disk"
     )
 
     def __init__(
@@ -118,9 +118,6 @@ class NumberedDataset(tf.data.Dataset):
     def read_share(self, share: Share) -> None:
         """Reads some rows of each batch alone, unless a function over batches may need the others."""
         self.share = None if self.mixes_rows else share
-
-    def require_restart(self) -> None:
-        """Does nothing: the data can be read again from any batch."""
 
     @property
     def batch_size(self) -> int | None:

@@ -115,7 +115,7 @@ def open_batches(data: Any, batch_size: int, *, again: bool = False) -> tf.data.
     opened = open_data(data, 1, 0, batch_size=batch_size)
     if isinstance(opened.dataset, tf.distribute.DistributedDataset):
         raise ValueError("The data given is a DistributedDataset, which TensorFlow has split: give the plain dataset.")
-    if again and opened.feed is not None:
+    if again and isinstance(opened.feed, Feed):
         opened.feed.require_restart()
     return opened.dataset
 

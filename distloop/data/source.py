@@ -7,6 +7,7 @@ One iterator on the host gives the global batches. Each replica slices its rows 
 the rows keep their order on any number of replicas. It does not know what a step does with a batch.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
@@ -296,25 +297,20 @@ class Source:
         return int(self.info.num_batches) - num_read
 
 
+@dataclasses.dataclass(eq=False)
 class Passes:
     """The sources of the latest datasets that were read in passes.
 
     Attributes:
+        strategy: whose replicas share out each batch.
         batch_size: of arrays, the examples in a global batch.
+        virtual_replicas: as `Config.virtual_replicas`.
     """
 
-    def __init__(self, strategy: tf.distribute.Strategy, batch_size: int, virtual_replicas: int = 0):
-        """Starts without sources.
-
-        Args:
-            strategy: whose replicas share out each batch.
-            batch_size: of arrays, the examples in a global batch.
-            virtual_replicas: as `Config.virtual_replicas`.
-        """
-        self._strategy = strategy
-        self._virtual_replicas = virtual_replicas
-        self.batch_size = batch_size
-        self._sources: list[Source] = []  # the latest first
+    strategy: tf.distribute.Strategy
+    batch_size: int
+    virtual_replicas: int = 0
+    _sources: list[Source] = dataclasses.field(default_factory=list, init=False)  # the latest first
 
     def source(self, data: Data, *, may_be_endless: bool = False) -> Source:
         """Returns the source of a dataset: a new one, unless the same object is among the latest.
@@ -329,8 +325,8 @@ class Passes:
         source = next((s for s in self._sources if s.data is data), None)
         source = source or Source(
             data,
-            self._strategy,
-            virtual_replicas=self._virtual_replicas,
+            self.strategy,
+            virtual_replicas=self.virtual_replicas,
             repeat=False,
             batch_size=self.batch_size,
         )
