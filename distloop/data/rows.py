@@ -77,7 +77,8 @@ class ArrayRows:
         self._on_disk = [column for column in self._columns if isinstance(column, DiskColumn)]
         self._pack = functools.partial(_pack, structure)
         self.is_in_memory = not self._on_disk
-        self.spec = self._pack([_row_spec(column) for column in self._columns])
+        specs = [c.spec if isinstance(c, DiskColumn) else tf.TensorSpec(c.shape[1:], c.dtype) for c in self._columns]
+        self.spec = self._pack(specs)
         self.fingerprint = ":".join(column.digest for column in self._on_disk)
 
     @functools.cached_property
@@ -381,10 +382,6 @@ def _column(array: Any) -> Any:
             "dict of sources, or a distloop.Mixture of several."
         )
     return tensor
-
-
-def _row_spec(column: Any) -> tf.TensorSpec:
-    return column.spec if isinstance(column, DiskColumn) else tf.TensorSpec(column.shape[1:], column.dtype)
 
 
 def _pack(structure: Any, entries: list[Any]) -> Any:
