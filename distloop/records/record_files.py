@@ -153,7 +153,8 @@ def open_records(
     """Returns the records of TFRecord or ArrayRecord files as a source for `make_dataset`: read by number, as bytes.
 
     The first call reads the headers of TFRecord files and keeps where each record begins, in a hidden file of 8 bytes a
-    record. Later ones read that, and the headers of files whose size or time differs.
+    record. Later ones read that, and the headers of files whose size or time differs. ArrayRecord files hold an index
+    of their own; theirs is the data source of the package array_record.
 
     Args:
         files: a path, a pattern such as `data/train-*.tfrecord`, or several of them; URLs such as "gs://..." take
