@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from distloop.actions import memory
 from distloop.actions.action import Action, Report
+from distloop.data.numbered import NumberedDataset
 from distloop.data.source import Source
 from distloop.distributed import devices, environment, strategies, workers
 from distloop.errors import NotWholeError
@@ -45,7 +46,7 @@ class DataSeen(Action):
         source = self._source
         length = source.steps_per_epoch or source.info.num_batches
         numbers = {"epochs_seen": source.batches_taken / length} if length and length != math.inf else {}
-        counts = {} if source.feed is None else source.feed.seen(source.batches_taken)
+        counts = source.feed.seen(source.batches_taken) if isinstance(source.feed, NumberedDataset) else {}
         return {**numbers, **{f"{name}/examples_seen": float(count) for name, count in counts.items()}}
 
 

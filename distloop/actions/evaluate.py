@@ -11,6 +11,7 @@ import keras
 import numpy as np
 
 from distloop.actions.action import Action, Report
+from distloop.data.feeds import Feed
 from distloop.data.source import Data, Source
 from distloop.distributed.preemption import StopRequests
 from distloop.errors import first_line
@@ -155,7 +156,7 @@ def trace_first(name: str, source: Source, tracers: Sequence[Callable[[Source], 
         ValueError: if there is one, the data is empty, or it can be read only once and `is_repeated`.
     """
     try:
-        if is_repeated and source.feed is not None:
+        if is_repeated and isinstance(source.feed, Feed):
             source.feed.require_restart()
         for trace in tracers:
             trace(source)

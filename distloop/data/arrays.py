@@ -50,19 +50,13 @@ def with_labels(x: Any, y: Any = None, sample_weight: Any = None) -> Any:
 
 def are_arrays(data: Any) -> bool:
     """Returns whether data is arrays `[N, ...]`, alone or in a nested structure."""
-    try:
-        _map_arrays(lambda array: None, data)
-    except _OtherDataError:
-        return False
-    return True
+    return _structure_of(lambda array: True, data) is not None
 
 
 def are_same_arrays(data: Any, other: Any) -> bool:
     """Returns whether two structures are alike and hold the same arrays, whatever is in them."""
-    try:
-        return bool(_map_arrays(id, data) == _map_arrays(id, other))
-    except _OtherDataError:
-        return False
+    structure = _structure_of(id, data)
+    return structure is not None and bool(structure == _structure_of(id, other))
 
 
 def as_arrays(data: Any) -> Any:
@@ -75,10 +69,7 @@ def as_arrays(data: Any) -> Any:
     Raises:
         ValueError: if a part is a ragged or sparse tensor.
     """
-    try:
-        return _map_arrays(_as_array, data)
-    except _OtherDataError:
-        return None
+    return _structure_of(_as_array, data)
 
 
 def as_dataset(data: Any, batch_size: int, shuffle_seed: int | None = None) -> Any:
@@ -97,8 +88,15 @@ def as_dataset(data: Any, batch_size: int, shuffle_seed: int | None = None) -> A
     return make_dataset(arrays, batch_size, shuffle=shuffle_seed is not None, seed=(shuffle_seed or 0) % 2**31)
 
 
+def _structure_of(fn: Callable[[Any], Any], data: Any) -> Any:
+    """Returns a structure with a function applied to its arrays and lists of numbers; None: it is other data."""
+    try:
+        return _map_arrays(fn, data)
+    except _OtherDataError:
+        return None
+
+
 def _map_arrays(fn: Callable[[Any], Any], data: Any, is_in_list: bool = False) -> Any:
-    """Returns a structure with a function applied to its arrays, lists of numbers among them."""
     if _is_array(data):
         return fn(data)
     if not isinstance(data, list if is_in_list else (Mapping, tuple, list)) or not data:

@@ -6,7 +6,7 @@
 It does not know where examples come from.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -111,20 +111,13 @@ def pad_row(entry: tf.Tensor, spec: tf.TensorSpec, width: tf.Tensor) -> tf.Tenso
     return tf.ensure_shape(padded, spec.shape)
 
 
-def pad_rows(values: tf.Tensor, shapes: tf.Tensor, spec: tf.TensorSpec, width: tf.Tensor) -> tf.Tensor:
-    """Returns entries of several examples that differ in their first axis alone, padded and stacked, `[b, width, ...]`.
-
-    Args:
-        values: of all entries, one after the other.
-        shapes: of the entries, int64 [b, rank].
-        spec: of the entry in all examples.
-        width: int64 [].
-    """
-    lengths = shapes[:, 0]
-    fits = require(tf.reduce_all(lengths <= width), _TOO_LONG)
-    rest = spec.shape[1:].as_list()
-    ragged = tf.RaggedTensor.from_row_lengths(tf.reshape(values, [-1, *rest]), lengths, validate=False)
-    shape = tf.stack([tf.constant(-1, tf.int64), tf.where(fits, width, 0), *(tf.constant(n, tf.int64) for n in rest)])
-    padded = ragged.to_tensor(shape=shape)
-    padded.set_shape([None, None, *rest])
+def pad_rows(entries: Sequence[np.ndarray], spec: tf.TensorSpec, width: int) -> np.ndarray:
+    """Returns entries of several examples, padded as by `pad_row` and stacked, `[b, ...]`; the errors are the same."""
+    shape = [width if size is None else size for size in spec.shape]
+    dtype = spec.dtype.as_numpy_dtype
+    padded = np.full([len(entries), *shape], b"" if dtype is object else 0, dtype)
+    for row, entry in zip(padded, entries, strict=True):
+        if any(size > most for size, most in zip(entry.shape, shape, strict=True)):
+            raise ValueError(_TOO_LONG)
+        row[tuple(map(slice, entry.shape))] = entry
     return padded

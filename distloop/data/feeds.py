@@ -1,24 +1,34 @@
 """Batches made in Python as datasets, by PyDatasets, generators, Grain or PyTorch's DataLoader.
 
-    feed = make_feed(data, repeat=True)             # None: it is none of these
+    feed = make_feed(data)                          # None: it is none of these
     dataset = feed.dataset(first=1000)              # a tf.data.Dataset from batch 1000 on
 
-It does not know how a kind of data reaches a position, nor replicas.
+Each kind of data is read from any batch on, as directly as possible. It does not know replicas.
 """
 
+import concurrent.futures
+import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+import types
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.src.trainers.data_adapters.py_dataset_adapter import OrderedEnqueuer
 
-from distloop.data.readers import Reader, read_iterable, read_once, read_py_dataset, reader_of_passes
+from distloop.data.examples import common_spec, describe
+from distloop.data.rows import ENDLESS
 from distloop.errors import EMPTY_DATASET, carry
+from distloop.log import log
+
+READ_AGAIN = "a resumed run reads it again up to its position, which is exact if it gives the same batches each time"
 
 _NO_BATCHES = (str, bytes, Mapping, list, tuple, set, frozenset, range, np.ndarray, tf.Tensor, tf.Variable)
+_NUM_PEEKED = 2  # batches that are looked at before
 
 
 class Feed:
@@ -31,44 +41,61 @@ class Feed:
         seeks: whether it does so without reading what comes before.
         goes_on: whether it does so by itself, as it seeks or cannot start again.
         against_waiting: what to try where steps wait for the data.
+        map_batch: changes each batch, as `Dataset.map` does; None: nothing does.
         oldest_place: returns the first batch whose state may still be asked for.
     """
 
-    def __init__(self, reader: Reader, *, repeat: bool, map_batch: Callable[..., Any] | None = None):
+    against_waiting = (
+        "more workers if it is a loader that has some or by workers= of the PyDataset, less work for a batch, or "
+        "distloop.make_dataset(source, batch_size), which reads examples in threads"
+    )
+
+    def __init__(
+        self,
+        read: Callable[[int, Any, bool], Iterator[tuple[Any, Any]]],
+        num_batches: float | None,
+        peek: Callable[[], list[tuple[Any, Any]]] | None = None,
+        *,
+        resume: str = READ_AGAIN,
+        seeks: bool = False,
+        restarts: bool = True,
+    ):
         """Reads the first two batches.
 
         Args:
-            reader: of the data.
-            repeat: whether the dataset starts again at the end of the data.
-            map_batch: changes each batch, as `Dataset.map` does; None: nothing does.
+            read: returns batches, and the state of the data after each or None, from a number of a batch, the state
+                there if it is known, and whether to go on after the last batch.
+            num_batches: of one pass; inf: endless; None: unknown.
+            peek: returns up to two batches, and the states after them, which are read again; None: the first ones are.
+            resume: as the attribute.
+            seeks: as the attribute; data with states does.
+            restarts: whether the data can be read more than once.
 
         Raises:
             ValueError: if there is no batch, or batches are no structures of arrays, [B, ...].
         """
-        peeked = reader.peek()
+        peeked = list(itertools.islice(read(0, None, False), _NUM_PEEKED)) if peek is None else peek()
         if not peeked:
             raise ValueError(EMPTY_DATASET)
         batches = [as_arrays(batch) for batch, _ in peeked]
-        self._reader = reader
-        self._repeat = repeat
-        self._map_batch = map_batch
+        self._read, self._num_batches, self._restarts = read, num_batches, restarts
+        self.map_batch: Callable[..., Any] | None = None
         self._first_batch = batches[0]
         self.element_spec = _element_spec(batches)
         sizes = {array.shape[0] if array.ndim else None for batch in batches for array in tf.nest.flatten(batch)}
         self.batch_size = sizes.pop() if len(sizes) == 1 else None
-        self.resume, self.against_waiting = reader.resume, reader.against_waiting
-        self._has_states = peeked[0][1] is not None
-        self.seeks = reader.seeks or self._has_states
-        self.goes_on = self.seeks or not reader.restarts
-        if self._has_states:
-            self.resume = "a resumed run is at its position at once, by the state of the iterator"
+        has_states = peeked[0][1] is not None
+        self.seeks = seeks or has_states
+        self.goes_on = self.seeks or not restarts
+        at_once = "a resumed run is at its position at once, by the state of the iterator"
+        self.resume = at_once if has_states else resume
         self.oldest_place: Callable[[], int] = lambda: 0
         self._states: dict[int, Any] = {}  # by the number of batches before it
         self._oldest = 0
 
     def require_restart(self) -> None:
         """Raises a ValueError if the data can be read only once."""
-        if not self._reader.restarts:
+        if not self._restarts:
             raise ValueError(
                 "The data given is an iterator, which cannot be read again from an earlier batch (as several "
                 "evaluations, on_divergence=rollback, microbatches=auto and find_learning_rate have to): give the "
@@ -78,7 +105,7 @@ class Feed:
     def first_rows(self) -> Any:
         """Returns the first batch."""
         rows = tf.nest.map_structure(tf.convert_to_tensor, self._first_batch)
-        return rows if self._map_batch is None else self._map_batch(rows)
+        return rows if self.map_batch is None else self.map_batch(rows)
 
     def one_pass(self, *, is_endless_if_unknown: bool = False) -> tf.data.Dataset:
         """Returns a dataset of one pass over the data, which knows its length if the data does.
@@ -86,36 +113,30 @@ class Feed:
         Args:
             is_endless_if_unknown: whether data that does not know its length counts as endless.
         """
-        dataset = self._dataset(lambda: self._reader.read(0, None, False))
-        length = self._reader.num_batches
+        dataset = self._dataset(lambda: self._read(0, None, False))
+        length = self._num_batches
         if length is None and not is_endless_if_unknown:
             return dataset
         count = tf.data.INFINITE_CARDINALITY if length in (None, math.inf) else int(length)
         return dataset.apply(tf.data.experimental.assert_cardinality(count))
 
-    def dataset(self, first: int = 0, state: Any = None) -> tf.data.Dataset:
+    def dataset(self, first: int = 0, state: Any = None, *, repeat: bool = True) -> tf.data.Dataset:
         """Returns a dataset that begins at a batch, counted from 0 over all passes.
 
         Args:
             first: the number of the batch.
             state: what `state_at` returned for it; None: unknown.
+            repeat: whether the dataset starts again at the end of the data.
         """
-        return self._dataset(lambda: self._noting_states(first, state))
-
-    def seen(self, num_batches: int) -> Mapping[str, int]:
-        """Returns nothing: there is one source."""
-        return {}
+        return self._dataset(lambda: self._noting_states(first, state, repeat))
 
     def state_at(self, num_batches: int) -> Any:
         """Returns the state of the data after so many batches, as JSON can hold it; None: it has none."""
         return self._states.get(num_batches)
 
-    def _noting_states(self, first: int, state: Any) -> Iterator[tuple[Any, Any]]:
-        if not self._has_states:
-            yield from self._reader.read(first, state, self._repeat)
-            return
+    def _noting_states(self, first: int, state: Any, repeat: bool) -> Iterator[tuple[Any, Any]]:
         self._states, self._oldest = {first: state}, first
-        for number, (batch, after) in enumerate(self._reader.read(first, state, self._repeat), first + 1):
+        for number, (batch, after) in enumerate(self._read(first, state, repeat), first + 1):
             self._states[number] = after
             while self._oldest < self.oldest_place():
                 self._states.pop(self._oldest, None)
@@ -131,13 +152,12 @@ class Feed:
                 raise carry(error) from error
 
         dataset = tf.data.Dataset.from_generator(generate, output_signature=self.element_spec)
-        return dataset if self._map_batch is None else dataset.map(self._map_batch)
+        return dataset if self.map_batch is None else dataset.map(self.map_batch)
 
 
 def make_feed(
     data: Any,
     *,
-    repeat: bool,
     shuffle_seed: int | None = None,
     make_again: Callable[[], Any] | None = None,
     map_batch: Callable[..., Any] | None = None,
@@ -146,7 +166,6 @@ def make_feed(
 
     Args:
         data: a `PyDataset`, an iterator, or an object whose passes `iter` starts, such as a DataLoader.
-        repeat: whether the feed starts again at the end of the data.
         shuffle_seed: of the order of a `PyDataset`'s batches, another one each epoch; None: by their numbers.
         make_again: returns the data anew, if a function has made it.
         map_batch: changes each batch, as `Dataset.map` does; None: nothing does.
@@ -159,17 +178,188 @@ def make_feed(
     """
     is_tensorflows = isinstance(data, (tf.data.Dataset, tf.distribute.DistributedDataset))
     if isinstance(data, keras.utils.PyDataset):
-        reader = read_py_dataset(data, shuffle_seed)
+        feed = _feed_of_py_dataset(data, shuffle_seed)
     elif is_tensorflows or isinstance(data, _NO_BATCHES) or not hasattr(data, "__iter__"):
         return None
     elif not hasattr(data, "__next__"):
-        reader = read_iterable(data)
+        feed = _feed_of_iterable(data)
     elif make_again is not None:
         passes = itertools.chain([data], iter(make_again, None))  # the first one is peeked at
-        reader = reader_of_passes(lambda epoch, repeat: next(passes), None)
+        feed = _feed_of_passes(lambda epoch, repeat: next(passes), None)
     else:
-        reader = read_once(data)
-    return Feed(reader, repeat=repeat, map_batch=map_batch)
+        feed = _feed_of_iterator(data)
+    feed.map_batch = map_batch
+    return feed
+
+
+class _Rest(keras.utils.PyDataset):
+    """The batches of a PyDataset with some numbers, in their order."""
+
+    def __init__(self, data: keras.utils.PyDataset, numbers: Sequence[int]):
+        super().__init__()
+        self._data, self._numbers = data, numbers
+
+    @property
+    def num_batches(self) -> int | None:
+        return None if len(self._numbers) > ENDLESS else len(self._numbers)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._data[self._numbers[index]]
+
+
+def _feed_of_py_dataset(data: keras.utils.PyDataset, shuffle_seed: int | None) -> Feed:
+    """Returns the feed of a PyDataset, which gives each batch by its number; the workers it asks for make them."""
+    num_ended = 0  # epochs; their number only grows, as on_epoch_end cannot be undone
+
+    def read(first: int, state: Any, repeat: bool) -> Iterator[tuple[Any, Any]]:
+        nonlocal num_ended
+        num_batches = data.num_batches
+        epoch, first = (0, first) if num_batches is None else divmod(first, num_batches)
+        while True:
+            while num_ended < epoch:
+                data.on_epoch_end()
+                num_ended += 1
+            data.on_epoch_begin()
+            numbers: Sequence[int] = range(4 * ENDLESS if num_batches is None else num_batches)
+            if num_batches is not None and shuffle_seed is not None:
+                numbers = np.random.default_rng([shuffle_seed, epoch]).permutation(num_batches).tolist()
+            for batch in _in_background(data, numbers[first:]):
+                yield batch, None
+            epoch, first = epoch + 1, 0
+            if not repeat:
+                data.on_epoch_end()
+                return
+
+    def peek() -> list[tuple[Any, Any]]:
+        count = _NUM_PEEKED if data.num_batches is None else min(_NUM_PEEKED, data.num_batches)
+        return [(data[number], None) for number in range(count)]
+
+    count = math.inf if data.num_batches is None else data.num_batches
+    resume = "a resumed run calls on_epoch_end for each epoch before its position, and is at its position at once"
+    return Feed(read, count, peek, resume=resume, seeks=True)
+
+
+def _in_background(data: keras.utils.PyDataset, numbers: Sequence[int]) -> Iterator[Any]:
+    """Yields batches with some numbers, made by the workers that a PyDataset asks for, in their order."""
+    if data.workers <= 1 and not (data.workers and data.use_multiprocessing):
+        yield from (data[number] for number in numbers)
+        return
+    rest = _Rest(data, numbers)
+    enqueuer = OrderedEnqueuer(rest, data.workers, data.use_multiprocessing, data.max_queue_size)
+    enqueuer.start()
+    try:
+        yield from itertools.islice(enqueuer.get(), rest.num_batches)
+    finally:
+        enqueuer.stop()
+
+
+def _feed_of_iterable(data: Any) -> Feed:
+    """Returns the feed of an object whose passes `iter` starts; a Grain `MapDataset` shuffles each anew."""
+    length: float | None = None
+    with contextlib.suppress(TypeError, NotImplementedError):  # such as a DataLoader of an IterableDataset
+        length = math.inf if len(data) > ENDLESS else len(data)
+    is_map_dataset = hasattr(data, "to_iter_dataset")
+    endless = data.repeat() if is_map_dataset and length != math.inf else data
+    samplers = [data, getattr(data, "sampler", None)]
+    generators: list[Any] = [getattr(sampler, "generator", None) for sampler in samplers]
+    at_start = [(generator, generator.get_state()) for generator in generators if hasattr(generator, "set_state")]
+
+    def open_pass(epoch: int, repeat: bool) -> Iterator[Any]:
+        if epoch == 0:
+            for generator, state in at_start:
+                generator.set_state(state)
+        for sampler in samplers:
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+        # A process that a thread of TensorFlow's forks would end with code 1, as Python does not know that thread.
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            return pool.submit(iter, endless if repeat else data).result()
+
+    return _feed_of_passes(open_pass, length)
+
+
+def _feed_of_passes(open_pass: Callable[[int, bool], Iterator[Any]], num_batches: float | None) -> Feed:
+    """Returns the feed of data whose passes a function opens, by their number, and whether others are to follow."""
+
+    def read(first: int, state: Any, repeat: bool) -> Iterator[tuple[Any, Any]]:
+        epoch = 0 if state is None else state["pass"]
+        batches = open_pass(epoch, repeat)
+        if state is not None and not _has_taken(batches, state["iterator"]):
+            state, epoch, batches = None, 0, open_pass(0, repeat)
+        num_to_skip = first if state is None else 0
+        while True:
+            is_empty = state is None
+            for batch in batches:
+                is_empty = False
+                if num_to_skip:
+                    num_to_skip -= 1
+                else:
+                    yield batch, _state_of(batches, epoch)
+            if not repeat:
+                return
+            if is_empty:
+                raise ValueError(
+                    f"Pass {epoch + 1} over the data had no batch: give an object that starts anew whenever it is "
+                    "read, such as a function that returns a new generator."
+                )
+            state, epoch = None, epoch + 1
+            batches = open_pass(epoch, repeat)
+
+    return Feed(read, num_batches)
+
+
+def _state_of(batches: Iterator[Any], epoch: int) -> Any:
+    """Returns the state of a pass, as JSON can hold it; None: it has none."""
+    if not hasattr(batches, "get_state") or not hasattr(batches, "set_state"):
+        return None
+    state = batches.get_state()
+    return {"pass": epoch, "iterator": state.decode() if isinstance(state, bytes) else state}
+
+
+def _has_taken(batches: Any, state: Any) -> bool:
+    """Returns whether an iterator has taken its state of before; a warning says why not."""
+    try:
+        batches.set_state(state.encode() if isinstance(state, str) else state)
+    except Exception as error:  # such as another data source
+        reason = str(error).partition("\n")[0].rstrip(".")
+        log.warning("The data's iterator refused its state (%s): reading the data again up to its position.", reason)
+        return False
+    return True
+
+
+_progress: weakref.WeakKeyDictionary[Any, types.SimpleNamespace] = weakref.WeakKeyDictionary()  # by iterator
+
+
+def _feed_of_iterator(iterator: Iterator[Any]) -> Feed:
+    """Returns the feed of an iterator, such as a generator, which cannot be started again."""
+    # How far it was read, and the batches that were only looked at.
+    progress, end = types.SimpleNamespace(num_taken=0, peeked=[]), object()
+    with contextlib.suppress(TypeError):  # there is no weak reference to a zip, for one
+        progress = _progress.setdefault(iterator, progress)
+
+    name, remedy = type(iterator).__name__, "give the function that makes it, without calling it"
+    was_read = ValueError(f"The {name} given was read before and cannot start again: {remedy}.")
+
+    def read(first: int, state: Any, repeat: bool) -> Iterator[tuple[Any, Any]]:
+        if progress.num_taken > first:
+            raise was_read
+        while (batch := progress.peeked.pop(0) if progress.peeked else next(iterator, end)) is not end:
+            progress.num_taken += 1
+            if progress.num_taken > first:
+                yield batch, None
+        if repeat:
+            raise ValueError(
+                f"The {name} given ended after {progress.num_taken} batches and cannot start again: {remedy}, or train "
+                "for fewer steps."
+            )
+
+    def peek() -> list[tuple[Any, Any]]:
+        progress.peeked += itertools.islice(iterator, max(0, _NUM_PEEKED - len(progress.peeked)))
+        if progress.num_taken and not progress.peeked:
+            raise was_read
+        return [(batch, None) for batch in progress.peeked]
+
+    return Feed(read, None, peek, restarts=False)
 
 
 def as_arrays(batch: Any) -> Any:
@@ -193,22 +383,12 @@ def _element_spec(batches: list[Any]) -> Any:
     Raises:
         ValueError: if their structures, types or numbers of axes differ, or TensorFlow has no such type.
     """
+    examples = tf.nest.map_structure(lambda a: a.astype(object) if a.dtype.kind in "US" else a, batches)
     try:
-        return tf.nest.map_structure(_spec_of_entry, *batches)
+        spec = common_spec("the data", examples)
     except (TypeError, ValueError) as error:
-        kinds = [tf.nest.map_structure(lambda a: f"{a.dtype.name} {list(a.shape)}", batch) for batch in batches]
         raise ValueError(
-            f"The data gives batches of {' and '.join(map(str, kinds))}; each batch is an array, or a dict or tuple of "
-            "arrays of numbers or texts, [B, ...], with the same structure, types and number of axes."
+            f"The data gives batches of {' and '.join(map(describe, batches))}; each batch is an array, or a dict or "
+            "tuple of arrays of numbers or texts, [B, ...], with the same structure, types and number of axes."
         ) from error
-
-
-def _spec_of_entry(*arrays: np.ndarray) -> tf.TensorSpec:
-    kind = arrays[0].dtype.kind
-    dtype = tf.string if kind in "US" else tf.as_dtype(arrays[0].dtype)
-    if kind == "O" or len({(array.dtype.kind in "US" or array.dtype, array.ndim) for array in arrays}) > 1:
-        raise ValueError("The entries have no common type.")
-    axes = [
-        sizes[0] if len(set(sizes)) == 1 else None for sizes in zip(*(array.shape[1:] for array in arrays), strict=True)
-    ]
-    return tf.TensorSpec([None, *axes] if arrays[0].ndim else [], dtype)
+    return tf.nest.map_structure(lambda s: tf.TensorSpec([None, *s.shape[1:]] if s.shape.rank else [], s.dtype), spec)

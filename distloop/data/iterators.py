@@ -16,6 +16,7 @@ second whether the run is to stop, and stop together. Data by number has no need
 """
 
 import atexit
+import dataclasses
 import functools
 import math
 import queue
@@ -76,11 +77,7 @@ class _Deletions:
     """The iterators that have ended and are not yet deleted."""
 
     def __init__(self, most: int):
-        """Starts the thread that waits for them.
-
-        Args:
-            most: from this number on, `wait_for_room` waits.
-        """
+        """Starts the thread that waits for them; from `most` of them on, `wait_for_room` waits."""
         self._most = most
         self._ended: queue.SimpleQueue[tuple[float, list[Any]]] = queue.SimpleQueue()  # when each ended, its parts
         self._num_deleting = 0  # taken from `_ended` and not yet deleted
@@ -163,22 +160,17 @@ def fresh_copy(dataset: Any) -> Any:
     return tf.data.experimental.from_variant(copy, dataset.element_spec)
 
 
+@dataclasses.dataclass(eq=False)
 class Behind:
     """An iterator that is some batches behind its position.
 
     Attributes:
+        iterator: over a dataset, or a distributed one.
         num_batches: by which it is behind.
     """
 
-    def __init__(self, iterator: Any, num_batches: int):
-        """Reads nothing yet.
-
-        Args:
-            iterator: over a dataset, or a distributed one.
-            num_batches: to skip.
-        """
-        self._iterator = iterator
-        self.num_batches = num_batches
+    iterator: Any
+    num_batches: int
 
     def skip(self, most: int | None = None, secs: float = math.inf) -> int:
         """Reads batches and throws them away; returns how many are then left.
@@ -191,7 +183,7 @@ class Behind:
         if count:
             with tf.device(HOST):
                 limits = tf.constant(count, tf.int64), tf.constant(secs, tf.float64)
-                self.num_batches -= int(_discard(self._iterator, *limits))
+                self.num_batches -= int(_discard(self.iterator, *limits))
         return self.num_batches
 
 

@@ -81,12 +81,10 @@ def make_dataset(
     if not 0 <= seed < 2**31:
         raise ValueError(f"seed={shown(seed)} was given; a seed of the order is from 0 up to 2**31 - 1.")
     if isinstance(source, tf.data.Dataset):
-        if map_fn is not None:
-            raise ValueError("map_fn was given with a tf.data.Dataset, whose examples have no number: use Dataset.map.")
-        if len(sizes) > 1 or lengths is not None:
+        if map_fn is not None or len(sizes) > 1 or lengths is not None:
             raise ValueError(
-                "A batch_size that changes, or lengths, were given with a tf.data.Dataset; give arrays, or a source by "
-                "number."
+                "map_fn, lengths or a batch_size that changes were given with a tf.data.Dataset, whose examples have "
+                "no number: use Dataset.map, or give arrays, or a source by number."
             )
         return _batches_of_examples(source, sizes[0], shuffle, seed, cache, drop_remainder)
     if cache:
@@ -142,17 +140,12 @@ def _as_int(value: Any, name: str) -> int:
 def _require_one_shape(spec: Any, lengths: np.ndarray | None, *, is_mapped: bool) -> None:
     """Raises a ValueError unless rows have one shape, or lengths by which they are padded."""
     uneven = [part for part in tf.nest.flatten(spec) if not part.shape.is_fully_defined()]
-    if uneven and lengths is None and is_mapped:
-        raise ValueError(
-            f"map_fn returns an entry of {uneven[0].dtype.name} {uneven[0].shape}, and the rows of a batch need one "
-            "shape: pad or cut the entry, and let map_fn return tf.ensure_shape(entry, its_shape); or give lengths, by "
-            "which rows of like lengths are padded and stacked."
-        )
     if uneven and lengths is None:
         raise ValueError(
-            f"Examples have an entry of {uneven[0].dtype.name} {uneven[0].shape}, whose shape differs from row to row: "
-            "give a map_fn that brings it to one shape, by padding or cutting, as the rows of a batch are stacked, or "
-            "lengths, by which rows of like lengths are padded and stacked."
+            f"{'map_fn returns' if is_mapped else 'Examples have'} an entry of {uneven[0].dtype.name} "
+            f"{uneven[0].shape}, and the rows of a batch need one shape: give a map_fn that pads or cuts the entry and "
+            "returns tf.ensure_shape(entry, its_shape), or lengths, by which rows of like lengths are padded and "
+            "stacked."
         )
     if lengths is not None and not uneven:
         raise ValueError("lengths were given, but all examples have the same shape: leave lengths out.")

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from distloop.data.order import Order, example_seeds
 from distloop.data.position import convert_numbered
-from distloop.data.rows import ArrayRows, Uneven
+from distloop.data.rows import ArrayRows
 from distloop.data.shards import shard_bounds
 
 _ORDER_VERSION = 1  # of `Order`'s permutation, in checkpoints
@@ -55,11 +55,15 @@ class NumberedDataset(tf.data.Dataset):
         resume: empty, as there is nothing to say of it: a resumed run is at its position at once.
         seeks: whether it does so without reading what comes before.
         goes_on: whether it does so by itself.
-        oldest_place: unused; a `Feed` needs it for its states.
+        against_waiting: what to try where steps wait for the data.
     """
 
     resume = ""
     seeks = goes_on = True
+    against_waiting = (
+        "less work in map_fn or the source's __getitem__, a smaller dtype of the arrays, such as uint8 or float16, "
+        "which the model casts, or a faster disk"
+    )
 
     def __init__(
         self,
@@ -70,7 +74,6 @@ class NumberedDataset(tf.data.Dataset):
         *,
         mixes_rows: bool = False,
         is_one_epoch: bool = False,
-        repeats: bool = True,
     ):
         """Remembers its parts; a pipeline is built when it is read.
 
@@ -81,16 +84,14 @@ class NumberedDataset(tf.data.Dataset):
             maps: what `map` adds to a pipeline of batches, in their order.
             mixes_rows: whether one of them may make a row from others of its batch.
             is_one_epoch: whether every epoch repeats the first one.
-            repeats: whether `dataset` gives epochs without end.
         """
         self.order, self.mixes_rows = order, mixes_rows
         self._reader, self._apply, self._maps = reader, apply, maps
-        self._is_one_epoch, self._repeats = is_one_epoch, repeats
+        self._is_one_epoch = is_one_epoch
         self._uses_seeds = apply is not None or reader.uses_seeds
         self._batch_size = order.batch_size  # for `info`, as tf.data's own datasets
         self._num_read = 0  # passes that began, by `iter`
         self.share: Share | None = None
-        self.oldest_place: Callable[[], int] = lambda: 0
         super().__init__(None)  # the tensor is made when tf.data asks for it
 
     def starting_at(self, first: int, *, repeat: bool = True, share: Share | None = None) -> tf.data.Dataset:
@@ -110,20 +111,13 @@ class NumberedDataset(tf.data.Dataset):
         end = per_epoch * (_MOST_EPOCHS if repeat else first // per_epoch + 1)
         return self._read(tf.data.Dataset.range(first, end), share)
 
-    def dataset(self, first: int = 0, state: Any = None) -> tf.data.Dataset:
+    def dataset(self, first: int = 0, state: Any = None, *, repeat: bool = True) -> tf.data.Dataset:
         """Returns a dataset of this worker's rows that begins at a batch, counted from 0 over all epochs."""
-        return self.starting_at(first, repeat=self._repeats, share=self.share)
-
-    def feed(self, *, repeat: bool) -> "NumberedDataset":
-        """Returns the dataset for one `Source`, whose epochs follow without end or not."""
-        return self._with(repeats=repeat)
+        return self.starting_at(first, repeat=repeat, share=self.share)
 
     def read_share(self, share: Share) -> None:
         """Reads some rows of each batch alone, unless a function over batches may need the others."""
         self.share = None if self.mixes_rows else share
-
-    def require_restart(self) -> None:
-        """Does nothing: the data can be read again from any batch."""
 
     @property
     def batch_size(self) -> int | None:
@@ -136,9 +130,6 @@ class NumberedDataset(tf.data.Dataset):
         num_again, num_batches = divmod(num_batches, per_epoch) if self._is_one_epoch else (0, num_batches)
         of_epoch, counts = self.order.seen(per_epoch if num_again else 0), self.order.seen(num_batches)
         return {name: num_again * of_epoch[name] + n for name, n in counts.items()} if len(counts) > 1 else {}
-
-    def state_at(self, num_batches: int) -> Any:
-        """Returns None: the number of the batch is all there is to know."""
 
     def examples_of(self, batch: int) -> np.ndarray:
         """Returns the numbers of the examples in a batch, `[b]`, from its number over all epochs; reads nothing."""
@@ -170,15 +161,6 @@ class NumberedDataset(tf.data.Dataset):
         """
         describe_change = getattr(self._reader, "describe_change", None)
         return convert_numbered(position, facts, describe_change, getattr(self.order, "batch_at", None))
-
-    @property
-    def against_waiting(self) -> str:
-        """What to try where steps wait for the data."""
-        if not getattr(self._reader, "is_in_memory", False):
-            return "a faster disk, examples of fewer bytes, or less work in the source's __getitem__ and map_fn"
-        if self._apply is not None or self._maps:
-            return "less work in map_fn, or a part of it in the model"
-        return "a smaller dtype of the arrays, such as uint8 or float16, which the model casts, or smaller examples"
 
     def first_pass_again(self) -> "NumberedDataset":
         """Returns the dataset of which every epoch repeats the first one."""
@@ -212,7 +194,7 @@ class NumberedDataset(tf.data.Dataset):
 
     def _with(self, **changes: Any) -> "NumberedDataset":
         parts = {"reader": self._reader, "order": self.order, "apply": self._apply, "maps": self._maps}
-        parts |= {"mixes_rows": self.mixes_rows, "is_one_epoch": self._is_one_epoch, "repeats": self._repeats}
+        parts |= {"mixes_rows": self.mixes_rows, "is_one_epoch": self._is_one_epoch}
         return NumberedDataset(**(parts | changes))
 
     def _read(self, batches: tf.data.Dataset, share: Share | None = None) -> tf.data.Dataset:
@@ -225,11 +207,9 @@ class NumberedDataset(tf.data.Dataset):
             rows, epochs = self.order.rows(batch, first, end)
             seeds = example_seeds(self.order.seed, rows, epochs) if self._uses_seeds else None
             width = self.order.width(batch)
-            examples = self._reader.read(rows, seeds)
+            examples = self._reader.read(rows, seeds, width if self._apply is None else None)
             if self._apply is not None:
                 examples = self._apply(examples, seeds, width)
-            elif width is not None:
-                examples = tf.nest.map_structure(lambda e: e.padded(width) if isinstance(e, Uneven) else e, examples)
             if share is not None:
                 examples = tf.nest.map_structure(
                     functools.partial(_among_zeros, before=first, after=size - end), examples

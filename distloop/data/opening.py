@@ -1,6 +1,6 @@
 """Opening data: recognizes the kind of a user's data on a worker, and calls functions that make data.
 
-    opened = open_data(data, num_workers=2, worker=0, repeat=True)
+    opened = open_data(data, num_workers=2, worker=0)
     opened.dataset, opened.feed
 
 It does not know the position in the data.
@@ -9,11 +9,10 @@ It does not know the position in the data.
 import functools
 from collections.abc import Callable
 from inspect import signature
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
-from typing_extensions import Unpack
 
 from distloop.data.arrays import as_dataset
 from distloop.data.feeds import Feed, make_feed
@@ -22,47 +21,14 @@ from distloop.data.numbered import NumberedDataset
 EACH_AN_ARRAY = "arrays or lists of numbers, [N, ...], alone or in a dict, tuple or list"
 
 
-class WorkerContext(tf.distribute.InputContext):
-    """What an input function is told about its worker.
+def worker_context(num_workers: int, worker: int) -> tf.distribute.InputContext:
+    """Returns what an input function is told about its worker, one of several.
 
     One dataset serves all replicas of a worker, so each worker counts as one replica: what a function for
     `distribute_datasets_from_function` computes for a replica, by `get_per_replica_batch_size` or by hand, is then the
     worker's part of a global batch.
     """
-
-    def __init__(self, num_workers: int, worker: int):
-        """Describes one of several workers, by its index."""
-        super().__init__(num_workers, worker, num_replicas_in_sync=num_workers)
-
-    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """Returns the examples of a global batch that this worker reads.
-
-        Raises:
-            ValueError: if the workers cannot read equal parts.
-        """
-        if global_batch_size % self.num_input_pipelines:
-            raise ValueError(
-                f"get_per_replica_batch_size({global_batch_size}) was called on {self.num_input_pipelines} workers, "
-                "which cannot read equal parts of such a batch: give a multiple of their number."
-            )
-        return int(global_batch_size // self.num_input_pipelines)
-
-
-class Reading(TypedDict, total=False):
-    """How a user's data is read.
-
-    batch_size: of arrays, the examples in a global batch; by default 1.
-    shuffle_seed: of the order of arrays and of a `PyDataset`'s batches, another one each epoch; None: as they are.
-    map_batch: changes each row of a batch by itself; called as by `Dataset.map`; None: nothing does.
-    limit: the most batches in a pass; 0: all.
-    is_cached: whether each pass repeats the batches of the first one.
-    """
-
-    batch_size: int
-    shuffle_seed: int | None
-    map_batch: Callable[..., Any] | None
-    limit: int
-    is_cached: bool
+    return tf.distribute.InputContext(num_workers, worker, num_replicas_in_sync=num_workers)
 
 
 class OpenedData(NamedTuple):
@@ -70,7 +36,7 @@ class OpenedData(NamedTuple):
 
     dataset: Any  # of one pass
     feed: Feed | NumberedDataset | None  # that gives the dataset, unless tf.data does
-    takes_context: bool  # whether it was made by a function of a `WorkerContext`
+    takes_context: bool  # whether it was made by a function of a `worker_context`
     begins_anywhere: bool  # whether the feed gives the dataset from any batch on
 
 
@@ -79,8 +45,11 @@ def open_data(
     num_workers: int,
     worker: int,
     *,
-    repeat: bool = False,
-    **reading: Unpack[Reading],
+    batch_size: int = 1,
+    shuffle_seed: int | None = None,
+    map_batch: Callable[..., Any] | None = None,
+    limit: int = 0,
+    is_cached: bool = False,
 ) -> OpenedData:
     """Opens arrays, a dataset, or batches that Python makes, which a function may make for a worker.
 
@@ -88,19 +57,20 @@ def open_data(
         data: what the user gave.
         num_workers: of the run.
         worker: the index of this one.
-        repeat: whether a feed starts again at the end of the data.
-        **reading: as `Reading`.
+        batch_size: of arrays, the examples in a global batch.
+        shuffle_seed: of the order of arrays and of a `PyDataset`'s batches, another one each epoch; None: as they are.
+        map_batch: changes each row of a batch by itself; called as by `Dataset.map`; None: nothing does.
+        limit: the most batches in a pass; 0: all.
+        is_cached: whether each pass repeats the batches of the first one.
 
     Raises:
         ValueError: if it is none of these, or TensorFlow has split batches that are to be limited.
     """
-    shuffle_seed, map_batch = reading.get("shuffle_seed"), reading.get("map_batch")
-    limit, is_cached = reading.get("limit", 0), reading.get("is_cached", False)
-    data = as_dataset(data, reading.get("batch_size", 1), shuffle_seed)
+    data = as_dataset(data, batch_size, shuffle_seed)
     takes_context, make = False, None
     if callable(data) and not isinstance(data, (tf.data.Dataset, keras.utils.PyDataset)):
         takes_context = _takes_argument(data)
-        make = functools.partial(data, WorkerContext(num_workers, worker)) if takes_context else data
+        make = functools.partial(data, worker_context(num_workers, worker)) if takes_context else data
         data = make()
     if limit and isinstance(data, tf.distribute.DistributedDataset):
         raise ValueError(
@@ -113,8 +83,8 @@ def open_data(
         data = data if map_batch is None else data.map_rows(map_batch)
         data = data.take(limit) if limit else data
         data = data.first_pass_again() if is_cached else data
-        return OpenedData(data, data.feed(repeat=repeat), takes_context, begins_anywhere=True)
-    feed = make_feed(data, repeat=repeat, shuffle_seed=shuffle_seed, make_again=make, map_batch=map_batch)
+        return OpenedData(data, data.fresh(), takes_context, begins_anywhere=True)
+    feed = make_feed(data, shuffle_seed=shuffle_seed, make_again=make, map_batch=map_batch)
     if feed is not None:
         dataset = feed.one_pass(is_endless_if_unknown=takes_context and num_workers > 1)  # shards may differ in length
     elif isinstance(data, (tf.data.Dataset, tf.distribute.DistributedDataset)):
@@ -145,7 +115,7 @@ def open_batches(data: Any, batch_size: int, *, again: bool = False) -> tf.data.
     opened = open_data(data, 1, 0, batch_size=batch_size)
     if isinstance(opened.dataset, tf.distribute.DistributedDataset):
         raise ValueError("The data given is a DistributedDataset, which TensorFlow has split: give the plain dataset.")
-    if again and opened.feed is not None:
+    if again and isinstance(opened.feed, Feed):
         opened.feed.require_restart()
     return opened.dataset
 

@@ -12,14 +12,14 @@ import functools
 import itertools
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from distloop.data.columns import DIGITS, DiskColumn, content_of, is_on_disk
-from distloop.data.examples import as_example, common_spec, describe, pad_row, pad_rows
+from distloop.data.examples import as_example, common_spec, describe, pad_rows
 from distloop.data.position import CONTENT
 from distloop.distributed.devices import HOST
 from distloop.errors import carry
@@ -44,13 +44,6 @@ class Uneven:
         shape = self.shapes[index]
         end = self.ends[index]
         return tf.ensure_shape(tf.reshape(self.values[end - tf.reduce_prod(shape) : end], shape), self.spec.shape)
-
-    def padded(self, width: tf.Tensor) -> tf.Tensor:
-        """Returns the entries of all rows, `[b, ...]`, with free axes padded to a width, int64 []."""
-        if self.spec.shape[1:].is_fully_defined():
-            return pad_rows(self.values, self.shapes, self.spec, width)
-        pad = tf.autograph.experimental.do_not_convert(lambda row: pad_row(self[row], self.spec, width))
-        return tf.map_fn(pad, tf.range(tf.shape(self.ends)[0]), fn_output_signature=self.spec)
 
 
 class ArrayRows:
@@ -84,7 +77,8 @@ class ArrayRows:
         self._on_disk = [column for column in self._columns if isinstance(column, DiskColumn)]
         self._pack = functools.partial(_pack, structure)
         self.is_in_memory = not self._on_disk
-        self.spec = self._pack([_row_spec(column) for column in self._columns])
+        specs = [c.spec if isinstance(c, DiskColumn) else tf.TensorSpec(c.shape[1:], c.dtype) for c in self._columns]
+        self.spec = self._pack(specs)
         self.fingerprint = ":".join(column.digest for column in self._on_disk)
 
     @functools.cached_property
@@ -104,19 +98,18 @@ class ArrayRows:
     def describe_change(self, fingerprint: str) -> str:
         """Returns how the arrays on disk differ from those of a fingerprint, as a part of a sentence."""
         digests = fingerprint.split(":")
-        if any(len(digest) != DIGITS for digest in digests):
+        if [len(digest) for digest in digests] != [DIGITS] * len(self._on_disk):
             return "the source is another one"
-        if len(digests) != len(self._on_disk):
-            return f"{len(digests)} of its arrays were on disk, and {len(self._on_disk)} are"
         names = [c.name for c, digest in zip(self._on_disk, digests, strict=True) if c.digest != digest]
         return f"the rows of {' and '.join(names)} have changed"
 
-    def read(self, rows: tf.Tensor, seeds: tf.Tensor | None) -> Any:
+    def read(self, rows: tf.Tensor, seeds: tf.Tensor | None = None, width: tf.Tensor | None = None) -> Any:
         """Returns the examples of some rows, a structure of tensors, [b, ...].
 
         Args:
             rows: int64 [b].
             seeds: of the examples; unused.
+            width: unused, as the rows of an array have one shape.
         """
         types = [column.spec.dtype for column in self._on_disk]
         from_disk = tf.numpy_function(self._read, [rows], types) if types else []
@@ -203,32 +196,33 @@ class SourceRows:
     def __len__(self) -> int:
         return self._num_rows
 
-    def read(self, rows: tf.Tensor, seeds: tf.Tensor | None) -> Any:
+    def read(self, rows: tf.Tensor, seeds: tf.Tensor | None = None, width: tf.Tensor | None = None) -> Any:
         """Returns the examples of some rows, a structure of tensors, [b, ...], or of `Uneven` where shapes may differ.
 
         Args:
             rows: int64 [b].
             seeds: of the examples, int64 [b, 2]; None: they use none.
+            width: to which axes that differ are padded, int64 []; None: they are not.
         """
         types = []
         for spec in self._specs:
-            types += [spec.dtype] if spec.shape.is_fully_defined() else [spec.dtype, tf.int64, tf.int64]
-        tensors = iter(tf.numpy_function(self._read, [rows] if seeds is None else [rows, seeds], types))
+            is_whole = width is not None or spec.shape.is_fully_defined()
+            types += [spec.dtype] if is_whole else [spec.dtype, tf.int64]
+        given = [rows, -1 if width is None else width, *([] if seeds is None else [seeds])]
+        tensors = iter(tf.numpy_function(self._read, given, types))
         entries: list[Any] = []
         for spec in self._specs:
             entry = next(tensors)
-            if spec.shape.is_fully_defined():
+            if width is not None or spec.shape.is_fully_defined():
                 entry.set_shape([None, *spec.shape])
                 entries.append(entry)
             else:
-                ends, shapes = next(tensors), next(tensors)
-                ends.set_shape([None])
-                shapes.set_shape([None, spec.shape.rank])
+                shapes = tf.ensure_shape(next(tensors), [None, spec.shape.rank])
                 entry.set_shape([None])
-                entries.append(Uneven(entry, ends, shapes, spec))
+                entries.append(Uneven(entry, tf.cumsum(tf.reduce_prod(shapes, 1)), shapes, spec))
         return _pack(self.spec, entries)
 
-    def _read(self, rows: np.ndarray, seeds: np.ndarray | None = None) -> list[np.ndarray]:
+    def _read(self, rows: np.ndarray, width: int = -1, seeds: np.ndarray | None = None) -> list[np.ndarray]:
         try:
             if len(self._source) != self._num_rows:
                 raise ValueError(
@@ -238,14 +232,16 @@ class SourceRows:
             columns = zip(*(tf.nest.flatten(e) for e in self._checked(self._examples(rows, seeds), rows)), strict=True)
             return list(
                 itertools.chain.from_iterable(
-                    self._stack(spec, column, rows) for spec, column in zip(self._specs, columns, strict=True)
+                    self._stack(spec, column, rows, width) for spec, column in zip(self._specs, columns, strict=True)
                 )
             )
         except Exception as error:  # TensorFlow would pass on its text alone
             raise carry(error) from error
 
-    def _stack(self, spec: tf.TensorSpec, column: Sequence[np.ndarray], rows: np.ndarray) -> list[np.ndarray]:
-        """Returns the entry of all rows as one array, or as the parts of an `Uneven`."""
+    def _stack(
+        self, spec: tf.TensorSpec, column: Sequence[np.ndarray], rows: np.ndarray, width: int
+    ) -> list[np.ndarray]:
+        """Returns the entry of all rows as one array, or, with a width of -1, as the parts of an `Uneven`."""
         dtype = spec.dtype.as_numpy_dtype
         for row, array in zip(rows, column, strict=True):
             if not _holds(np.dtype(dtype), array) or not spec.shape.is_compatible_with(array.shape):
@@ -256,9 +252,10 @@ class SourceRows:
                 )
         if spec.shape.is_fully_defined():
             return [np.stack(column).astype(dtype, copy=False)]
-        ends = np.cumsum([array.size for array in column])
+        if width >= 0:
+            return [pad_rows(column, spec, width)]
         shapes = np.array([array.shape for array in column], np.int64)
-        return [np.concatenate([array.ravel().astype(dtype, copy=False) for array in column]), ends, shapes]
+        return [np.concatenate([array.ravel().astype(dtype, copy=False) for array in column]), shapes]
 
     def _checked(self, examples: list[Any], rows: np.ndarray) -> list[Any]:
         """Returns the examples.
@@ -287,33 +284,24 @@ class SourceRows:
 
     def _examples_of_part(self, rows: np.ndarray, seeds: np.ndarray) -> list[Any]:
         numbers = rows.tolist()
-        if hasattr(self._source, "__getitems__"):
-            examples: Iterable[Any] = self._read_together(numbers)
-        else:
-            examples = (self._read_row(number) for number in numbers)
+        try:
+            examples = read_rows(self._source, numbers)
+        except Exception as error:
+            raise self._unreadable(numbers, error) from error
         if self._change is None:
             return [as_example(example) for example in examples]
         return [self._changed(*parts) for parts in zip(numbers, examples, seeds, strict=True)]
 
-    def _read_together(self, numbers: list[int]) -> list[Any]:
-        try:
-            examples = self._source.__getitems__(numbers)
-        except Exception as error:
-            for number in numbers:
-                self._read_row(number)  # which of them fails
-            raise _unreadable(f"One of the rows {numbers} of the {self._name} given", error) from error
-        if len(examples) != len(numbers):
-            raise ValueError(
-                f"__getitems__ of the {self._name} given returned {len(examples)} examples for {len(numbers)} rows: "
-                "let it return a list with one for each."
-            )
-        return examples
-
-    def _read_row(self, number: int) -> Any:
-        try:
-            return self._source[number]
-        except Exception as error:
-            raise _unreadable(self._row_name(number), error) from error
+    def _unreadable(self, numbers: list[int], error: Exception) -> ValueError:
+        """Returns the error about rows that cannot be read together, with the first one that cannot be read alone."""
+        what = f"One of the rows {numbers} of the {self._name} given"
+        for number in numbers:
+            try:
+                self._source[number]
+            except Exception as of_row:
+                what, error = self._row_name(number), of_row
+                break
+        return ValueError(f"{what} could not be read ({type(error).__name__}: {error}).")
 
     def _changed(self, number: int, example: Any, seed: np.ndarray) -> Any:
         assert self._change is not None
@@ -331,6 +319,19 @@ def is_arrays(source: Any) -> bool:
     )
 
 
+def read_rows(source: Any, numbers: Sequence[int]) -> Sequence[Any]:
+    """Returns some rows of a source, read together where it can."""
+    if not hasattr(source, "__getitems__"):
+        return [source[number] for number in numbers]
+    rows: Sequence[Any] = source.__getitems__(numbers)
+    if len(rows) != len(numbers):
+        raise ValueError(
+            f"__getitems__ of the {type(source).__name__} given returned {len(rows)} examples for {len(numbers)} rows: "
+            "let it return a list with one for each."
+        )
+    return rows
+
+
 def spread(count: int) -> np.ndarray:
     """Returns a few numbers of rows, from the first one to the last of so many, int64."""
     return np.unique(np.linspace(0, count - 1, _NUM_PEEKED, dtype=np.int64))
@@ -345,10 +346,6 @@ def _holds(dtype: np.dtype, array: np.ndarray) -> bool:
     with np.errstate(over="ignore"):
         cast = array.astype(dtype)
     return bool(np.all(np.isinf(cast) <= np.isinf(array)) if dtype.kind == "f" else np.array_equal(cast, array))
-
-
-def _unreadable(what: str, error: Exception) -> ValueError:
-    return ValueError(f"{what} could not be read ({type(error).__name__}: {error}).")
 
 
 @functools.cache
@@ -368,28 +365,23 @@ def _column(array: Any) -> Any:
     """Returns an array as a tensor of the host, or as a column on disk."""
     if is_on_disk(array):
         return DiskColumn(array)
-    if hasattr(array, "__getitem__") and not hasattr(array, "__array__") and not isinstance(array, (str, bytes)):
-        raise ValueError(
-            f"An entry of type {type(array).__name__} was given in a structure of arrays [N, ...]: give make_dataset "
-            "one source, as source['train'] of a dict of sources, or a distloop.Mixture of several."
-        )
+    is_source = (
+        hasattr(array, "__getitem__") and not hasattr(array, "__array__") and not isinstance(array, (str, bytes))
+    )
     try:
-        tensor = tf.constant(np.asarray(array))
+        tensor = None if is_source else tf.constant(np.asarray(array))
     except (TypeError, ValueError) as error:  # such as a frame of several types
         raise ValueError(
             f"An array of type {np.asarray(array).dtype} was given; distloop takes numbers, truth values or texts, one "
             "type in an array: convert it with astype, or give the columns of a frame by name, as dict(frame)."
         ) from error
-    if not tensor.shape.rank:
+    if tensor is None or not tensor.shape.rank:
         raise ValueError(
             f"An entry of type {type(array).__name__} was given in a structure of arrays [N, ...]: turn lists of "
-            "numbers or texts into arrays with np.asarray."
+            "numbers or texts into arrays with np.asarray, and give make_dataset one source, as source['train'] of a "
+            "dict of sources, or a distloop.Mixture of several."
         )
     return tensor
-
-
-def _row_spec(column: Any) -> tf.TensorSpec:
-    return column.spec if isinstance(column, DiskColumn) else tf.TensorSpec(column.shape[1:], column.dtype)
 
 
 def _pack(structure: Any, entries: list[Any]) -> Any:

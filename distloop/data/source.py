@@ -7,22 +7,22 @@ One iterator on the host gives the global batches. Each replica slices its rows 
 the rows keep their order on any number of replicas. It does not know what a step does with a batch.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
-from typing_extensions import Unpack
 
 from distloop.data.arrays import Arrays, are_arrays, as_arrays
 from distloop.data.columns import content_of
+from distloop.data.feeds import READ_AGAIN, Feed
 from distloop.data.info import DataInfo, are_rows_alike, can_be_looked_at, count_batches, inspect
 from distloop.data.iterators import Behind, fresh_copy, iterate
 from distloop.data.numbered import NumberedDataset, Share
-from distloop.data.opening import Reading, open_data
+from distloop.data.opening import open_data
 from distloop.data.position import CONTENT, convert_batches, facts_of
-from distloop.data.readers import READ_AGAIN
 from distloop.data.shards import check_rows, pad, static_batch_size
 from distloop.distributed import environment, workers
 from distloop.distributed.devices import HOST
@@ -76,13 +76,13 @@ class Source:
         may_go_back: bool = False,
         steps_per_epoch: int | None = None,
         asked_for: tuple[Any, ...] = (),
-        **reading: Unpack[Reading],
+        **reading: Any,
     ):
         """Checks the data; reads it only to count the batches of a worker's shard. All workers call it.
 
         Args:
-            data: a dataset of global batches; a function that returns one; a function of `WorkerContext` that returns
-                one worker's shard; a `DistributedDataset` that `strategy` made; or NumPy arrays.
+            data: a dataset of global batches; a function that returns one; a function of `worker_context` that
+                returns one worker's shard; a `DistributedDataset` that `strategy` made; or NumPy arrays.
             strategy: as the attribute.
             microbatches: the parts in which a replica computes its rows.
             virtual_replicas: as `Config.virtual_replicas`.
@@ -90,7 +90,7 @@ class Source:
             may_go_back: whether a position may be restored after a read; a copy of the dataset is read, shuffled alike.
             steps_per_epoch: as the attribute.
             asked_for: as the attribute.
-            **reading: how it is read.
+            **reading: how it is read, as for `open_data`.
 
         Raises:
             ValueError: if `data` is none of these, is not batched, or is known to be empty.
@@ -106,10 +106,10 @@ class Source:
     def _read(self, data: Data) -> None:
         """Opens the data, and finds out what is known about it."""
         self.data = data
-        opened = open_data(data, self._num_workers, self._worker, repeat=self._repeat, **self._reading)
+        opened = open_data(data, self._num_workers, self._worker, **self._reading)
         self._dataset, self.feed = opened.dataset, opened.feed
         self._count_batches = functools.cache(functools.partial(count_batches, self._dataset))  # draws shuffle seeds
-        if self.feed is not None:
+        if isinstance(self.feed, Feed):
             self.feed.oldest_place = lambda: self.batches_taken
             if self._may_go_back:
                 self.feed.require_restart()
@@ -240,7 +240,7 @@ class Source:
         position: dict[str, Any] = {"batches": self.batches_taken, "skipped": sorted(self.skipped_batches)}
         position |= self._facts(position)
         # A worker that reads its own shard has a state of its own, and the checkpoint is the chief's.
-        if self.seeks and self.feed is not None and not self.layout.is_sharded:
+        if self.seeks and isinstance(self.feed, Feed) and not self.layout.is_sharded:
             state = self.feed.state_at(self.batches_taken)
             position |= {} if state is None else {"state": state}
         return position
@@ -273,7 +273,8 @@ class Source:
         """Returns all that training needs from a batch or an earlier one on, and the number of batches between them."""
         with tf.device(HOST):
             if (feed := self._starting_feed) is not None:
-                dataset, behind = (feed.dataset(first, state), 0) if feed.goes_on else (feed.dataset(), first)
+                begin, behind = (first, 0) if feed.goes_on else (0, first)
+                dataset = feed.dataset(begin, state if feed.goes_on else None, repeat=self._repeat)
                 are_alike = isinstance(feed, NumberedDataset) and feed.are_rows_alike
                 options = dataset.options()
                 return _prepared(dataset, self.info, options, repeat=False, are_alike=are_alike), behind
@@ -296,25 +297,20 @@ class Source:
         return int(self.info.num_batches) - num_read
 
 
+@dataclasses.dataclass(eq=False)
 class Passes:
     """The sources of the latest datasets that were read in passes.
 
     Attributes:
+        strategy: whose replicas share out each batch.
         batch_size: of arrays, the examples in a global batch.
+        virtual_replicas: as `Config.virtual_replicas`.
     """
 
-    def __init__(self, strategy: tf.distribute.Strategy, batch_size: int, virtual_replicas: int = 0):
-        """Starts without sources.
-
-        Args:
-            strategy: whose replicas share out each batch.
-            batch_size: of arrays, the examples in a global batch.
-            virtual_replicas: as `Config.virtual_replicas`.
-        """
-        self._strategy = strategy
-        self._virtual_replicas = virtual_replicas
-        self.batch_size = batch_size
-        self._sources: list[Source] = []  # the latest first
+    strategy: tf.distribute.Strategy
+    batch_size: int
+    virtual_replicas: int = 0
+    _sources: list[Source] = dataclasses.field(default_factory=list, init=False)  # the latest first
 
     def source(self, data: Data, *, may_be_endless: bool = False) -> Source:
         """Returns the source of a dataset: a new one, unless the same object is among the latest.
@@ -329,8 +325,8 @@ class Passes:
         source = next((s for s in self._sources if s.data is data), None)
         source = source or Source(
             data,
-            self._strategy,
-            virtual_replicas=self._virtual_replicas,
+            self.strategy,
+            virtual_replicas=self.virtual_replicas,
             repeat=False,
             batch_size=self.batch_size,
         )

@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from distloop.data.examples import describe
 from distloop.data.make_dataset import by_batch
 from distloop.data.order import Order
-from distloop.data.rows import ArrayRows, SourceRows, is_arrays, spread
+from distloop.data.rows import ArrayRows, SourceRows, is_arrays, read_rows, spread
 from distloop.mixtures.orders import MixedOrder, by_length
 from distloop.settings.durations import finite_number, shown, whole_number
 
@@ -39,7 +38,6 @@ class Mixture:
         rows_of: the number of rows of each source.
         shares: pairs of a batch and the slots of each source in a block from this batch on.
         examples_per_epoch: of the mixture.
-        spec: of an example, a structure of `tf.TensorSpec`.
         rows_to_look_at: numbers of rows of all sources.
         fingerprint: of the sources that have a fingerprint.
     """
@@ -55,15 +53,15 @@ class Mixture:
 
         Args:
             sources: by name, each as for `make_dataset`, but no `tf.data.Dataset`. Their examples have the same
-                structure, types and numbers of axes.
+                structure, types and numbers of axes, which `make_dataset` checks.
             weights: of each source, by name; they need not add up to 1. To change them in the course of training: a
                 dict from the number of a batch to the weights from this batch on, such as
                 `{0: {"web": 1, "books": 0}, 10_000: {"web": 0.7, "books": 0.3}}`.
             examples_per_epoch: what counts as an epoch of the mixture; 0: the rows of all sources together.
 
         Raises:
-            ValueError: if names and weights do not fit together, a weight is negative or too small, a source cannot be
-                read by number, or two sources have other examples.
+            ValueError: if names and weights do not fit together, a weight is negative or too small, or a source cannot
+                be read by number.
         """
         if not sources:
             raise ValueError("A Mixture was given no sources; it needs one at least.")
@@ -75,18 +73,17 @@ class Mixture:
         is_by_batch = any(isinstance(value, Mapping) for value in weights.values())
         stages = by_batch(weights, "weights") if is_by_batch else {0: weights}
         self.shares = tuple((batch, self._slots(stage)) for batch, stage in stages.items())
-        readers = {name: _open(name, source) for name, source in sources.items()}
-        self.spec = _common_spec(readers)
-        self._sources = [r if isinstance(r, ArrayRows) else sources[name] for name, r in readers.items()]
         self._given = list(sources.values())
-        self.rows_of = tuple(len(reader) for reader in readers.values())
+        self._sources = [_open(name, source) for name, source in sources.items()]
+        self.rows_of = tuple(map(len, self._sources))
         self.examples_per_epoch = count or sum(self.rows_of)
         self._ends = np.cumsum(self.rows_of)
         starts = self._ends - self.rows_of
         self.rows_to_look_at = np.concatenate(
             [start + spread(count) for start, count in zip(starts, self.rows_of, strict=True)]
         )
-        digests = ":".join(self._digests()) if any(self._digests()) else ""
+        marks = [getattr(source, "fingerprint", None) for source in self._sources]
+        digests = ":".join(_digest(mark) if mark else "" for mark in marks) if any(marks) else ""
         self.fingerprint = digests if len(digests) <= _MOST_FINGERPRINT else _digest(digests)
 
     def __len__(self) -> int:
@@ -94,16 +91,13 @@ class Mixture:
 
     def __getitem__(self, row: int) -> Any:
         """Returns one row, by its number in all sources one after the other."""
-        source, number = self._locate(row)
-        return self._sources[source][number]
+        return self.__getitems__([row])[0]
 
     def __getitems__(self, rows: Sequence[int]) -> list[Any]:
         """Returns some rows, read together where their source can."""
         located, examples = [self._locate(row) for row in rows], {}
         for index in {index for index, _ in located}:
-            source, numbers = self._sources[index], [number for i, number in located if i == index]
-            read = source.__getitems__(numbers) if hasattr(source, "__getitems__") else map(source.__getitem__, numbers)
-            examples[index] = iter([example for _, example in zip(numbers, read, strict=True)])
+            examples[index] = iter(read_rows(self._sources[index], [number for i, number in located if i == index]))
         return [next(examples[index]) for index, _ in located]
 
     def row_name(self, row: int) -> str:
@@ -113,21 +107,10 @@ class Mixture:
 
     def as_arrays(self) -> Any:
         """Returns the rows of all sources as arrays `[N, ...]`; None if one is no array in memory, or shapes differ."""
-        is_one_shape = all(spec.shape.is_fully_defined() for spec in tf.nest.flatten(self.spec))
-        if not is_one_shape or not all(isinstance(s, ArrayRows) and s.is_in_memory for s in self._sources):
+        in_memory = [s for s in self._sources if isinstance(s, ArrayRows) and s.is_in_memory]
+        if len(in_memory) < len(self._sources) or any(s.spec != in_memory[0].spec for s in in_memory):
             return None
         return tf.nest.map_structure(lambda *parts: np.concatenate([np.asarray(p) for p in parts]), *self._given)
-
-    def describe_change(self, fingerprint: str) -> str:
-        """Returns which sources differ from those of a fingerprint, as a part of a sentence."""
-        pairs = zip(self.names, fingerprint.split(":"), self._digests(), strict=False)
-        changed = [repr(name) for name, then, now in pairs if then != now]
-        return f"the rows of the source {' and '.join(changed[:3]) or 'of a Mixture'} have changed"
-
-    def _digests(self) -> list[str]:
-        """Returns eight digits for each source with a fingerprint, and none for others."""
-        marks = [getattr(source, "fingerprint", None) for source in self._sources]
-        return [_digest(mark) if mark else "" for mark in marks]
 
     def _locate(self, row: int) -> tuple[int, int]:
         source = int(np.searchsorted(self._ends, row, side="right"))
@@ -178,8 +161,8 @@ def _digest(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
 
-def _open(name: str, source: Any) -> ArrayRows | SourceRows:
-    """Returns a reader of a source, which has looked at a few rows."""
+def _open(name: str, source: Any) -> Any:
+    """Returns a source whose rows can be read by number, after a look at a few of them."""
     if is_arrays(source):
         return ArrayRows(source)
     is_readable = hasattr(source, "__len__") and hasattr(source, "__getitem__")
@@ -188,30 +171,8 @@ def _open(name: str, source: Any) -> ArrayRows | SourceRows:
             f"The source {name!r} of a Mixture is a {type(source).__name__}; a Mixture takes arrays and anything with "
             "__len__ and __getitem__."
         )
-    return SourceRows(source)
-
-
-def _common_spec(readers: Mapping[str, ArrayRows | SourceRows]) -> Any:
-    """Returns the spec of the examples of all sources; an axis in which they differ is free."""
-    (first, reader), *others = readers.items()
-    spec = reader.spec
-    for name, other in others:
-        try:
-            spec = tf.nest.map_structure(_either, spec, other.spec)
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"The examples of {first!r} are {describe(reader.spec)} and those of {name!r} are "
-                f"{describe(other.spec)}: all sources of a Mixture have examples of the same structure, types and "
-                "numbers of axes."
-            ) from error
-    return spec
-
-
-def _either(one: tf.TensorSpec, other: tf.TensorSpec) -> tf.TensorSpec:
-    if one.dtype != other.dtype or one.shape.rank != other.shape.rank:
-        raise ValueError
-    axes = zip(one.shape.as_list(), other.shape.as_list(), strict=True)
-    return tf.TensorSpec([size if size == also else None for size, also in axes], one.dtype)
+    SourceRows(source)
+    return source
 
 
 def make_order(

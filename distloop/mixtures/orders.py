@@ -18,7 +18,7 @@ import hashlib
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -87,16 +87,20 @@ class MixedOrder:
 
     def size(self, batch: tf.Tensor) -> tf.Tensor:
         """Returns the number of examples in a batch, int64 []."""
-        firsts, _, sizes = self._sizes
-        return tf.gather(sizes, _latest(firsts, batch))
+        return tf.gather(self._parts.sizes, tf.searchsorted(self._parts.firsts, batch[None], side="right")[0] - 1)
 
     def rows(self, batch: tf.Tensor, first: tf.Tensor | int = 0, end: tf.Tensor | int | None = None) -> tuple:
         """Returns the numbers of the examples in a batch, and their epochs; as `Order.rows`."""
-        firsts, starts, sizes = self._sizes
-        part = _latest(firsts, batch)
-        start = tf.gather(starts, part) + (batch - tf.gather(firsts, part)) * tf.gather(sizes, part)
-        stream = tf.range(start + first, start + (tf.gather(sizes, part) if end is None else end))
-        sources, numbers = self._source_and_number(stream, _latest(self._phases.firsts, batch))
+        parts = self._parts
+        part = tf.searchsorted(parts.firsts, batch[None], side="right")[0] - 1
+        start = tf.gather(parts.starts, part) + (batch - tf.gather(parts.firsts, part)) * tf.gather(parts.sizes, part)
+        stream = tf.range(start + first, start + (tf.gather(parts.sizes, part) if end is None else end))
+        of_pattern, block = stream - tf.gather(parts.origins, part), tf.gather(parts.blocks, part)
+        slot = of_pattern % block + tf.gather(parts.offsets, part)
+        sources = tf.gather(parts.sources, slot)
+        of_block = tf.gather(tf.gather(parts.counts, part), sources)
+        before = tf.gather(tf.gather(parts.before, part), sources)
+        numbers = before + of_pattern // block * of_block + tf.gather(parts.ranks, slot)  # of the source's examples
         counts = tf.gather(np.array(self.rows_of, np.int64), sources)
         epochs, rows = numbers // counts, numbers % counts
         if self.is_shuffled:
@@ -108,19 +112,22 @@ class MixedOrder:
 
     def examples_before(self, batch: int) -> int:
         """Returns the number of examples in all batches before one."""
-        firsts, starts, sizes = self._sizes
-        part = int(np.searchsorted(firsts, batch, side="right")) - 1
-        return int(starts[part]) + (batch - int(firsts[part])) * int(sizes[part])
+        part = int(np.searchsorted(self._parts.firsts, batch, side="right")) - 1
+        first, start, size = (int(values[part]) for values in self._parts[:3])
+        return start + (batch - first) * size
 
     def batch_at(self, examples: int) -> int:
         """Returns the last batch that begins at some number of examples or before."""
-        firsts, starts, sizes = self._sizes
-        part = int(np.searchsorted(starts, examples, side="right")) - 1
-        return int(firsts[part]) + (examples - int(starts[part])) // int(sizes[part])
+        part = int(np.searchsorted(self._parts.starts, examples, side="right")) - 1
+        first, start, size = (int(values[part]) for values in self._parts[:3])
+        return first + (examples - start) // size
 
     def seen(self, batch: int) -> dict[str, int]:
         """Returns the number of examples of each source in all batches before one, by the sources' names."""
-        return dict(zip(self.names, self._seen(self.examples_before(batch)).tolist(), strict=True))
+        parts, examples = self._parts, self.examples_before(batch)
+        part = int(np.searchsorted(parts.firsts, batch, side="right")) - 1
+        counts = _count(tuple(parts.counts[part].tolist()), examples - int(parts.origins[part]))
+        return dict(zip(self.names, (parts.before[part] + counts).tolist(), strict=True))
 
     def facts_at(self, position: Mapping[str, Any]) -> dict[str, Any]:
         """Returns what a position depends on, for JSON.
@@ -132,114 +139,74 @@ class MixedOrder:
         """
         batches = position["batches"]
         examples = position.get("examples", self.examples_before(batches))
-        phases = self._phases
-        begun = [i for i, start in enumerate(phases.starts.tolist()) if start < examples] or [0]
-        slots = [(int(phases.starts[i]), self.shares[i][1]) for i in begun]
+        starts = [(self.examples_before(batch), slots) for batch, slots in self.shares]
+        slots = [part for part in starts if part[0] < examples] or starts[:1]
         digest = hashlib.sha256(repr((self.names, self.rows_of, slots)).encode()).hexdigest()[:12]
         start, latest = slots[-1]
         text = ", ".join(f"{n} {100 * s / sum(latest):.4g} %" for n, s in zip(self.names, latest, strict=True))
         text = text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]}..."
         return {
             "examples": examples,
-            "batch_size": int(self._sizes[2][np.searchsorted(self._sizes[0], batches, side="right") - 1]),
+            "batch_size": self.examples_before(batches + 1) - self.examples_before(batches),
             "mixture": f"{text} from example {start:,} on ({digest})",
         }
 
-    def _source_and_number(self, stream: tf.Tensor, phase: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Returns the source of each example of the stream, and how many of this source come before it, int64 [n]."""
-        phases = self._phases
-        of_phase, size = stream - tf.gather(phases.starts, phase), tf.gather(phases.blocks, phase)
-        block, slot = of_phase // size, of_phase % size + tf.gather(phases.offsets, phase)
-        sources = tf.gather(phases.sources, slot)
-        before = tf.gather(tf.gather(phases.before, phase), sources)
-        share = tf.gather(tf.gather(phases.counts, phase), sources)
-        return sources, before + block * share + tf.gather(phases.ranks, slot)
-
-    def _seen(self, examples: int) -> np.ndarray:
-        """Returns the number of examples of each source among the first of the stream, int64 [sources]."""
-        phases = self._phases
-        phase = int(np.searchsorted(phases.starts, examples, side="right")) - 1
-        return phases.before[phase] + _count(self.shares[phase][1], examples - int(phases.starts[phase]))
-
     @functools.cached_property
-    def _sizes(self) -> np.ndarray:
-        """The first batch of each part of the stream with one batch size, its first example, and the size, [3, p]."""
-        firsts, sizes = np.array(self.batch_sizes, np.int64).T
-        starts = np.concatenate([[0], np.cumsum(np.diff(firsts) * sizes[:-1])])
-        return np.stack([firsts, starts, sizes])
-
-    @functools.cached_property
-    def _phases(self) -> "_Phases":
-        counts = [slots for _, slots in self.shares]
-        starts = [self.examples_before(batch) for batch, _ in self.shares]
-        before = [np.zeros(len(self.names), np.int64)]
-        for slots, start, end in zip(counts, starts, starts[1:], strict=False):
-            before.append(before[-1] + _count(slots, end - start))
-        blocks = [sum(slots) for slots in counts]
-        sources = np.concatenate([arrange(slots) for slots in counts])
-        return _Phases(
-            np.array([batch for batch, _ in self.shares], np.int64),
-            np.array(starts, np.int64),
-            np.array(blocks, np.int64),
-            np.cumsum([0, *blocks[:-1]], dtype=np.int64),
-            np.array(counts, np.int64),
-            np.stack(before),
-            sources,
-            np.concatenate([_ranks(slots) for slots in counts]),
-        )
+    def _parts(self) -> "_Parts":
+        shares, sizes, rows = dict(self.shares), dict(self.batch_sizes), []
+        start, offset, before, slots = 0, 0, np.zeros(len(self.names), np.int64), self.shares[0][1]
+        latest = origin = size = 0
+        for first in sorted({*shares, *sizes}):
+            start, latest = start + (first - latest) * size, first
+            size = sizes.get(first, size)
+            if first and first in shares:
+                before, offset = before + _count(slots, start - origin), offset + sum(slots)
+                origin, slots = start, shares[first]
+            rows.append((first, start, size, origin, sum(slots), offset, slots, before))
+        columns = (np.array(column, np.int64) for column in zip(*rows, strict=True))
+        return _Parts(*columns, *np.concatenate([arrange(slots) for _, slots in self.shares], axis=1))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Phases:
-    """Parts of the stream with the same shares, one after the other: arrays of int64."""
+class _Parts(NamedTuple):
+    """Parts of the stream with the same shares and batch size, one after the other: arrays of int64."""
 
     firsts: np.ndarray  # [p] the first batch
     starts: np.ndarray  # [p] the first example
+    sizes: np.ndarray  # [p] examples of a batch
+    origins: np.ndarray  # [p] the example from which on the shares hold, with which a block begins
     blocks: np.ndarray  # [p] the slots of a block
     offsets: np.ndarray  # [p] of the block's slots in `sources` and `ranks`
     counts: np.ndarray  # [p, sources] the slots of each source in a block
-    before: np.ndarray  # [p, sources] examples of each source before
-    sources: np.ndarray  # [slots of all parts] the source of a slot
-    ranks: np.ndarray  # [slots of all parts] how many slots of the block before it have this source
+    before: np.ndarray  # [p, sources] examples of each source before the origin
+    sources: np.ndarray  # [slots of all shares] the source of a slot
+    ranks: np.ndarray  # [slots of all shares] how many slots of the block before it have this source
 
 
 @functools.cache
 def arrange(slots: tuple[int, ...]) -> np.ndarray:
-    """Returns the source of each slot of a block, int64 [sum of the slots].
+    """Returns the source of each slot of a block, and how many slots before it have this source, int64 [2, n].
 
     Sources alternate: among the first t slots, a source with the share p has more than pt - 1 and less than pt + 1.
     This is the quota method of Balinski and Young, "The Quota Method of Apportionment", 1975.
 
     Args:
-        slots: of each source.
+        slots: of each source; n together.
     """
     counts, block = np.array(slots, np.int64), sum(slots)
-    taken, sources = np.zeros(len(slots), np.int64), np.empty(block, np.int64)
+    taken, arranged = np.zeros(len(slots), np.int64), np.empty([2, block], np.int64)
     with np.errstate(divide="ignore"):
         for slot in range(block):
             due = np.where(taken * block < counts * (slot + 1), (taken + 1) / counts, np.inf)
-            sources[slot] = np.argmin(due)
-            taken[sources[slot]] += 1
-    return sources
-
-
-def _ranks(slots: tuple[int, ...]) -> np.ndarray:
-    sources = arrange(slots)
-    ranks = np.empty_like(sources)
-    for source, count in enumerate(slots):
-        ranks[sources == source] = np.arange(count)
-    return ranks
+            source = np.argmin(due)
+            arranged[:, slot] = source, taken[source]
+            taken[source] += 1
+    return arranged
 
 
 def _count(slots: tuple[int, ...], examples: int) -> np.ndarray:
     """Returns the number of examples of each source among the first ones with these shares, int64 [sources]."""
     blocks, rest = divmod(examples, sum(slots))
-    return blocks * np.array(slots, np.int64) + np.bincount(arrange(slots)[:rest], minlength=len(slots))
-
-
-def _latest(firsts: np.ndarray, batch: tf.Tensor) -> tf.Tensor:
-    """Returns the index of the last part that begins at a batch or before, int64 []."""
-    return tf.searchsorted(firsts, batch[None], side="right", out_type=tf.int64)[0] - 1
+    return blocks * np.array(slots, np.int64) + np.bincount(arrange(slots)[0, :rest], minlength=len(slots))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -286,10 +253,7 @@ class LengthOrder(Order):
         epoch, of_epoch = divmod(batch, self.batches_per_epoch)
         window, of_window = divmod(of_epoch, _WINDOW_BATCHES)
         before = super().seen(batch - of_window)["data"]
-        is_whole = (window + 1) * _WINDOW_BATCHES * self.batch_size <= self.num_rows
-        if is_whole or not of_window:
-            return {"data": before + of_window * self.batch_size}
-        return {"data": before + sum(map(len, self._window(epoch, window)[:of_window]))}
+        return {"data": before + sum(map(len, self._window(epoch, window)[:of_window] if of_window else []))}
 
     def _width(self, batch: np.ndarray) -> np.ndarray:
         longest = self.lengths[self._rows(batch)].max()

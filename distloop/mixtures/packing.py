@@ -7,13 +7,14 @@ Which sequences are in a row is planned once, from their lengths. It does not kn
 """
 
 import hashlib
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from distloop.data.examples import as_example
-from distloop.log import log
+from distloop.data.rows import read_rows
 from distloop.settings.durations import shown, whole_number
 
 
@@ -60,53 +61,34 @@ class PackedRows:
     """
 
     def __init__(self, source: Any, length: int, lengths: np.ndarray):
-        """Plans the rows, and looks at the first sequence.
-
-        Args:
-            source: of sequences.
-            length: of a row.
-            lengths: of the sequences.
-        """
+        """Plans the rows; the arguments are those of `pack`."""
         self._source, self._length, self._lengths = source, length, lengths
         self._sequences, self._starts = plan(lengths, length)
-        if hasattr(source, "__getitems__"):
-            self.__getitems__ = self._read_rows
         self.padding = 1 - float(lengths.sum(dtype=np.int64)) / (length * len(self))
         mark = hashlib.sha256(f"{length} {getattr(source, 'fingerprint', '')}".encode())
         mark.update(self._sequences.tobytes())
         mark.update(self._starts.tobytes())
         self.fingerprint = mark.hexdigest()[:16]
-        log.info(
-            "%s sequences are packed into %s rows of %d, %.1f %% of them padding.",
-            *(f"{len(lengths):,}", f"{len(self):,}", length, 100 * self.padding),
-        )
 
     def __len__(self) -> int:
         return len(self._starts) - 1
 
     def __getitem__(self, row: int) -> dict[str, np.ndarray]:
         """Returns one row."""
-        return self._packed(row, [self._source[number] for number in self._numbers(row)])
+        return self.__getitems__([row])[0]
 
-    def _read_rows(self, rows: list[int]) -> list[dict[str, np.ndarray]]:
-        """Returns some rows, whose sequences are read together."""
-        examples = iter(self._source.__getitems__([number for row in rows for number in self._numbers(row)]))
-        return [self._packed(row, [next(examples) for _ in self._numbers(row)]) for row in rows]
+    def __getitems__(self, rows: Sequence[int]) -> list[dict[str, np.ndarray]]:
+        """Returns some rows, whose sequences are read together where their source can."""
+        numbers = [self._sequences[self._starts[row] : self._starts[row + 1]].tolist() for row in rows]
+        sequences = iter(read_rows(self._source, list(itertools.chain.from_iterable(numbers))))
+        return [self._packed(of_row, list(itertools.islice(sequences, len(of_row)))) for of_row in numbers]
 
-    def describe_change(self, fingerprint: str) -> str:
-        """Returns how the rows differ from those of a fingerprint, as a part of a sentence."""
-        return "the sequences, their lengths or the length of rows have changed, and with them which are in a row"
-
-    def _numbers(self, row: int) -> list[int]:
-        return list(map(int, self._sequences[self._starts[row] : self._starts[row + 1]]))
-
-    def _packed(self, row: int, sequences: list[Any]) -> dict[str, np.ndarray]:
+    def _packed(self, numbers: list[int], sequences: list[Any]) -> dict[str, np.ndarray]:
         """Returns a row of some sequences.
 
         Raises:
             ValueError: if a sequence has another length than `lengths` says.
         """
-        numbers = self._numbers(row)
         parts = [part if isinstance(part, Mapping) else {"tokens": part} for part in map(as_example, sequences)]
         for number, part in zip(numbers, parts, strict=True):
             for name, entry in part.items():
@@ -141,23 +123,18 @@ def plan(lengths: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
     """
     order = np.argsort(-lengths.astype(np.int64), kind="stable")
     sizes, counts = np.unique(lengths, return_counts=True)
-    row_of, num_rows, first = np.empty(len(lengths), np.int64), 0, 0
-    rows_by_room: list[list[np.ndarray]] = [[] for _ in range(length + 1)]
+    row_of, first = np.empty(len(lengths), np.int64), 0
+    rows_by_room: list[list[np.ndarray]] = [[] for _ in range(length)] + [[np.arange(len(lengths))]]  # the last are new
     for size, count in zip(sizes[::-1].tolist(), counts[::-1].tolist(), strict=True):
         left = count
         for room in range(size, length + 1):
-            fits = room // size
             if not left:
                 break
-            if room == length:
-                rows = np.arange(num_rows, num_rows + -(-left // fits))
-                num_rows += len(rows)
-            elif rows_by_room[room]:
-                rows = np.concatenate(rows_by_room[room])
-                rows_by_room[room] = [rows[-(-left // fits) :]] if len(rows) * fits > left else []
-                rows = rows[: -(-left // fits)]
-            else:
+            if not rows_by_room[room]:
                 continue
+            fits, (rows, *more) = room // size, rows_by_room[room]
+            rows, rest = np.split(np.concatenate([rows, *more]) if more else rows, [-(-left // fits)])
+            rows_by_room[room] = [rest] if len(rest) else []
             placed = min(left, len(rows) * fits)
             row_of[first : first + placed] = np.repeat(rows, fits)[:placed]
             first, left = first + placed, left - placed
@@ -167,4 +144,4 @@ def plan(lengths: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
             if placed % fits:
                 rows_by_room[room - placed % fits * size].append(rows[whole:])
     by_row = np.argsort(row_of, kind="stable")
-    return order[by_row], np.searchsorted(row_of[by_row], np.arange(num_rows + 1))
+    return order[by_row], np.searchsorted(row_of[by_row], np.arange(row_of.max() + 2))

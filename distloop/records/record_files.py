@@ -12,7 +12,7 @@ import itertools
 import operator
 import os
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -23,10 +23,8 @@ from distloop.records.record_index import (
     FileNames,
     Files,
     Index,
-    Shard,
-    crc32c,
     expand,
-    masked,
+    is_intact,
     open_index,
 )
 
@@ -49,17 +47,15 @@ class Records:
         self.shards, self._positions = index
         self._files, self._skips = files, skips
         self._firsts = [0, *itertools.accumulate(shard.num_records for shard in self.shards)]  # by shard, and the end
-        self._crc32c = crc32c()
         self._corrupt: set[int] = set()
         self._has_warned: set[int] = set()  # shards
-        self.fingerprint = _fingerprint(self.shards)
+        digest = hashlib.blake2b("".join(shard.digest for shard in self.shards).encode(), digest_size=8).hexdigest()
+        parts = "".join(shard.digest[:_DIGITS] for shard in self.shards) if len(self.shards) <= _MAX_NAMED else ""
+        self.fingerprint = f"{digest}:{len(self.shards)}:{parts}"
 
     def __len__(self) -> int:
         """Returns the number of records."""
         return self._firsts[-1]
-
-    def __repr__(self) -> str:
-        return f"Records({len(self)} of {len(self.shards)} files, {self.fingerprint.partition(':')[0]})"
 
     @property
     def num_skipped(self) -> int:
@@ -81,7 +77,11 @@ class Records:
             ValueError: if one is corrupt.
             OSError: if a file cannot be read.
         """
-        if not (rows := _from_zero(numbers, len(self))).size:
+        rows = np.asarray(numbers, np.int64)
+        rows = np.where(rows < 0, rows + len(self), rows)
+        if not ((rows >= 0) & (rows < len(self))).all():
+            raise IndexError(f"A record was asked for that does not exist: there are {len(self)}, counted from 0.")
+        if not rows.size:
             return []
         shards = np.searchsorted(self._firsts, rows, "right") - 1
         begins, ends = self._positions[rows + shards], self._positions[rows + shards + 1]
@@ -94,7 +94,7 @@ class Records:
         for block, (first, end) in zip(blocks, itertools.pairwise(cuts), strict=True):
             origin = spans[first][1]
             for number, (shard, begin, stop) in zip(rows[first:end].tolist(), spans[first:end], strict=True):
-                data = self._checked(block[begin - origin : stop - origin])
+                data = _data_of(block[begin - origin : stop - origin])
                 records.append(self._in_place_of(number, shard, begin) if data is None else data)
         return records
 
@@ -119,12 +119,6 @@ class Records:
         more = f" and {len(names) - _MAX_LISTED} more files" if len(names) > _MAX_LISTED else ""
         return f"the records of {', '.join(names[:_MAX_LISTED]) or 'a file'}{more} have changed"
 
-    def _checked(self, record: bytes) -> bytes | None:
-        """Returns the data of a record that was read whole; None if the data does not fit its checksum."""
-        data = record[HEADER_BYTES:-FOOTER_BYTES]
-        is_intact = masked(self._crc32c(data)) == int.from_bytes(record[-FOOTER_BYTES:], "little")
-        return data if is_intact else None
-
     def _in_place_of(self, number: int, shard: int, begin: int) -> bytes:
         """Returns the data of the next intact record of a shard in place of a corrupt one, which is counted.
 
@@ -141,85 +135,26 @@ class Records:
         self._corrupt.add(number)
         for other in [*range(number + 1, end), *range(first, number)]:
             (record,) = self._files.read([(shard, *self._positions[other + shard : other + shard + 2].tolist())])
-            if (data := self._checked(record)) is not None:
+            if (data := _data_of(record)) is not None:
                 return data
             self._corrupt.add(other)
         raise ValueError(f"All records of {path!r} are corrupt: write or copy the file again, or leave it out.")
 
 
-class ArrayRecords:
-    """The records of ArrayRecord files by number; may be read from several threads at once, and pickled.
-
-    Such files hold their own index, and the package array_record checks the data when it reads it.
-
-    Attributes:
-        fingerprint: a digest of the files' sizes and ends, where their indices are.
-    """
-
-    def __init__(self, paths: Sequence[str]):
-        """Opens the files.
-
-        Raises:
-            ValueError: if the package is not installed, or a file cannot be read or holds no records.
-        """
-        try:
-            from array_record.python.array_record_data_source import ArrayRecordDataSource
-        except ImportError:
-            raise ValueError(f"The file {paths[0]!r} needs array_record: pip install array_record.") from None
-        digest = hashlib.blake2b(digest_size=8)
-        for path in paths:
-            try:
-                num_records = len(ArrayRecordDataSource([path]))
-                with open(path, "rb") as file:
-                    size = file.seek(0, os.SEEK_END)
-                    file.seek(max(size - _INDEX_BYTES, 0))
-                    digest.update(b"%d %b" % (size, file.read()))
-            except (RuntimeError, OSError) as error:
-                raise ValueError(
-                    f"The file {path!r} cannot be read as ArrayRecord ({error}): write it again."
-                ) from error
-            if not num_records:
-                raise ValueError(f"The file {path!r} holds no records: leave it out, or write it again.")
-        self._source = ArrayRecordDataSource(list(paths))
-        self.fingerprint = digest.hexdigest()
-
-    def __len__(self) -> int:
-        """Returns the number of records."""
-        return len(self._source)
-
-    def __repr__(self) -> str:
-        return f"ArrayRecords({len(self)}, {self.fingerprint})"
-
-    def __getitem__(self, number: int) -> bytes:
-        """Returns the data of a record; the errors are those of `__getitems__`."""
-        return self.__getitems__([operator.index(number)])[0]
-
-    def __getitems__(self, numbers: Sequence[int]) -> list[bytes]:
-        """Returns the data of records, in any order; raises an IndexError if there is no such record."""
-        rows = _from_zero(numbers, len(self)).tolist()
-        return list(self._source.__getitems__(rows)) if rows else []
-
-    def describe_change(self, fingerprint: str) -> str:
-        """Returns how these records differ from those of a fingerprint, as a part of a sentence; empty: they do not."""
-        return "" if fingerprint == self.fingerprint else "the records of a file have changed"
-
-
-def _from_zero(numbers: Sequence[int], count: int) -> np.ndarray:
-    """Returns numbers of records from 0; raises an IndexError if there is no such record."""
-    rows = np.asarray(numbers, np.int64)
-    rows = np.where(rows < 0, rows + count, rows)
-    if not ((rows >= 0) & (rows < count)).all():
-        raise IndexError(f"A record was asked for that does not exist: there are {count}, counted from 0.")
-    return rows
+def _data_of(record: bytes) -> bytes | None:
+    """Returns the data of a record that was read whole; None if the data does not fit its checksum."""
+    data = record[HEADER_BYTES:-FOOTER_BYTES]
+    return data if is_intact(data, record[-FOOTER_BYTES:]) else None
 
 
 def open_records(
     files: FileNames, *, index_dir: str | os.PathLike[str] = "", on_corrupt: Literal["raise", "skip"] = "raise"
-) -> "Records | ArrayRecords":
+) -> "Records | Any":
     """Returns the records of TFRecord or ArrayRecord files as a source for `make_dataset`: read by number, as bytes.
 
     The first call reads the headers of TFRecord files and keeps where each record begins, in a hidden file of 8 bytes a
-    record. Later ones read that, and the headers of files whose size or time differs.
+    record. Later ones read that, and the headers of files whose size or time differs. ArrayRecord files hold an index
+    of their own; theirs is the data source of the package array_record.
 
     Args:
         files: a path, a pattern such as `data/train-*.tfrecord`, or several of them; URLs such as "gs://..." take
@@ -241,8 +176,7 @@ def open_records(
     if any(are_arrays):
         if not all(are_arrays):
             raise ValueError("ArrayRecord and TFRecord files were given; open those of each kind by themselves.")
-        return ArrayRecords(paths)
-    crc32c()
+        return _open_array_records(paths)
     opened = Files(paths)
     index = open_index(opened, os.path.expanduser(os.fspath(index_dir)))
     for shard in index[0]:
@@ -259,8 +193,28 @@ def open_records(
     return records
 
 
-def _fingerprint(shards: Sequence[Shard]) -> str:
-    """Returns a digest of all records, the number of shards, and, of few shards, a short digest of each."""
-    digest = hashlib.blake2b("".join(shard.digest for shard in shards).encode(), digest_size=8).hexdigest()
-    parts = "".join(shard.digest[:_DIGITS] for shard in shards) if len(shards) <= _MAX_NAMED else ""
-    return f"{digest}:{len(shards)}:{parts}"
+def _open_array_records(paths: Sequence[str]) -> Any:
+    """Returns the data source of the package array_record over files, which hold their own index.
+
+    It gets a fingerprint, a digest of the files' sizes and ends, where their indices are.
+
+    Raises:
+        ValueError: if the package is not installed, or a file cannot be read.
+    """
+    try:
+        from array_record.python.array_record_data_source import ArrayRecordDataSource
+    except ImportError:
+        raise ValueError(f"The file {paths[0]!r} needs array_record: pip install array_record.") from None
+    digest = hashlib.blake2b(digest_size=8)
+    for path in paths:
+        try:
+            ArrayRecordDataSource([path])
+            with open(path, "rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(size - _INDEX_BYTES, 0))
+                digest.update(b"%d %b" % (size, file.read()))
+        except (RuntimeError, OSError) as error:
+            raise ValueError(f"The file {path!r} cannot be read as ArrayRecord ({error}): write it again.") from error
+    source = ArrayRecordDataSource(list(paths))
+    source.fingerprint = digest.hexdigest()
+    return source

@@ -19,12 +19,12 @@ import concurrent.futures
 import functools
 import glob
 import hashlib
+import io
 import json
 import os
 import pathlib
-import threading
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -32,15 +32,24 @@ import numpy as np
 from distloop.atomic_files import make_directory, replacing
 from distloop.log import log
 from distloop.monitoring.console import say
-from distloop.monitoring.records import parse_json
 from distloop.urls import absolute, file_system, is_url, keep_password
+
+try:
+    import google_crc32c
+except ImportError:
+    google_crc32c = None  # type: ignore[assignment]  # which `open_index` refuses
 
 _FORMAT = b"distloop records 1"
 _NUM_THREADS = 8
 HEADER_BYTES, FOOTER_BYTES = 12, 4
-_AROUND_BYTES = HEADER_BYTES + FOOTER_BYTES  # of a record, without its data
 _MASK_DELTA = 0xA282EAD8
-_PATIENCE_SECS = 1.5  # before a line is printed
+_BLOCK_BYTES = 1 << 22  # that a request for headers behind a URL gets
+_MANY_BYTES = 1 << 30  # of which a line is printed
+# What uncompresses a file, by its first bytes: of gzip (RFC 1952), and of zlib's four levels (RFC 1950).
+_PROGRAMS = {
+    b"\x1f\x8b": "gunzip -c",
+    **dict.fromkeys((b"x\x01", b"x^", b"x\x9c", b"x\xda"), "zlib-flate -uncompress <"),
+}
 MAX_OPEN_FILES = 128  # of one `Files`; a process may usually have 1024
 
 FileNames: TypeAlias = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
@@ -53,7 +62,6 @@ class Files:
 
     Attributes:
         paths: paths, or URLs of one file system.
-        buffer_bytes: how much `open` reads at once.
     """
 
     def __init__(self, paths: Sequence[str]):
@@ -66,7 +74,6 @@ class Files:
             raise ValueError("Files of several file systems were given; give those of one, or copy them to one.")
         self.paths = paths
         self._system = file_system(paths[0]) if is_url(paths[0]) else None
-        self.buffer_bytes = 1 << 16 if self._system is None else 1 << 22
         self._opened = functools.lru_cache(MAX_OPEN_FILES)(_OpenFile)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -83,33 +90,25 @@ class Files:
     def open(self, file: int) -> Any:
         """Returns a file, open to be read from its beginning on."""
         if self._system is not None:
-            return self._system.open(self.paths[file], "rb", block_size=self.buffer_bytes)
-        return open(self.paths[file], "rb", self.buffer_bytes)
+            return self._system.open(self.paths[file], "rb", block_size=_BLOCK_BYTES)
+        return open(self.paths[file], "rb")
 
     def read(self, ranges: Sequence[tuple[int, int, int]]) -> Iterable[bytes]:
         """Returns the bytes of ranges, each the number of a file, its begin and its end; fewer where a file ends."""
         if self._system is None:
-            return (self._opened(self.paths[file]).read(begin, end) for file, begin, end in ranges)
+            return (self._opened(self.paths[file]).read_range(begin, end) for file, begin, end in ranges)
         files, begins, ends = map(list, zip(*ranges, strict=True))
         return self._system.cat_ranges([self.paths[file] for file in files], begins, ends, on_error="raise")
 
 
-class _OpenFile:
+class _OpenFile(io.FileIO):
     """A file that is closed when the last thread that reads it has let go of it."""
 
-    def __init__(self, path: str):
-        self._descriptor = -1
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    def __del__(self) -> None:
+        self.close()
 
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # at exit, `os` may be gone
-        if self._descriptor >= 0:
-            close(self._descriptor)
-
-    def read(self, begin: int, end: int) -> bytes:
-        data = more = os.pread(self._descriptor, end - begin, begin)
-        while more and len(data) < end - begin:  # the system reads no more than 2 GB at once
-            data += (more := os.pread(self._descriptor, end - begin - len(data), begin + len(data)))
-        return data
+    def read_range(self, begin: int, end: int) -> bytes:
+        return os.pread(self.fileno(), end - begin, begin)
 
 
 class Shard(NamedTuple):
@@ -145,26 +144,35 @@ def open_index(files: Files, directory: str = "") -> Index:
         directory: of the index, a path or a URL; empty: that of the first shard.
 
     Raises:
-        ValueError: if a shard is compressed, no TFRecord, or holds other records than when the index was made.
+        ValueError: if a shard is compressed, no TFRecord, or holds other records than when the index was made; or if
+            google-crc32c is not installed.
         OSError: if a shard cannot be read.
     """
+    if google_crc32c is None:
+        raise ValueError("TFRecord files need google-crc32c: pip install 'distloop[records]'.")
     path = index_path(files.paths, directory)
     stored = _load(path, files.paths)
-    with concurrent.futures.ThreadPoolExecutor(_NUM_THREADS) as pool:
-        stats = list(pool.map(files.stat, range(len(files.paths))))
-    scans: list[tuple[Shard, np.ndarray] | None] = [None] * len(stats)
+    scans: list[Any] = [None] * len(files.paths)
     if stored is not None:
         ends = np.cumsum([shard.num_records + 1 for shard in stored[0]])
         scans = list(zip(stored[0], np.split(stored[1], ends[:-1]), strict=True))
-    newer = [i for i, scan in enumerate(scans) if scan is None or scan[0][1:3] != stats[i]]
-    if stored is not None and not newer:
-        return stored
-    for i, scan in zip(newer, scan_shards(files, newer, [stats[i] for i in newer]), strict=True):
-        before = scans[i]
-        if before is not None and before[0].digest != scan[0].digest and not before[0].damage:
-            raise _has_changed(before[0], scan[0], path)
-        scans[i] = scan
-    shards, positions = zip(*(scan for scan in scans if scan), strict=True)
+    with concurrent.futures.ThreadPoolExecutor(_NUM_THREADS) as pool:
+        stats = list(pool.map(files.stat, range(len(scans))))
+        newer = [i for i, scan in enumerate(scans) if scan is None or scan[0][1:3] != stats[i]]
+        if stored is not None and not newer:
+            return stored
+        if (num_bytes := sum(stats[i][0] for i in newer)) > _MANY_BYTES:
+            say(f"Reading the headers of {len(newer)} shards, {num_bytes / 1e9:.1f} GB, once.")
+        for i, scan in zip(newer, pool.map(lambda i: scan_shard(files, i, stats[i]), newer), strict=True):
+            before, now = scans[i] and scans[i][0], scan[0]
+            if before is not None and before.digest != now.digest and not before.damage:
+                raise ValueError(
+                    f"The shard {now.path!r} has changed: its index was made of {before.num_records} records in "
+                    f"{before.num_bytes} bytes, and it has {now.num_records} other ones in {now.num_bytes} bytes; to "
+                    f"go on with a run, put the old file back; to use the new one, delete {path!r}."
+                )
+            scans[i] = scan
+    shards, positions = zip(*scans, strict=True)
     index = shards, np.concatenate(positions)
     _store(path, *index)
     return index
@@ -182,32 +190,20 @@ def index_path(paths: Sequence[str], directory: str = "") -> str:
     return f"{directory}/.records-{key}.index"  # hidden, so that no pattern for shards matches it
 
 
-def _has_changed(before: Shard, now: Shard, path: str) -> ValueError:
-    return ValueError(
-        f"The shard {now.path!r} has changed: its index was made of {before.num_records} records in "
-        f"{before.num_bytes} bytes, and it has {now.num_records} other ones in {now.num_bytes} bytes; to "
-        f"go on with a run, put the old file back; to use the new one, delete {path!r}."
-    )
-
-
 def _load(path: str, paths: Sequence[str]) -> Index | None:
     """Returns the index in a file; None if there is none, or, with a warning, if it cannot be used."""
     try:
         data = file_system(path).cat_file(path) if is_url(path) else pathlib.Path(path).read_bytes()
+        mark, _, rest = data.partition(b"\n")
+        if mark != _mark_of(rest):
+            raise ValueError("it is damaged")
+        head, _, positions = rest.partition(b"\n")
+        shards = tuple(Shard(path, *row) for path, row in zip(paths, json.loads(head), strict=True))
+        return shards, np.frombuffer(positions, "<i8")
     except FileNotFoundError:
         return None
-    except OSError as error:
+    except (OSError, ValueError) as error:
         log.warning("The index %r cannot be read (%s): the headers of the shards are read again.", path, error)
-        return None
-    mark, _, rest = data.partition(b"\n")
-    head, _, positions = rest.partition(b"\n")
-    try:
-        if mark != _mark_of(rest):
-            raise ValueError
-        shards = parse_json(head, lambda rows: tuple(Shard(path, *row) for path, row in zip(paths, rows, strict=True)))
-        return shards, np.frombuffer(positions, "<i8")
-    except ValueError:
-        log.warning("The index %r is damaged: the headers of the shards are read again.", path)
         return None
 
 
@@ -220,16 +216,15 @@ def _store(path: str, shards: Sequence[Shard], positions: np.ndarray) -> None:
             file_system(path).pipe_file(path, data)  # object stores show a file when it is whole
             return
         make_directory(os.path.dirname(path))
-        with replacing(path) as temporary, open(temporary, "wb") as file:
-            file.write(data)
+        with replacing(path) as temporary:
+            pathlib.Path(temporary).write_bytes(data)
     except OSError as error:
-        if isinstance(error, FileNotFoundError) and not is_url(path):
-            return  # another host took the temporary file for what a killed process left, and writes an index itself
-        log.warning(
-            "The index %r cannot be written (%s), so each start reads the headers of the shards again: name a "
-            "directory for it by open_records(..., index_dir=...).",
-            *(path, error),
-        )
+        if is_url(path) or not isinstance(error, FileNotFoundError):  # which another host causes that writes it, too
+            log.warning(
+                "The index %r cannot be written (%s), so each start reads the headers of the shards again: name a "
+                "directory for it by open_records(..., index_dir=...).",
+                *(path, error),
+            )
 
 
 def _mark_of(rest: bytes) -> bytes:
@@ -237,106 +232,58 @@ def _mark_of(rest: bytes) -> bytes:
     return b"%s %08x" % (_FORMAT, zlib.crc32(rest, zlib.crc32(b"\n")))
 
 
-@functools.cache
-def crc32c() -> Callable[[bytes], int]:
-    """Returns the function that computes the CRC-32C of bytes.
-
-    Raises:
-        ValueError: if its package is not installed.
-    """
-    try:
-        import google_crc32c
-    except ImportError:
-        raise ValueError("TFRecord files need google-crc32c: pip install 'distloop[records]'.") from None
-    return google_crc32c.value
+def is_intact(data: bytes, checksum: bytes) -> bool:
+    """Returns whether bytes fit their masked CRC-32C."""
+    crc = google_crc32c.value(data)
+    return ((crc >> 15 | crc << 17) + _MASK_DELTA) & 0xFFFFFFFF == int.from_bytes(checksum, "little")
 
 
-def masked(crc: int) -> int:
-    """Returns a CRC-32C in the form that TFRecord files hold."""
-    return ((crc >> 15 | crc << 17) + _MASK_DELTA) & 0xFFFFFFFF
-
-
-def scan_shards(
-    files: Files, numbers: Sequence[int], stats: Sequence[tuple[int, str]]
-) -> list[tuple[Shard, np.ndarray]]:
-    """Returns shards and where their records begin, and prints a line if this takes more than a moment.
+def scan_shard(files: Files, number: int, stat: tuple[int, str]) -> tuple[Shard, np.ndarray]:
+    """Returns a shard, and where its records begin and the last one ends, int64 `[num_records + 1]`.
 
     Args:
         files: all shards.
-        numbers: of the shards to scan.
-        stats: size in bytes and stamp of each shard in `numbers`.
-
-    Returns:
-        For each of them the shard, and where each record begins and the last one ends, int64 `[num_records + 1]`.
+        number: of the shard.
+        stat: its size in bytes and stamp.
 
     Raises:
-        ValueError: if a file is compressed, or no TFRecord.
-        OSError: if one cannot be read.
+        ValueError: if it is compressed, or no TFRecord.
+        OSError: if it cannot be read.
     """
-    pool, is_over = concurrent.futures.ThreadPoolExecutor(_NUM_THREADS), threading.Event()
-    futures = [pool.submit(_scan_shard, files, *job, is_over) for job in zip(numbers, stats, strict=True)]
-    try:
-        if concurrent.futures.wait(futures, _PATIENCE_SECS, concurrent.futures.FIRST_EXCEPTION).not_done:
-            num_bytes = sum(num_bytes for num_bytes, _ in stats)
-            say(f"Reading the headers of {len(futures)} shards, {num_bytes / 1e9:.1f} GB, once.")
-        for future in concurrent.futures.as_completed(futures):
-            future.result()
-        return [future.result() for future in futures]
-    finally:
-        is_over.set()  # after an error or Ctrl-C, the process waits for no other scan
-        pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _scan_shard(files: Files, number: int, stat: tuple[int, str], is_over: threading.Event) -> tuple[Shard, np.ndarray]:
-    """Returns one shard and where its records begin."""
-    path, digest, crc, num_bytes = files.paths[number], hashlib.blake2b(digest_size=8), crc32c(), stat[0]
+    path, digest, num_bytes = files.paths[number], hashlib.blake2b(digest_size=8), stat[0]
     if not num_bytes:  # of which object stores refuse to send a range
         return Shard(path, *stat, 0, digest.hexdigest(), "it is empty"), np.zeros(1, np.int64)
     positions, damage, footer = array.array("q", [0]), "", bytes(FOOTER_BYTES)
     with files.open(number) as file:
-        while (begin := positions[-1]) < num_bytes:
-            if is_over.is_set():
-                raise concurrent.futures.CancelledError
+        while not damage and (begin := positions[-1]) < num_bytes:
             header = file.read(HEADER_BYTES)
-            following = begin + _AROUND_BYTES + int.from_bytes(header[:8], "little")
+            following = begin + HEADER_BYTES + int.from_bytes(header[:8], "little") + FOOTER_BYTES
             if begin + HEADER_BYTES > num_bytes:
                 damage = "is cut off"
-            elif masked(crc(header[:8])) != int.from_bytes(header[8:], "little"):
+            elif not is_intact(header[:8], header[8:]):
                 digest.update(footer)
                 damage = "has a corrupt length"
             else:
                 digest.update(footer + header)
                 damage = "is cut off" if following > num_bytes else ""
-            if damage:
-                break
-            file.seek(following - FOOTER_BYTES)
-            if len(footer := file.read(FOOTER_BYTES)) < FOOTER_BYTES:
-                raise ValueError(f"The shard {path!r} became shorter while it was read: wait until it is written.")
-            positions.append(following)
-        if not damage:
-            digest.update(footer)
-        elif not begin:
-            file.seek(0)
-            _require_records(path, file.read(2))
-    num_records = len(positions) - 1
-    damage = damage and f"record {num_records}, at byte {begin}, {damage}"
-    return Shard(path, *stat, num_records, digest.hexdigest(), damage), np.array(positions, np.int64)
-
-
-def _require_records(path: str, beginning: bytes) -> None:
-    """Raises a ValueError for a file of another format than TFRecord; a file that may be damaged raises nothing."""
-    if beginning == b"\x1f\x8b":
-        program = "gunzip -c"
-    elif beginning[:1] == b"\x78" and int.from_bytes(beginning, "big") % 31 == 0:  # RFC 1950
-        program = "zlib-flate -uncompress <"
-    else:
+            if not damage:
+                file.seek(following - FOOTER_BYTES)
+                footer = file.read(FOOTER_BYTES)
+                positions.append(following)
+    if not damage:
+        digest.update(footer)
+    elif not begin and (program := _PROGRAMS.get(header[:2])):
+        raise ValueError(
+            f"The shard {path!r} is compressed, so its records cannot be read one by one: write it without "
+            f"compression, such as by '{program} {path} > FILE'."
+        )
+    elif not begin:
         raise ValueError(
             f"The file {path!r} does not begin with a TFRecord: give files that TFRecordWriter has written."
         )
-    raise ValueError(
-        f"The shard {path!r} is compressed, so its records cannot be read one by one: write it without compression, "
-        f"such as by '{program} {path} > FILE'."
-    )
+    num_records = len(positions) - 1
+    damage = damage and f"record {num_records}, at byte {begin}, {damage}"
+    return Shard(path, *stat, num_records, digest.hexdigest(), damage), np.array(positions, np.int64)
 
 
 def expand(files: FileNames) -> list[str]:

@@ -11,7 +11,7 @@ import tensorflow as tf
 import distloop
 from distloop.audit import tryouts
 from distloop.audit.tuning import BatchTrial
-from distloop.data.opening import WorkerContext
+from distloop.data.opening import worker_context
 from distloop.keras_models.fit_arguments import read_arguments
 from distloop.model.saved_state import SavedState
 from tests.problems import classification, classifier, on
@@ -67,7 +67,7 @@ def test_data_of_any_kind_gets_class_weights(make, signature):
     data = make(tf.data.Dataset.from_tensor_slices((X, Y)).batch(8))
     mapped = tryouts._as_trained_on(read_arguments(data, None, {"class_weight": {1: 3.0}}), 64, 0)
     assert str(inspect.signature(mapped.train)) == signature and mapped.map_batch is None
-    arguments = [WorkerContext(1, 0)] if signature == "(context)" else []
+    arguments = [worker_context(1, 0)] if signature == "(context)" else []
     x, y, weights = next(iter(mapped.train(*arguments)))
     assert x.shape == (8, 8)
     np.testing.assert_array_equal(weights, np.where(Y[:8] == 1, 3, 1))

@@ -80,13 +80,15 @@ def test_free_axes_are_padded_with_zeros_or_empty_texts():
 
 
 def test_entries_of_many_rows_are_padded_at_once():
-    values, shapes = tf.range(6), tf.constant([[2, 2], [1, 2]], tf.int64)
-    padded = pad_rows(values, shapes, tf.TensorSpec([None, 2], tf.int32), width(3))
-    assert padded.numpy().tolist() == [[[0, 1], [2, 3], [0, 0]], [[4, 5], [0, 0], [0, 0]]]
+    rows = [np.array([[0, 1], [2, 3]]), np.array([[4, 5]])]
+    padded = pad_rows(rows, tf.TensorSpec([None, 2], tf.int32), 3)
+    assert padded.dtype == np.int32 and padded.tolist() == [[[0, 1], [2, 3], [0, 0]], [[4, 5], [0, 0], [0, 0]]]
+    texts = pad_rows([np.array(["a"], object)], tf.TensorSpec([None], tf.string), 2)
+    assert texts.tolist() == [["a", b""]]
 
 
 def test_an_example_that_is_too_long_is_refused():
     with pytest.raises(tf.errors.InvalidArgumentError, match="An example is longer than the longest of its batch"):
         pad_row(tf.ones([3]), tf.TensorSpec([None], tf.float32), width(2))
-    with pytest.raises(tf.errors.InvalidArgumentError, match="lengths are those of the examples that are trained on"):
-        pad_rows(tf.ones([3]), tf.constant([[3]], tf.int64), tf.TensorSpec([None], tf.float32), width(2))
+    with pytest.raises(ValueError, match="lengths are those of the examples that are trained on"):
+        pad_rows([np.ones([3])], tf.TensorSpec([None], tf.float32), 2)

@@ -92,7 +92,7 @@ def test_batches_that_are_none_are_refused(batches, part):
 
 @pytest.mark.parametrize("data", ["text", [batch(0)], {"x": [1.0]}, range(4), None, 3])
 def test_other_data_makes_no_feed(data):
-    assert feeds.make_feed(data, repeat=True) is None
+    assert feeds.make_feed(data) is None
 
 
 def rows_of(seed):

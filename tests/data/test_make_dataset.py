@@ -68,7 +68,7 @@ def test_dropping_the_remainder_fixes_the_shape():
 @pytest.mark.parametrize(
     ("source", "settings", "words"),
     [
-        (Rows(), {}, r"entry of float32 \(None, 3\), whose shape differs from row to row: give a map_fn"),
+        (Rows(), {}, r"entry of float32 \(None, 3\), and the rows of a batch need one shape: give"),
         (Rows(0), {}, "has 0 rows"),
         (iter([1]), {}, "The source given is a list_iterator; make_dataset takes arrays, anything with __len__"),
         ("text", {}, "The source given is a str"),

@@ -224,11 +224,11 @@ def test_a_function_over_batches_gets_the_rows_of_all_workers():
     data = distloop.make_dataset(np.arange(10) + 1, 4, shuffle=True)
     changed = data.map(reversed_rows).take(2)
     for worker in range(2):
-        feed = changed.feed(repeat=True)
+        feed = changed.fresh()
         feed.read_share(Share(worker, 2, min_rows=2))
         assert feed.share is None
         assert batches_of(feed.dataset(), 4) == batches_of(changed.starting_at(0), 4)
-        feed = data.map_rows(lambda batch: batch * 10).feed(repeat=True)
+        feed = data.map_rows(lambda batch: batch * 10)
         feed.read_share(Share(worker, 2, min_rows=2))
         assert next(iter(feed.dataset())).numpy().tolist().count(0) == 2  # the other worker's
 

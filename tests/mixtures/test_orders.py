@@ -37,7 +37,7 @@ def sources_of(order, num_batches):
 
 @pytest.mark.parametrize("slots", [(1,), (7, 3), (1, 1, 1), (0, 5, 1), (9_001, 937, 61, 1), (1, 40, 1, 23, 5)])
 def test_every_prefix_has_its_shares_up_to_one_example(slots):
-    taken = np.cumsum(np.eye(len(slots))[arrange(slots)], axis=0)
+    taken = np.cumsum(np.eye(len(slots))[arrange(slots)[0]], axis=0)
     assert taken[-1].tolist() == list(slots)
     quota = np.arange(1, sum(slots) + 1)[:, None] * np.array(slots) / sum(slots)
     assert np.abs(taken - quota).max() < 1
@@ -194,7 +194,10 @@ def test_a_list_of_arrays_is_rows_where_it_has_as_many_lengths():
         ({"lengths": [1.0, 2.0, 3.0]}, r"lengths of float64 \[3\] were given"),
         ({"lengths": [1, 2, 9], "pad_to": [4, 8]}, "The longest row has 9, and pad_to ends at 8: add 9"),
         ({"lengths": [1, 1, 1], "source": np.arange(3)}, "all examples have the same shape: leave lengths out"),
-        ({"lengths": [1, 1, 1], "source": tf.data.Dataset.range(3)}, "or lengths, were given with a tf.data.Dataset"),
+        (
+            {"lengths": [1, 1, 1], "source": tf.data.Dataset.range(3)},
+            "map_fn, lengths or a batch_size that changes were given with",
+        ),
         ({"lengths": [1, 2, 3], "batch_size": {0: 1, 5: 2}}, "a batch_size that changes; use distloop.pack"),
         ({}, "or lengths, by which rows of like lengths are padded"),
     ],
