@@ -1,6 +1,6 @@
 """Star: a TCP connection from each worker to the chief, with signed messages.
 
-    star = Star(addresses, index=0, secret="a text that the workers share", facts=facts, receive=print)
+    star = Star(addresses, index=0, secret="a text that the workers share", hello={"worker": 0}, receive=print)
     star.send({"state": "alive"})       # to every worker that is connected
     star.close_port()                   # all are connected, and TensorFlow takes the port
 
@@ -13,6 +13,7 @@ there is no secret anybody can sign, and only connections from the hosts of the 
 import contextlib
 import hmac
 import ipaddress
+import itertools
 import json
 import os
 import socket
@@ -23,7 +24,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from distloop.distributed.environment import split_address
-from distloop.distributed.liveness import Facts
 
 _MAX_BYTES = 2**20  # of a message
 _GREET_SECS = 5.0  # that a connection and its greeting may take, and for which a worker may be silent here
@@ -59,7 +59,7 @@ class Connection:
             raise Stranger("they are of another program")
         connected.settimeout(None)
         self._key = hmac.digest(secret.encode(), own + other if is_chief else other + own, "sha256")
-        self._numbers = {True: 0, False: 0}  # of the messages of the chief, and of those to it
+        self._numbers = {True: itertools.count(), False: itertools.count()}  # of the messages of the chief, and to it
         self._waiting, self._sending = b"", threading.Lock()
 
     def send(self, message: Mapping[str, Any]) -> None:
@@ -96,8 +96,7 @@ class Connection:
 
     def _sign(self, text: bytes, is_of_chief: bool) -> bytes:
         """Returns the signature of the next message in a direction."""
-        self._numbers[is_of_chief] += 1
-        content = f"{is_of_chief} {self._numbers[is_of_chief]} ".encode() + text
+        content = f"{is_of_chief} {next(self._numbers[is_of_chief])} ".encode() + text
         return hmac.digest(self._key, content, "sha256").hex().encode()
 
 
@@ -113,7 +112,7 @@ class Star:
         addresses: Sequence[str],
         index: int,
         secret: str,
-        facts: Facts,
+        hello: Mapping[str, Any],
         receive: Callable[[int, dict[str, Any] | None], None],
     ):
         """Opens the port of worker `index`; all but the chief only keep it from others, and connect.
@@ -122,15 +121,15 @@ class Star:
             addresses: `host:port` of every worker, the chief first.
             index: of this worker.
             secret: the same on all workers; "": none.
-            facts: the chief sends their digests, and receives the `difference` of each worker before its messages.
-            receive: called in a thread with a worker and a message of it; with None once it has closed its connection.
+            hello: the first message of each connection, with the `worker` that sends it.
+            receive: called in a thread with a worker and a message of it; with None once its connection is closed.
 
         Raises:
             ValueError: if an address is none, or the port is taken.
         """
         self.causes: dict[str, str] = {}
         self._hosts = [split_address(address) for address in addresses]  # with their ports
-        self._index, self._secret, self._facts, self._receive = index, secret, facts, receive
+        self._index, self._secret, self._hello, self._receive = index, secret, hello, receive
         self._connections: dict[int, Connection] = {}
         self._identifying = threading.Lock()
         try:
@@ -160,10 +159,8 @@ class Star:
     def _accept_forever(self) -> None:
         with contextlib.suppress(OSError):  # it was closed
             while self._is_open:
-                connected, address = self._listener.accept()
-                threading.Thread(
-                    target=self._serve, args=[connected, address[0]], name="distloop-star", daemon=True
-                ).start()
+                connected, (host, *_) = self._listener.accept()
+                threading.Thread(target=self._serve, args=[connected, host], name="distloop-star", daemon=True).start()
 
     def _connect_forever(self) -> None:
         """Connects to the chief once it listens; its name is looked up each time."""
@@ -181,45 +178,37 @@ class Star:
 
     def _serve(self, connected: socket.socket, host: str) -> None:
         """Hands on the messages of a connection as long as it lasts."""
-        connection, worker, is_closed = None, None, True
+        connection, worker = None, None
         try:
             connection = Connection(connected, self._secret, self._index == 0)
-            # The first message shows to both whether their secrets are the same.
-            connection.send({"worker": self._index} if self._index else {"digests": self._facts.digests})
-            first = connection.receive()
-            if self._index:
-                connection.send({"difference": self._facts.find_difference(first["digests"])})
-                worker, self._connections[0] = 0, connection
-            else:
-                worker = self._identify(connection, first["worker"], host)
+            connection.send(self._hello)  # shows whether the secrets are the same
+            message = connection.receive()
+            worker = self._identify(connection, message["worker"], host)
             self.causes.pop(host, None)
             while True:
-                self._receive(worker, connection.receive())
+                self._receive(worker, message)
+                message = connection.receive()
         except Stranger as error:
             if host in self.causes or len(self.causes) < 3:
                 self.causes[host] = f"connections of {host} do not count: {error}"
-        except OSError as error:  # out of reach is not closed: the silence of the worker counts
-            is_closed = isinstance(error, ConnectionError)
         except Exception:  # it has ended, or wrote what no worker writes
             pass
         (connection or connected).close()
         if worker is not None and self._connections.get(worker) is connection:
             del self._connections[worker]
-            if is_closed:
-                self._receive(worker, None)
+            self._receive(worker, None)
 
     def _identify(self, connection: Connection, worker: Any, host: str) -> int:
         """Returns the worker that a connection says to be, and keeps the connection; raises `Stranger` otherwise."""
-        if not self._is_open or type(worker) is not int or not 0 < worker < len(self._hosts):
+        others = range(1, len(self._hosts)) if self._index == 0 else (0,)
+        if not self._is_open or type(worker) is not int or worker not in others:
             raise Stranger("they are of no worker of this run")
-        if not self._secret and not _is_host(host, self._hosts[worker][0]):
+        if self._index == 0 and not self._secret and not _is_host(host, self._hosts[worker][0]):
             raise Stranger("no worker has this address; with a DISTLOOP_SECRET on all, addresses do not matter")
         with self._identifying:
             before = self._connections.get(worker)
             if before is not None and time.monotonic() - before.heard_at < _GREET_SECS:
-                refusal = f"Another process says that it is worker {worker}, too: give each its own task index in "
-                connection.send({"refusal": f"{refusal}TF_CONFIG, and the same addresses."})
-                raise Stranger(f"two are of worker {worker}")
+                raise Stranger(f"two say that they are worker {worker}: give each its own task index in TF_CONFIG")
             self._connections[worker] = connection
         if before is not None:
             before.close()

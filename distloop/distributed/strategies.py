@@ -273,8 +273,7 @@ def _make_multi_worker(cluster: Cluster | None, config: Config) -> tf.distribute
         secret_names=secret_names(),
     )
     try:
-        heartbeat.meet(config.start_timeout)
-        heartbeat.watch(config.hang_timeout, config.start_timeout)
+        heartbeat.meet(config.start_timeout, config.hang_timeout)
         strategy = _join(cluster, config, heartbeat)
     except ValueError as error:
         heartbeat.fail(str(error))

@@ -102,7 +102,7 @@ def start(
         descriptors: that it inherits, besides its output.
 
     Returns:
-        The process, whose `stdout` and `stderr` are pipes without a buffer.
+        The process, whose `stdout` and `stderr` are pipes.
     """
 
     def set_up() -> None:  # in the new process, before the program; safe: takes no lock that a thread may hold
@@ -114,7 +114,6 @@ def start(
 
     child = subprocess.Popen(
         command,
-        bufsize=0,
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from distloop.distributed import output
 from distloop.distributed.heartbeat import EXIT_CODE as FOLLOWER_EXIT_CODE
@@ -26,7 +26,6 @@ from distloop.launcher import children
 
 FOLLOW_SECS = 60  # beyond the grace time, for the others when one saved and left: they may be writing a checkpoint
 FAIL_SECS = 5  # beyond the grace time, for the worker that failed when another one has ended because of it
-_HELD_SECS = 0.1  # after which output may have room for more
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _LOST_SIGNALS = (signal.SIGHUP, signal.SIGPIPE)  # the terminal is closed, or nobody reads the output any more
 
@@ -49,7 +48,7 @@ for group in groups:
 
 def log(text: str) -> None:
     """Writes a line of the launcher to stderr."""
-    output.console(2).write(f"distloop.launch: {text}\n".encode())
+    output.write(2, f"distloop.launch: {text}\n".encode())
 
 
 class Signals:
@@ -127,7 +126,7 @@ class Process:
         cores: Sequence[int],
         guard: Guard,
         descriptors: Sequence[int] = (),
-        console: Callable[[int], Any] = output.console,
+        write: Callable[[int, bytes], None] = output.write,
     ):
         """Starts the process.
 
@@ -138,7 +137,7 @@ class Process:
             cores: cores on which it may run; empty: any.
             guard: kills it if the launcher ends.
             descriptors: that it inherits.
-            console: returns what shows its lines, of stdout (1) and stderr (2), as `output.LineConsole`.
+            write: shows a line of its stdout (1) or stderr (2).
         """
         self.index, self._guard = index, guard
         self.code: int | None = None  # as in a shell, 128 + n for signal n; None while it runs
@@ -146,7 +145,7 @@ class Process:
         self._process = children.start(command, environment, cores, guard.pipe, descriptors)
         pipes = ((1, self._process.stdout), (2, self._process.stderr))
         prefix = f"[worker {index}] ".encode()
-        self.outputs = [output.WorkerPipe(pipe, prefix, console(number)) for number, pipe in pipes if pipe]
+        self._outputs = [output.WorkerPipe(number, pipe, prefix, write) for number, pipe in pipes if pipe]
 
     def signal_once(self, number: int) -> None:
         """Sends the first signal only, and not to the worker's children, which it may need to save."""
@@ -178,9 +177,14 @@ class Process:
         assert code is not None
         return f"with exit code {code}" if code >= 0 else f"by signal {-code} ({signal.strsignal(-code)})"
 
+    def hide_output(self) -> None:
+        """Shows no output from then on."""
+        for pipe in self._outputs:
+            pipe.is_shown = False
+
     def finish_output(self) -> None:
-        """Shows the output so far, and none from then on."""
-        for pipe in self.outputs:
+        """Shows the rest of the output."""
+        for pipe in self._outputs:
             pipe.finish()
 
 
@@ -259,21 +263,14 @@ class Group:
         return [process for process in self._processes if process.code is None]
 
     def _handle_events(self, running: Sequence[Process]) -> None:
-        """Waits for a signal, output or a deadline; shows output and notes processes that ended."""
-        pipes = [pipe for process in running for pipe in process.outputs if pipe.is_open]
-        held = [pipe for pipe in pipes if not pipe.has_room()]  # their workers wait for a slow reader, as without us
-        check_again_at = time.monotonic() + (_HELD_SECS if held else math.inf)
-        remaining_secs = min(self._stop_at, self._kill_at, self._leave_at(), check_again_at)
-        sources = [self._signals, self._notes, *(pipe for pipe in pipes if pipe not in held)]
-        ready = children.wait(sources, remaining_secs - time.monotonic())
+        """Waits for a signal, a note or a deadline; notes processes that ended."""
+        deadline = min(self._stop_at, self._kill_at, self._leave_at())
+        children.wait([self._signals, self._notes], deadline - time.monotonic())
         self._notes.read()
         self._handle_signals()
         ended = [process for process in running if process.has_ended()]  # all, before one stops the others
         for process in sorted(ended, key=lambda process: process.code == FOLLOWER_EXIT_CODE):  # who failed comes first
-            self._handle_end(process)  # before the output, so that the order of ends is right
-        for pipe in pipes:
-            if pipe in ready and pipe.is_open:
-                pipe.read()
+            self._handle_end(process)
 
     def _leave_at(self) -> float:
         is_ending = self._ends_are_expected or self._failed or self._follower
@@ -289,7 +286,7 @@ class Group:
             if self._follower and not self._failed:
                 self._fallen += self._running()  # the others have noticed that these hang
                 for process in self._running():
-                    process.finish_output()
+                    process.hide_output()
                 self._blame(self._follower, self._running())
             elif not self._failed:
                 self._ends_are_expected = True  # the ends that follow are no crashes
@@ -327,9 +324,8 @@ class Group:
             self._failed = process
         if is_crash and not is_follower:
             for other in others:  # their lines from now on follow from the crash
-                other.finish_output()
-        for pipe in process.outputs:
-            pipe.close()
+                other.hide_output()
+        process.finish_output()
         if process.code or self._failed or self._ends_are_expected:
             log(f"worker {process.index} ended {process.describe_end()}.")
         if is_follower:
