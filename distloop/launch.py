@@ -255,17 +255,7 @@ def _complete_hosts(options: argparse.Namespace) -> None:
             f"to {len(hosts) - 1}."
         )
     options.port = options.port or FIRST_PORT
-    if options.port + options.workers > 2**16:
-        raise ValueError(
-            f"port={options.port} leaves no room for {options.workers} workers: give a lower one, ports end at 65535."
-        )
     options.hosts, options.first_index = hosts, (options.host_index or 0) * options.workers
-    for i in range(options.workers if hosts else 0):
-        if not environment.is_free(options.port + i):
-            raise ValueError(
-                f"port {options.port + i} is taken on this host, but worker {options.first_index + i} is to have it: "
-                "give another --port, the same on every host, or end what listens there."
-            )
 
 
 def _is_host(host: str) -> bool:

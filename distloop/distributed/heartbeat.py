@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -43,23 +43,14 @@ class Heartbeat:
         step: returns its global step.
     """
 
-    def __init__(
-        self,
-        addresses: Sequence[str],
-        index: int,
-        facts: Mapping[str, str],
-        *,
-        secret: str = "",
-        secret_names: Collection[str] = (),
-    ):
+    def __init__(self, addresses: Sequence[str], index: int, facts: Mapping[str, str], *, secret: str = ""):
         """Opens the port and starts to send.
 
         Args:
             addresses: `host:port` of every worker, the chief first.
             index: of this worker.
-            facts: settings that must be the same on all workers, by name.
+            facts: settings that must be the same on all workers, by name; without secrets, as they are sent.
             secret: signs all messages, the same on all workers; "": none, and any process on their hosts is trusted.
-            secret_names: facts that are compared and never shown.
 
         Raises:
             ValueError: if the port is taken.
@@ -68,7 +59,7 @@ class Heartbeat:
         self.step: Callable[[], int] = lambda: 0
         self._last_step = 0  # read in a thread of its own: if a device hangs, reading the step may hang, too
         self._index, self._names = index, [f"{i} ({address})" for i, address in enumerate(addresses)]
-        self._facts = describe_facts(facts, secret, secret_names)
+        self._facts = describe_facts(facts)
         self._differences: dict[int, str] = {}  # on the chief: a sentence for each worker with other facts
         self._beats: dict[int, Beat] = {}  # of the workers that are heard, on the chief its own, too
         # What the chief tells all: whether they have met, and have come to the end of their programs; for whom it
@@ -161,7 +152,7 @@ class Heartbeat:
         time.sleep(2 * liveness.SILENT_SECS)
         with self._lock:
             workers = liveness.describe_all(self._beats, time.monotonic())
-        output.say(f"distloop: this error of TensorFlow's is about the other workers: {workers}.")
+        output.say(f"distloop: this error of TensorFlow's is about the other workers; {workers}.")
 
     def _read_steps(self) -> None:
         while True:

@@ -8,9 +8,9 @@ The chief hears every worker, judges, and tells all, so that all end for the sam
 chief, and judge it alone.
 """
 
+import hashlib
 import heapq
-import hmac
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from distloop.log import printable
@@ -22,7 +22,6 @@ SILENT_SECS = 3.0  # six heartbeats are missing: worth a mention if something is
 LEFT_SECS = 10.0  # the last operations of a worker that left may end this much later elsewhere
 
 _MOST_DESCRIBED = 8  # workers
-_HIDDEN = "***"  # in place of a secret value
 
 
 class Beat(NamedTuple):
@@ -135,25 +134,12 @@ def describe_all(beats: Mapping[int, Beat], now: float) -> str:
     return "; ".join(beats[i].describe(now) for i in furthest_behind)
 
 
-def describe_facts(facts: Mapping[str, str], secret: str, secret_names: Collection[str] = ()) -> dict[str, str]:
-    """Returns settings as they are sent and compared: values that are too long are cut, with a digest of the whole.
-
-    A secret value is a digest, whose key is the secret of the workers. Without one it is not compared: who reads the
-    digest could try all short values.
-
-    Args:
-        facts: settings that must be the same on all workers, by name.
-        secret: of the workers; "": none.
-        secret_names: the settings that are compared and never shown.
-    """
+def describe_facts(facts: Mapping[str, str]) -> dict[str, str]:
+    """Returns settings as they are sent and compared: long values are cut, with a digest of the whole."""
     described = {}
     for name, value in facts.items():
-        text = repr((name, value)).encode(errors="backslashreplace")
-        digest = hmac.digest(b"distloop" + secret.encode(), text, "sha256").hex()[:16]
-        cut = shorten(value, 160)
-        described[name] = cut if cut == value else f"{cut} ({digest})"
-        if name in secret_names:
-            described[name] = f"{_HIDDEN} {digest}" if secret else _HIDDEN
+        cut, digest = shorten(value, 160), hashlib.sha256(value.encode(errors="backslashreplace")).hexdigest()
+        described[name] = cut if cut == value else f"{cut} ({digest[:16]})"
     return described
 
 
@@ -162,11 +148,10 @@ def explain_difference(here: Mapping[str, str], there: Mapping[str, str], i: int
     name = next((name for name in sorted({*here, *there}) if here.get(name) != there.get(name)), None)
     if name is None:
         return ""
-    texts = [shorten(str(facts.get(name)), 200) for facts in (here, there)]
-    one, other = (_HIDDEN if text.startswith(f"{_HIDDEN} ") else text for text in texts)
+    one, other = (shorten(str(facts.get(name)), 200) for facts in (here, there))
     return (
-        f"Workers were started differently: {shorten(name, 100)} is {one} on worker 0 and "
-        f"{f'another {other}' if one == other else other} on worker {i}; start all with the same command."
+        f"Workers were started differently: {shorten(name, 100)} is {one} on worker 0 and {other} on worker {i}; start "
+        "all with the same command."
     )
 
 

@@ -133,13 +133,16 @@ class Notes:
         """Returns the descriptor to wait for."""
         return self._read_end
 
-    def read(self) -> None:
-        """Takes the notes that have come."""
+    def read(self) -> list[dict[str, Any]]:
+        """Takes the notes that have come, and returns them."""
+        notes = []
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self._read_end, 65536):
                 *lines, self._rest = (self._rest + data).split(b"\n")
-                for line in lines:
-                    self._take(json.loads(line))
+                notes += map(json.loads, lines)
+        for note in notes:
+            self._take(note)
+        return notes
 
     def _take(self, note: dict[str, Any]) -> None:
         if "begins" in note:

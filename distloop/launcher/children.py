@@ -9,30 +9,25 @@ It does not know what they do.
 """
 
 import contextlib
-import ctypes
 import math
 import os
-import selectors
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
+from multiprocessing import connection
 from typing import Any
 
 from distloop.atomic_files import start_ticks
 
 _CHECK_SECS = 0.5
-_SET_DEATH_SIGNAL = 1  # of prctl(2)
-_prctl = getattr(ctypes.CDLL(None), "prctl", None) if sys.platform == "linux" else None  # not looked up after a fork
 
 
 def end_with(parent: int, grace_secs: float = 5.0) -> None:
     """Sends this process SIGTERM when its caller has ended, however that ended, and SIGKILL after `grace_secs`.
 
-    A thread checks, so that it holds on every system, and also for a parent whose thread has ended before itself. There
-    may be others between the two, such as a shell or a fork server, and they may end before.
+    There may be others between the two, such as a shell or a fork server, and they may end before.
 
     Args:
         parent: the number of the caller.
@@ -41,15 +36,12 @@ def end_with(parent: int, grace_secs: float = 5.0) -> None:
     Raises:
         ValueError: if there is no such process.
     """
-    is_child, start = os.getppid() == parent, start_ticks(parent)
+    start = start_ticks(parent)
     if start is None:
         raise ValueError(f"parent={parent} is no process of this machine: give the caller's number, or leave it out.")
 
-    def is_there() -> bool:
-        return os.getppid() == parent if is_child else start_ticks(parent) == start
-
     def watch() -> None:
-        while is_there():
+        while start_ticks(parent) == start:
             time.sleep(_CHECK_SECS)
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(grace_secs)
@@ -78,11 +70,7 @@ def reap() -> None:
 
 def wait(sources: Sequence[Any], secs: float) -> list[Any]:
     """Returns the files that can be read, once there is one; [] after `secs`, which may be infinite."""
-    with selectors.PollSelector() as selector:  # `select` knows descriptors up to 1,023 only
-        for source in sources:
-            selector.register(source, selectors.EVENT_READ)
-        events = selector.select(None if secs == math.inf else max(0.0, secs))
-    return [key.fileobj for key, _ in events]
+    return connection.wait(sources, None if secs == math.inf else max(0.0, secs))
 
 
 def start(
@@ -92,7 +80,7 @@ def start(
     guard_pipe: int,
     descriptors: Sequence[int],
 ) -> "subprocess.Popen[bytes]":
-    """Starts a process in a session of its own, which the system kills when this one ends, on Linux.
+    """Starts a process in a session of its own, which the guard kills when this one ends.
 
     Args:
         command: program and arguments.
@@ -107,8 +95,6 @@ def start(
 
     def set_up() -> None:  # in the new process, before the program; safe: takes no lock that a thread may hold
         os.write(guard_pipe, b"+%d\n" % os.getpid())  # first: a launcher that dies now leaves no process behind
-        if _prctl is not None:  # the guard may be killed with the launcher
-            _prctl(_SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
         if cores:
             os.sched_setaffinity(0, cores)
 

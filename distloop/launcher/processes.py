@@ -59,7 +59,6 @@ class Signals:
         self._pipe, wakeup = os.pipe()
         for end in (self._pipe, wakeup):
             os.set_blocking(end, False)
-        self._come: list[signal.Signals] = []  # and were not read yet
         signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
         for number in (*_STOP_SIGNALS, *_LOST_SIGNALS, signal.SIGCHLD):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
@@ -70,22 +69,21 @@ class Signals:
         return self._pipe
 
     def read(self) -> list[signal.Signals]:
-        """Returns the signals that came since the last call."""
+        """Returns the signals that came since the last call, after removing children that have ended."""
+        numbers: list[signal.Signals] = []
         with contextlib.suppress(BlockingIOError):
-            self._come += map(signal.Signals, os.read(self._pipe, 1024))
-        if signal.SIGCHLD in self._come:
+            numbers += map(signal.Signals, os.read(self._pipe, 1024))
+        if signal.SIGCHLD in numbers:
             children.reap()
-        come, self._come = self._come, []
-        return come
+        return [number for number in numbers if number != signal.SIGCHLD]
 
     def wait(self, secs: float) -> signal.Signals | None:
         """Returns the first signal that stops the launcher; None if none comes within `secs`."""
         deadline = time.monotonic() + secs
         while (remaining_secs := deadline - time.monotonic()) > 0:
             children.wait([self], remaining_secs)
-            for number in self.read():
-                if number != signal.SIGCHLD:
-                    return number
+            if numbers := self.read():
+                return numbers[0]
         return None
 
 

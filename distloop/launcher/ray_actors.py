@@ -43,17 +43,6 @@ class ActorReport(NamedTuple):
     end: tuple[int, str] | None
 
 
-class _Relay(Notes):
-    """Notes that are passed on as they come."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.come: list[dict[str, Any]] = []
-
-    def _take(self, note: dict[str, Any]) -> None:
-        self.come.append(note)
-
-
 class Place:
     """A Ray actor in which one worker after the other runs."""
 
@@ -62,7 +51,7 @@ class Place:
         self._guard = processes.Guard()
         self._guard.__enter__()
         self._worker: processes.Process | None = None
-        self._notes = _Relay()
+        self._notes = Notes()
         self._lines: collections.deque[tuple[int, bytes]] = collections.deque()
         self._address = ""
         self._failure: tuple[int, str] | None = None  # of a worker that could not start
@@ -78,7 +67,7 @@ class Place:
             variables: of its environment, besides those of the actor.
             directory: where it starts, if this node has it.
         """
-        self._notes = _Relay()
+        self._notes = Notes()
         if os.path.isdir(directory):
             os.chdir(directory)
         try:
@@ -105,16 +94,15 @@ class Place:
             time.sleep(_IDLE_SECS)
             failure, self._failure = self._failure, None
             return ActorReport(self._address, [], [], failure)
-        ends_at, end = time.monotonic() + _REPORT_SECS, None
-        while not (self._lines or self._notes.come or end) and time.monotonic() < ends_at:
+        notes, end, ends_at = self._notes.read(), None, time.monotonic() + _REPORT_SECS
+        while not (self._lines or notes or end) and time.monotonic() < ends_at:
             children.wait([self._notes], _IDLE_SECS)
             if self._worker.has_ended():  # before the rest is read
                 self._worker.finish_output()
                 end = self._worker.code or 0, self._worker.describe_end()
-            self._notes.read()
+            notes += self._notes.read()
         lines = [self._lines.popleft() for _ in range(len(self._lines))]  # threads append to them
-        report = ActorReport(self._address, lines, self._notes.come[:], end)
-        self._notes.come.clear()
+        report = ActorReport(self._address, lines, notes, end)
         if end:
             self._notes.close()
             self._worker, self._address = None, ""

@@ -341,8 +341,8 @@ def test_an_error_of_the_collectives_without_a_lost_worker_is_raised(run, ports)
     workers = run(LOST.format(""), "them = start()\nthem.phase = 'x'\ntime.sleep(60)")
     assert [worker.end() for worker in workers] == [1, EXIT_CODE]
     assert workers[0].text.splitlines()[1] == (
-        f"distloop: this error of TensorFlow's is about the other workers: worker 1 (127.0.0.1:{ports[1]}) is at step "
-        "0 (x)."
+        f"distloop: this error of TensorFlow's is about the other workers; worker 0 (127.0.0.1:{ports[0]}) is at step "
+        f"0 (starting); worker 1 (127.0.0.1:{ports[1]}) is at step 0 (x)."
     )
     assert "Traceback" in workers[0].text
     assert "worker 0 failed at step 0 (starting): UnavailableError: socket closed. So" in workers[1].text

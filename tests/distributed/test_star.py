@@ -11,7 +11,7 @@ import pytest
 
 from distloop.distributed import star
 from distloop.distributed.environment import choose_ports
-from distloop.distributed.liveness import describe_facts, explain_difference, shorten
+from distloop.distributed.liveness import describe_facts, shorten
 from distloop.distributed.star import Connection, Star, Stranger
 
 SECRET = "0123456789abcdef"
@@ -260,18 +260,8 @@ def test_a_name_that_leads_nowhere_is_reported_until_it_does(ports, monkeypatch)
     chief.close_port(), worker.close_port()
 
 
-def test_secret_values_are_compared_by_a_digest_with_the_key_and_never_shown():
-    one, other = (describe_facts({"--token": f"hf_{i}"}, SECRET, {"--token"}) for i in range(2))
-    assert one != other and "hf_" not in str([one, other])
-    sentence = explain_difference(one, other, 1)
-    assert "--token is *** on worker 0 and another *** on worker 1;" in sentence
-    assert one != describe_facts({"--token": "hf_0"}, SECRET + "!", {"--token"})
-    unsigned = [describe_facts({"--token": f"hf_{i}"}, "", {"--token"}) for i in range(2)]
-    assert unsigned[0] == unsigned[1]  # without a key, who reads the digest could try all values
-
-
 def test_long_values_that_begin_alike_are_shown_with_their_digests():
-    values = [describe_facts({"x": "a" * 1000 + end}, SECRET)["x"] for end in "bc"]
+    values = [describe_facts({"x": "a" * 1000 + end})["x"] for end in "bc"]
     assert values[0] != values[1] and all(value.startswith("aaa") and len(value) < 200 for value in values)
 
 

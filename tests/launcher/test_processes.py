@@ -677,14 +677,3 @@ def test_quiet_workers_end_with_a_kernel_that_is_ended(number, start, write, tmp
     kernel.send_signal(number)
     kernel.wait(SECS)
     until(lambda: not any(map(is_running, pids)))
-
-
-def test_a_worker_ends_with_a_launcher_that_is_killed_together_with_its_guard(start, write, tmp_path):
-    process = start(write("time.sleep(100)"))
-    pid = read(tmp_path, "pid0")
-    (guard,) = guards_of(process.pid)
-    for one in (process.pid, guard):
-        os.kill(one, signal.SIGSTOP)
-    for one in (guard, process.pid):
-        os.kill(one, signal.SIGKILL)
-    until(lambda: not is_running(pid))
