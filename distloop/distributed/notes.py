@@ -135,7 +135,7 @@ class Notes:
 
     def read(self) -> list[dict[str, Any]]:
         """Takes the notes that have come, and returns them."""
-        notes = []
+        notes: list[dict[str, Any]] = []
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self._read_end, 65536):
                 *lines, self._rest = (self._rest + data).split(b"\n")

@@ -3,7 +3,7 @@
     signals = processes.Signals()
     with processes.Guard() as guard:
         group = [processes.Process(i, command, environment, cores=[], guard=guard) for i in range(2)]
-        outcome = processes.Group(group, signals, grace_secs=10).wait()
+        outcome = processes.Group(group, signals, 10, notes, leaves_at).wait()
 
 It does not know flags, hosts or TF_CONFIG.
 """
@@ -16,13 +16,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from multiprocessing import connection
+from typing import Any, NamedTuple
 
 from distloop.distributed import output
 from distloop.distributed.heartbeat import EXIT_CODE as FOLLOWER_EXIT_CODE
 from distloop.distributed.notes import Notes
 from distloop.distributed.preemption import EXIT_CODE as SAVED_EXIT_CODE
-from distloop.launcher import children
 
 FOLLOW_SECS = 60  # beyond the grace time, for the others when one saved and left: they may be writing a checkpoint
 FAIL_SECS = 5  # beyond the grace time, for the worker that failed when another one has ended because of it
@@ -51,6 +51,24 @@ def log(text: str) -> None:
     output.write(2, f"distloop.launch: {text}\n".encode())
 
 
+_children: dict[int, "subprocess.Popen[bytes]"] = {}  # that run, by process number
+
+
+def _reap() -> None:
+    """Removes ended children, also those that the launcher inherited as process 1 of a container."""
+    with contextlib.suppress(ChildProcessError):  # no child is left
+        while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if (child := _children.get(ended.si_pid)) is None:
+                os.waitpid(ended.si_pid, 0)
+            elif child.poll() is not None:  # else another thread is about to
+                del _children[ended.si_pid]
+
+
+def wait(sources: Sequence[Any], secs: float) -> list[Any]:
+    """Returns the files that can be read, once there is one; [] after `secs`, which may be infinite."""
+    return connection.wait(sources, None if secs == math.inf else max(0.0, secs))
+
+
 class Signals:
     """The signals to this process, as a pipe: Python writes the number of each signal to it."""
 
@@ -74,14 +92,14 @@ class Signals:
         with contextlib.suppress(BlockingIOError):
             numbers += map(signal.Signals, os.read(self._pipe, 1024))
         if signal.SIGCHLD in numbers:
-            children.reap()
+            _reap()
         return [number for number in numbers if number != signal.SIGCHLD]
 
     def wait(self, secs: float) -> signal.Signals | None:
         """Returns the first signal that stops the launcher; None if none comes within `secs`."""
         deadline = time.monotonic() + secs
         while (remaining_secs := deadline - time.monotonic()) > 0:
-            children.wait([self], remaining_secs)
+            wait([self], remaining_secs)
             if numbers := self.read():
                 return numbers[0]
         return None
@@ -98,7 +116,7 @@ class Guard:
         read_end, self.pipe = os.pipe()
         command, quiet = [sys.executable, "-I", "-S", "-c", _GUARD], subprocess.DEVNULL
         self._process = subprocess.Popen(command, stdin=read_end, stdout=quiet, stderr=quiet, start_new_session=True)
-        children.register(self._process)
+        _children[self._process.pid] = self._process
         os.close(read_end)
         return self
 
@@ -140,7 +158,23 @@ class Process:
         self.index, self._guard = index, guard
         self.code: int | None = None  # as in a shell, 128 + n for signal n; None while it runs
         self.was_signalled = False  # or killed, by the launcher
-        self._process = children.start(command, environment, cores, guard.pipe, descriptors)
+
+        def set_up() -> None:  # in the new process, before the program; safe: takes no lock that a thread may hold
+            os.write(guard.pipe, b"+%d\n" % os.getpid())  # first: a launcher that dies now leaves no process behind
+            if cores:
+                os.sched_setaffinity(0, cores)
+
+        self._process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            pass_fds=descriptors,
+            preexec_fn=set_up,
+        )
+        _children[self._process.pid] = self._process
         pipes = ((1, self._process.stdout), (2, self._process.stderr))
         prefix = f"[worker {index}] ".encode()
         self._outputs = [output.WorkerPipe(number, pipe, prefix, write) for number, pipe in pipes if pipe]
@@ -263,7 +297,7 @@ class Group:
     def _handle_events(self, running: Sequence[Process]) -> None:
         """Waits for a signal, a note or a deadline; notes processes that ended."""
         deadline = min(self._stop_at, self._kill_at, self._leave_at())
-        children.wait([self._signals, self._notes], deadline - time.monotonic())
+        wait([self._signals, self._notes], deadline - time.monotonic())
         self._notes.read()
         self._handle_signals()
         ended = [process for process in running if process.has_ended()]  # all, before one stops the others

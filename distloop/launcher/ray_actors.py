@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from distloop.distributed import environment, output
 from distloop.distributed.notes import Membership, Notes
-from distloop.launcher import children, processes
+from distloop.launcher import processes
 
 _REPORT_SECS = 0.5  # that an actor waits for something to tell
 _IDLE_SECS = 0.1  # without a worker, so that one soon starts
@@ -96,7 +96,7 @@ class Place:
             return ActorReport(self._address, [], [], failure)
         notes, end, ends_at = self._notes.read(), None, time.monotonic() + _REPORT_SECS
         while not (self._lines or notes or end) and time.monotonic() < ends_at:
-            children.wait([self._notes], _IDLE_SECS)
+            processes.wait([self._notes], _IDLE_SECS)
             if self._worker.has_ended():  # before the rest is read
                 self._worker.finish_output()
                 end = self._worker.code or 0, self._worker.describe_end()
