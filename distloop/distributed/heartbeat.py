@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from distloop.distributed import liveness, output
-from distloop.distributed.liveness import Beat, describe_facts, explain_difference, judge, read_beat, shorten
+from distloop.distributed.liveness import Beat, explain_difference, judge, read_beat, shorten
 from distloop.distributed.star import Star
 
 EXIT_CODE = 76  # EX_PROTOCOL of sysexits.h, "remote error": another worker was the first to fail
@@ -59,7 +59,7 @@ class Heartbeat:
         self.step: Callable[[], int] = lambda: 0
         self._last_step = 0  # read in a thread of its own: if a device hangs, reading the step may hang, too
         self._index, self._names = index, [f"{i} ({address})" for i, address in enumerate(addresses)]
-        self._facts = describe_facts(facts)
+        self._facts = facts
         self._differences: dict[int, str] = {}  # on the chief: a sentence for each worker with other facts
         self._beats: dict[int, Beat] = {}  # of the workers that are heard, on the chief its own, too
         # What the chief tells all: whether they have met, and have come to the end of their programs; for whom it
@@ -71,7 +71,7 @@ class Heartbeat:
         self._lock = threading.RLock()  # held while beats are received or judged
         self._is_ending = False
         self._pid = os.getpid()  # a fork is another process
-        hello = self._message() | ({"facts": self._facts} if index else {})
+        hello = self._message() | ({"facts": dict(facts)} if index else {})
         self._star = Star(addresses, index, secret, hello, self._receive)
         for target in (self._read_steps, self._watch):
             threading.Thread(target=target, name="distloop-heartbeat", daemon=True).start()

@@ -8,7 +8,6 @@ The chief hears every worker, judges, and tells all, so that all end for the sam
 chief, and judge it alone.
 """
 
-import hashlib
 import heapq
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -134,17 +133,14 @@ def describe_all(beats: Mapping[int, Beat], now: float) -> str:
     return "; ".join(beats[i].describe(now) for i in furthest_behind)
 
 
-def describe_facts(facts: Mapping[str, str]) -> dict[str, str]:
-    """Returns settings as they are sent and compared: long values are cut, with a digest of the whole."""
-    described = {}
-    for name, value in facts.items():
-        cut, digest = shorten(value, 160), hashlib.sha256(value.encode(errors="backslashreplace")).hexdigest()
-        described[name] = cut if cut == value else f"{cut} ({digest[:16]})"
-    return described
-
-
 def explain_difference(here: Mapping[str, str], there: Mapping[str, str], i: int) -> str:
-    """Returns a sentence about the first setting that worker `i` has otherwise than the chief; "" if there is none."""
+    """Returns a sentence about a setting that worker `i` has otherwise than the chief, or alone; "" if there is none.
+
+    Args:
+        here: the chief's settings, by name.
+        there: those of the other worker.
+        i: its index.
+    """
     name = next((name for name in sorted({*here, *there}) if here.get(name) != there.get(name)), None)
     if name is None:
         return ""

@@ -15,7 +15,6 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 _VARIABLE = "DISTLOOP_MEMBERSHIP"
@@ -106,13 +105,8 @@ class Notes:
         leavers: indices of the workers that somebody asked to leave.
     """
 
-    def __init__(self, on_traced: Callable[[int, dict[str, float]], None] | None = None) -> None:
-        """Opens the pipe, whose end for the workers is `write_end`.
-
-        Args:
-            on_traced: called with step and `phases` once the chief has traced a step.
-        """
-        self._on_traced = on_traced
+    def __init__(self) -> None:
+        """Opens the pipe, whose end for the workers is `write_end`."""
         self._read_end, write_end = os.pipe()
         self.write_end = fcntl.fcntl(write_end, fcntl.F_DUPFD_CLOEXEC, _DESCRIPTOR)
         os.close(write_end)
@@ -150,8 +144,6 @@ class Notes:
             self.start_secs = self.start_secs or self.began_at - self._made_at
         if "sizes" in note:
             self.sizes = tuple(note["sizes"])
-        if "traced" in note and self._on_traced is not None:
-            self._on_traced(note["step"], note["traced"])
         if "ends" in note:
             self.began_at = None
         if "leaves" in note:

@@ -10,7 +10,6 @@ from distloop.distributed.liveness import (
     Beat,
     Verdict,
     describe_all,
-    describe_facts,
     explain_difference,
     read_beat,
 )
@@ -142,5 +141,5 @@ def test_what_is_no_heartbeat_raises(wrong):
     ],
 )
 def test_a_setting_that_differs_is_named_with_both_values(mine, theirs, sentence):
-    text = explain_difference(describe_facts(mine), describe_facts(theirs), 2)
+    text = explain_difference(mine, theirs, 2)
     assert text.startswith(f"Workers were started differently: {sentence}") if sentence else text == ""
