@@ -132,11 +132,13 @@ class Star:
         self._index, self._secret, self._hello, self._receive = index, secret, hello, receive
         self._connections: dict[int, Connection] = {}
         self._identifying = threading.Lock()
-        try:
-            self._listener = _listen(self._hosts, index)
+        has_both, port = socket.has_dualstack_ipv6(), self._hosts[index][1]
+        family, backlog = socket.AF_INET6 if has_both else socket.AF_INET, len(addresses) + 64
+        try:  # on every interface, as TensorFlow, which would notice too late that the port is taken
+            self._listener = socket.create_server(("", port), family=family, backlog=backlog, dualstack_ipv6=has_both)
         except OSError as error:
             raise ValueError(
-                f"Port {self._hosts[index][1]} of worker {index} ({addresses[index]}) cannot be used "
+                f"Port {port} of worker {index} ({addresses[index]}) cannot be used "
                 f"({str(error.strerror).partition(' (while')[0]}): is another run there? Give other ports, or end it."
             ) from None
         self._is_open = True
@@ -242,28 +244,7 @@ def _is_host(number: str, host: str) -> bool:
     return _address(number) in numbers or (_address(number).is_loopback and any(n.is_loopback for n in numbers))
 
 
-def _is_loopback(host: str) -> bool:
-    """Returns whether a host is this machine for every machine: `localhost`, `127.0.0.1`, `::1`."""
-    try:
-        return host == "localhost" or _address(host).is_loopback
-    except ValueError:
-        return False
-
-
 def _address(number: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     """Returns the address that a text holds, IPv4 within IPv6 as IPv4."""
     address = ipaddress.ip_address(number.partition("%")[0])
     return getattr(address, "ipv4_mapped", None) or address
-
-
-def _listen(hosts: Sequence[tuple[str, int]], index: int) -> socket.socket:
-    """Returns a socket on the port of a worker, on the loopback interface alone if all workers are there."""
-    (host, port), has_both, backlog = hosts[index], socket.has_dualstack_ipv6(), len(hosts) + 64
-    family = socket.AF_INET6 if has_both else socket.AF_INET
-    # On every interface, as TensorFlow, which would notice too late that the port is taken.
-    listener = socket.create_server(("", port), family=family, dualstack_ipv6=has_both, backlog=backlog)
-    if not all(_is_loopback(host) for host, _ in hosts):
-        return listener
-    listener.close()
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    return socket.create_server(address[:2], family=family, backlog=backlog)

@@ -218,20 +218,6 @@ def test_a_host_has_all_addresses_of_its_name(monkeypatch):
     assert star._is_host("127.0.0.1", "a") and not star._is_host("10.0.0.2", "a")
 
 
-@pytest.mark.parametrize(
-    ("hosts", "bound"),
-    [
-        (["127.0.0.1", "127.0.0.1"], "127.0.0.1"),
-        (["127.0.0.2", "[::1]"], "127.0.0.2"),
-        (["127.0.0.1", "10.0.0.2"], "::" if socket.has_dualstack_ipv6() else "0.0.0.0"),
-    ],
-)
-def test_a_run_on_one_machine_listens_to_that_machine_alone(hosts, bound, ports):
-    addresses = [star.split_address(f"{host}:{port}") for host, port in zip(hosts, ports, strict=False)]
-    with star._listen(addresses, 0) as listener:
-        assert listener.getsockname()[:2] == (bound, ports[0])
-
-
 def test_a_port_that_is_taken_is_refused(ports):
     with socket.create_server(("127.0.0.1", ports[1])):
         with pytest.raises(ValueError) as error:
