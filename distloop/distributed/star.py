@@ -162,7 +162,8 @@ class Star:
         with contextlib.suppress(OSError):  # it was closed
             while self._is_open:
                 connected, (host, *_) = self._listener.accept()
-                threading.Thread(target=self._serve, args=[connected, host], name="distloop-star", daemon=True).start()
+                arguments = connected, host.removeprefix("::ffff:")  # IPv4 within IPv6
+                threading.Thread(target=self._serve, args=arguments, name="distloop-star", daemon=True).start()
 
     def _connect_forever(self) -> None:
         """Connects to the chief once it listens; its name is looked up each time."""
@@ -239,12 +240,7 @@ def _port(number: int) -> int | None:
 
 def _is_host(number: str, host: str) -> bool:
     """Returns whether the source of a connection is an address of a host."""
-    numbers = {_address(str(line[4][0])) for line in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    source, *addresses = (ipaddress.ip_address(n.partition("%")[0]) for n in [number, *(str(f[4][0]) for f in found)])
     # Linux answers 127.0.1.1, to which Debian leads a machine's own name, from 127.0.0.1.
-    return _address(number) in numbers or (_address(number).is_loopback and any(n.is_loopback for n in numbers))
-
-
-def _address(number: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """Returns the address that a text holds, IPv4 within IPv6 as IPv4."""
-    address = ipaddress.ip_address(number.partition("%")[0])
-    return getattr(address, "ipv4_mapped", None) or address
+    return source in addresses or (source.is_loopback and any(address.is_loopback for address in addresses))

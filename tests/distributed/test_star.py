@@ -213,8 +213,8 @@ def test_a_host_has_all_addresses_of_its_name(monkeypatch):
     monkeypatch.setattr(
         socket, "getaddrinfo", lambda host, port, type: [(2, type, 6, "", (number, 0)) for number in names[host]]
     )
-    sources = ["10.0.0.2", "10.1.0.2", "::ffff:10.0.0.2", "10.0.0.3", "127.0.0.1", "::1", "fe80::1%eth0"]
-    assert [star._is_host(source, "b") for source in sources] == [True] * 3 + [False] * 4
+    sources = ["10.0.0.2", "10.1.0.2", "10.0.0.3", "127.0.0.1", "::1", "fe80::1%eth0"]
+    assert [star._is_host(source, "b") for source in sources] == [True] * 2 + [False] * 4
     assert star._is_host("127.0.0.1", "a") and not star._is_host("10.0.0.2", "a")
 
 
