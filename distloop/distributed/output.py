@@ -2,7 +2,7 @@
 
     output.say("distloop: SIGTERM came.")                   # in a worker: returns within a second
     output.write(2, line)                                   # in the launcher: a thread writes to stderr
-    lines = output.WorkerPipe(1, pipe, b"[worker 0] ")      # another one shows what a worker writes
+    output.show_lines(pipe, b"[worker 0] ", write)          # another one shows what a worker writes
 
 A stopped pager or a full pipe blocks whoever writes to it, so no thread that decides anything writes. This module does
 not know what the lines are about.
@@ -27,7 +27,6 @@ _PENDING_LINES = 1000  # that wait for the reader
 _WRITE_BYTES = 4096  # of one call: a longer one returns only after all of it was read
 _LINE_BYTES = 2**20  # of the longest line that is shown whole
 _AGAIN_SECS = 0.1  # after which a write is tried again
-_REST_SECS = 2.0  # that the end of a worker waits for its last lines
 
 
 def say(text: str, wait_secs: float = 1.0) -> None:
@@ -101,28 +100,24 @@ def write(descriptor: int, line: bytes) -> None:
     _console(descriptor).write(line)
 
 
-class WorkerPipe:
-    """A pipe from a worker, shown in whole lines by a thread; one of more than a mebibyte is shown in parts.
+def show_lines(pipe: IO[bytes], prefix: bytes, write: Callable[[bytes], None]) -> threading.Thread:
+    """Starts a thread that calls `write` with each line of a worker's pipe, those of more than a mebibyte in parts.
 
-    Attributes:
-        is_shown: whether the lines that come are shown.
+    Args:
+        pipe: from the worker, closed at its end.
+        prefix: stands in front of each line.
+        write: takes a line.
+
+    Returns:
+        The thread, which ends with the pipe.
     """
 
-    def __init__(self, descriptor: int, pipe: IO[bytes], prefix: bytes, write: Callable[[int, bytes], None] = write):
-        """Takes over the pipe, and calls `write` with the descriptor and each line; the prefix stands in front."""
-        self._descriptor, self._pipe, self._prefix, self._write = descriptor, pipe, prefix, write
-        self.is_shown = True
-        self._showing = threading.Thread(target=self._show, name="distloop-output", daemon=True)
-        self._showing.start()
+    def show() -> None:
+        with pipe:
+            for line in iter(lambda: pipe.readline(_LINE_BYTES), b""):
+                visible = line.rstrip(b"\r\n").rpartition(b"\r")[2]  # as on a terminal
+                write(prefix + visible + b"\n")
 
-    def finish(self) -> None:
-        """Shows the rest, and nothing from then on; a process that escaped the worker's end may hold the pipe."""
-        self._showing.join(_REST_SECS)
-        self.is_shown = False
-
-    def _show(self) -> None:
-        with self._pipe:
-            for line in iter(lambda: self._pipe.readline(_LINE_BYTES), b""):
-                if self.is_shown:
-                    visible = line.rstrip(b"\r\n").rpartition(b"\r")[2]  # as on a terminal
-                    self._write(self._descriptor, self._prefix + visible + b"\n")
+    thread = threading.Thread(target=show, name="distloop-output", daemon=True)
+    thread.start()
+    return thread

@@ -226,16 +226,12 @@ class Star:
         connected, port = {c.socket.fileno() for c in self._connections.values()}, self._hosts[self._index][1]
         null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         for number in map(int, os.listdir("/dev/fd")):
-            with contextlib.suppress(OSError):  # closed meanwhile, or a socket of another kind
-                if number in connected or (stat.S_ISSOCK(os.fstat(number).st_mode) and _port(number) == port):
-                    os.dup2(null, number, inheritable=False)
+            with contextlib.suppress(OSError):  # closed meanwhile
+                if stat.S_ISSOCK(os.fstat(number).st_mode):
+                    with socket.socket(fileno=os.dup(number)) as copy:
+                        if number in connected or copy.getsockname()[1:2] == (port,):
+                            os.dup2(null, number, inheritable=False)
         os.close(null)
-
-
-def _port(number: int) -> int | None:
-    """Returns the own port of a socket; None if it has none."""
-    with socket.socket(fileno=os.dup(number)) as copy:
-        return int(copy.getsockname()[1]) if copy.family in (socket.AF_INET, socket.AF_INET6) else None
 
 
 def _is_host(number: str, host: str) -> bool:

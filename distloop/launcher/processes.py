@@ -9,6 +9,7 @@ It does not know flags, hosts or TF_CONFIG.
 """
 
 import contextlib
+import functools
 import math
 import os
 import signal
@@ -26,6 +27,7 @@ from distloop.distributed.preemption import EXIT_CODE as SAVED_EXIT_CODE
 
 FOLLOW_SECS = 60  # beyond the grace time, for the others when one saved and left: they may be writing a checkpoint
 FAIL_SECS = 5  # beyond the grace time, for the worker that failed when another one has ended because of it
+_REST_SECS = 2.0  # that the end of a process waits for its last lines
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _LOST_SIGNALS = (signal.SIGHUP, signal.SIGPIPE)  # the terminal is closed, or nobody reads the output any more
 
@@ -157,6 +159,8 @@ class Process:
         """
         self.index, self._guard = index, guard
         self.code: int | None = None  # as in a shell, 128 + n for signal n; None while it runs
+        self.how = ""  # it ended, as in `with exit code 1`
+        self.is_shown = True  # what it prints
         self.was_signalled = False  # or killed, by the launcher
 
         def set_up() -> None:  # in the new process, before the program; safe: takes no lock that a thread may hold
@@ -177,7 +181,14 @@ class Process:
         _children[self._process.pid] = self._process
         pipes = ((1, self._process.stdout), (2, self._process.stderr))
         prefix = f"[worker {index}] ".encode()
-        self._outputs = [output.WorkerPipe(number, pipe, prefix, write) for number, pipe in pipes if pipe]
+
+        def show(number: int, line: bytes) -> None:
+            if self.is_shown:
+                write(number, line)
+
+        self._showing = [
+            output.show_lines(pipe, prefix, functools.partial(show, number)) for number, pipe in pipes if pipe
+        ]
 
     def signal_once(self, number: int) -> None:
         """Sends the first signal only, and not to the worker's children, which it may need to save."""
@@ -195,29 +206,17 @@ class Process:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def has_ended(self) -> bool:
-        """Returns True if the process has ended, and kills its children then."""
+        """Returns True if the process has ended; then kills its children, and shows its last lines."""
         code = self._process.poll()
         if code is not None:
             self.code = code if code >= 0 else 128 - code
+            self.how = f"with exit code {code}" if code >= 0 else f"by signal {-code} ({signal.strsignal(-code)})"
             self._kill_group()
             self._guard.remove(self._process.pid)
+            for thread in self._showing:  # a process that has escaped may hold the pipe
+                thread.join(_REST_SECS)
+            self.is_shown = False
         return code is not None
-
-    def describe_end(self) -> str:
-        """Returns how it ended, as in `with exit code 1`."""
-        code = self._process.returncode
-        assert code is not None
-        return f"with exit code {code}" if code >= 0 else f"by signal {-code} ({signal.strsignal(-code)})"
-
-    def hide_output(self) -> None:
-        """Shows no output from then on."""
-        for pipe in self._outputs:
-            pipe.is_shown = False
-
-    def finish_output(self) -> None:
-        """Shows the rest of the output."""
-        for pipe in self._outputs:
-            pipe.finish()
 
 
 class GroupEnd(NamedTuple):
@@ -318,7 +317,7 @@ class Group:
             if self._follower and not self._failed:
                 self._fallen += self._running()  # the others have noticed that these hang
                 for process in self._running():
-                    process.hide_output()
+                    process.is_shown = False
                 self._blame(self._follower, self._running())
             elif not self._failed:
                 self._ends_are_expected = True  # the ends that follow are no crashes
@@ -356,10 +355,9 @@ class Group:
             self._failed = process
         if is_crash and not is_follower:
             for other in others:  # their lines from now on follow from the crash
-                other.hide_output()
-        process.finish_output()
+                other.is_shown = False
         if process.code or self._failed or self._ends_are_expected:
-            log(f"worker {process.index} ended {process.describe_end()}.")
+            log(f"worker {process.index} ended {process.how}.")
         if is_follower:
             self._follower = self._follower or process
             self._stop_at = min(self._stop_at, time.monotonic() + FAIL_SECS + self._grace_secs)
@@ -373,7 +371,7 @@ class Group:
         """Takes a process for the first one that failed, and stops the others."""
         self._failed = process
         first = " first" if len(self._processes) > 1 else ""
-        failure = f"failed{first}, {process.describe_end()}"
+        failure = f"failed{first}, {process.how}"
         if process.code == FOLLOWER_EXIT_CODE:
             failure = f"ended{first}, because another one had failed or fallen silent"
         self._cause = f"worker {process.index} {failure}"

@@ -98,8 +98,7 @@ class Place:
         while not (self._lines or notes or end) and time.monotonic() < ends_at:
             processes.wait([self._notes], _IDLE_SECS)
             if self._worker.has_ended():  # before the rest is read
-                self._worker.finish_output()
-                end = self._worker.code or 0, self._worker.describe_end()
+                end = self._worker.code or 0, self._worker.how
             notes += self._notes.read()
         lines = [self._lines.popleft() for _ in range(len(self._lines))]  # threads append to them
         report = ActorReport(self._address, lines, notes, end)
@@ -119,7 +118,7 @@ class _Worker(processes.Process):
 
     def __init__(self, index: int, cluster: "Actors", place: int, notes: Notes):
         self.index, self._cluster, self.place, self.notes = index, cluster, place, notes
-        self.code, self.was_signalled = None, False
+        self.code, self.how, self.was_signalled = None, "", False
         self.end: tuple[int, str] | None = None
         self.is_shown = True
 
@@ -135,17 +134,9 @@ class _Worker(processes.Process):
 
     def has_ended(self) -> bool:
         with self._cluster.lock:  # after which no note comes
-            self.code = self.end[0] if self.end else None
+            if self.end:
+                self.code, self.how = self.end
         return self.code is not None
-
-    def describe_end(self) -> str:
-        return self.end[1] if self.end else ""
-
-    def hide_output(self) -> None:
-        self.is_shown = False
-
-    def finish_output(self) -> None:
-        pass  # it came before the end
 
 
 class Actors:

@@ -108,15 +108,11 @@ def pipe():
     read_end, write_end = os.pipe()
     shown = bytearray()
 
-    def write(descriptor, line):
-        assert descriptor == 2
-        shown.extend(line)
-
-    lines = output.WorkerPipe(2, os.fdopen(read_end, "rb"), b"> ", write)
+    showing = output.show_lines(os.fdopen(read_end, "rb"), b"> ", shown.extend)
 
     def end():
         os.close(write_end)
-        lines.finish()
+        showing.join()
 
     return write_end, end, shown
 

@@ -29,7 +29,6 @@ def test_a_child_has_its_descriptors_alone_and_writes_its_group_first():
     )
     child._process.wait(30)
     assert child.has_ended() and child.code == 0
-    child.finish_output()
     last = sorted(["0", "1", "2", str(more), "3" if more != 3 else "4"])
     assert os.read(guard_end, 1000) == b"+%d\n" % child._process.pid
     assert sorted(lines) == [(1, f"[worker 0] out{last}\n".encode()), (2, b"[worker 0] err\n")]
