@@ -31,16 +31,22 @@ import math
 import os
 import re
 import secrets
+import signal
 import sys
+import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from distloop.atomic_files import start_ticks
 from distloop.distributed import environment
 from distloop.distributed.notes import Membership, Notes
-from distloop.launcher import children, elastic, processes, ray_actors
+from distloop.launcher import elastic, processes, ray_actors
 from distloop.log import printable
 
 FIRST_PORT = 12345  # of each host, with --hosts
+
+_CHECK_SECS = 0.5  # from one look at the process that called the launcher to the next
 
 # glibc asks Linux for pages of 2 MB: large tensors need fewer page faults, half of the time of a large model on CPUs.
 _HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
@@ -63,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = _parse(sys.argv[1:] if arguments is None else arguments)
         if options.parent is not None:
-            children.end_with(options.parent)
+            end_with(options.parent)
         plan = elastic.MembershipPlan(
             options.least, options.most, options.max_restarts, options.wait_secs, options.grace_secs
         )
@@ -75,6 +81,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(printable(f"distloop.launch: {error}"), file=sys.stderr)
         return 2
+
+
+def end_with(parent: int, grace_secs: float = 5.0) -> None:
+    """Sends this process SIGTERM when its caller has ended, however that ended, and SIGKILL after `grace_secs`.
+
+    There may be others between the two, such as a shell or a fork server, and they may end before.
+
+    Args:
+        parent: the number of the caller.
+        grace_secs: from SIGTERM to SIGKILL.
+
+    Raises:
+        ValueError: if there is no such process.
+    """
+    start = start_ticks(parent)
+    if start is None:
+        raise ValueError(f"parent={parent} is no process of this machine: give the caller's number, or leave it out.")
+
+    def watch() -> None:
+        while start_ticks(parent) == start:
+            time.sleep(_CHECK_SECS)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(grace_secs)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="distloop-parent", daemon=True).start()
 
 
 def _run_in_ray(options: argparse.Namespace, plan: elastic.MembershipPlan) -> int:
@@ -255,17 +287,7 @@ def _complete_hosts(options: argparse.Namespace) -> None:
             f"to {len(hosts) - 1}."
         )
     options.port = options.port or FIRST_PORT
-    if options.port + options.workers > 2**16:
-        raise ValueError(
-            f"port={options.port} leaves no room for {options.workers} workers: give a lower one, ports end at 65535."
-        )
     options.hosts, options.first_index = hosts, (options.host_index or 0) * options.workers
-    for i in range(options.workers if hosts else 0):
-        if not environment.is_free(options.port + i):
-            raise ValueError(
-                f"port {options.port + i} is taken on this host, but worker {options.first_index + i} is to have it: "
-                "give another --port, the same on every host, or end what listens there."
-            )
 
 
 def _is_host(host: str) -> bool:

@@ -31,12 +31,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from distloop import launch
 from distloop.actions.action import Action, Report
 from distloop.data.iterators import fresh_copy
 from distloop.data.source import Data
 from distloop.distributed import strategies, workers
 from distloop.evaluation.comparison import relative_difference
-from distloop.launcher import children
 from distloop.model.saved_state import SavedState
 from distloop.model.spec import GradientFn, ModelSpec
 from distloop.monitoring.records import ABOUT_THE_RUN, OF_THE_MACHINE
@@ -331,7 +331,7 @@ def main() -> None:
     parser.add_argument("--parent", type=int)
     options = parser.parse_args()
     if options.parent is not None:  # a worker ends with its launcher
-        children.end_with(options.parent, 0.0)
+        launch.end_with(options.parent, 0.0)
     # One thread within an operation: `assert_same_bits` needs it, and it is set before TensorFlow starts.
     config = Config(device="cpu", num_devices=options.num_devices, intra_op_threads=1)
     strategies.prepare(config)  # before the function's module is imported, which may make tensors

@@ -251,8 +251,8 @@ def test_a_hanging_worker_ends_all_after_the_hang_timeout(start, workdir):
     assert [worker.end() for worker in workers] == [heartbeat.EXIT_CODE] * 2 and time.monotonic() - hanging < 25
     at, why = f"is at step {before + 9}", workers[0].lines[0].partition(" So worker 0")[0]
     assert re.match(
-        rf"distloop: no step has ended for hang_timeout=6 seconds; worker 0 {at} \(waiting for all\), "
-        rf"worker 1 \(127.0.0.1:\d+\) {at} \(between two loops\)\.$",
+        rf"distloop: no step has ended for hang_timeout=6 seconds; worker 0 \(127.0.0.1:\d+\) {at} "
+        rf"\(waiting for all\); worker 1 \(127.0.0.1:\d+\) {at} \(between two loops\)\.$",
         why,
     )
     assert "    time.sleep(600)" in workers[1].lines  # where it hangs

@@ -253,15 +253,6 @@ def test_an_index_of_kubernetes_outside_the_hosts_is_refused(index, monkeypatch)
         parse("--hosts=a,b")
 
 
-def test_a_port_that_is_taken_is_refused_before_the_start(port, capsys):
-    with socket.create_server(("127.0.0.1", port + 1)):
-        assert launch.main(["--hosts=a,b", "--host_index=1", "--workers=2", f"--port={port}", PROGRAM]) == 2
-    assert capsys.readouterr().err == (
-        f"distloop.launch: port {port + 1} is taken on this host, but worker 3 is to have it: give another --port, "
-        "the same on every host, or end what listens there.\n"
-    )
-
-
 @pytest.mark.parametrize(
     ("command", "sentence"),
     [
@@ -296,7 +287,6 @@ def test_a_port_that_is_taken_is_refused_before_the_start(port, capsys):
         ("--hosts=a,a --host_index=1 PROGRAM", "hosts=a,a is not allowed: give names or IP addresses, each once"),
         ("--hosts=a:1,b --host_index=1 PROGRAM", "hosts=a:1,b is not allowed"),
         ("--hosts=a, --host_index=0 PROGRAM", "hosts=a, is not allowed"),
-        ("--hosts=a --host_index=0 --port=65535 --workers=2 PROGRAM", "port=65535 leaves no room for 2 workers"),
     ],
 )
 def test_wrong_commands_are_refused_in_one_sentence(command, sentence, capsys):

@@ -15,7 +15,6 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 _VARIABLE = "DISTLOOP_MEMBERSHIP"
@@ -93,13 +92,8 @@ class Notes:
         leavers: indices of the workers that somebody asked to leave.
     """
 
-    def __init__(self, on_traced: Callable[[int, dict[str, float]], None] | None = None) -> None:
-        """Opens the pipe, whose end for the workers is `write_end`.
-
-        Args:
-            on_traced: called with step and `phases` once the chief has traced a step.
-        """
-        self._on_traced = on_traced
+    def __init__(self) -> None:
+        """Opens the pipe, whose end for the workers is `write_end`."""
         self._read_end, write_end = os.pipe()
         self.write_end = fcntl.fcntl(write_end, fcntl.F_DUPFD_CLOEXEC, _DESCRIPTOR)
         os.close(write_end)
@@ -120,13 +114,16 @@ class Notes:
         """Returns the descriptor to wait for."""
         return self._read_end
 
-    def read(self) -> None:
-        """Takes the notes that have come."""
+    def read(self) -> list[dict[str, Any]]:
+        """Takes the notes that have come, and returns them."""
+        notes: list[dict[str, Any]] = []
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self._read_end, 65536):
                 *lines, self._rest = (self._rest + data).split(b"\n")
-                for line in lines:
-                    self._take(json.loads(line))
+                notes += map(json.loads, lines)
+        for note in notes:
+            self._take(note)
+        return notes
 
     def _take(self, note: dict[str, Any]) -> None:
         if "begins" in note:
@@ -134,8 +131,6 @@ class Notes:
             self.start_secs = self.start_secs or self.began_at - self._made_at
         if "sizes" in note:
             self.sizes = tuple(note["sizes"])
-        if "traced" in note and self._on_traced is not None:
-            self._on_traced(note["step"], note["traced"])
         if "ends" in note:
             self.began_at = None
         if "leaves" in note:

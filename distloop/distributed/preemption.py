@@ -17,7 +17,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Any, NoReturn
 
 from distloop.distributed import heartbeat, notes, output
@@ -26,12 +25,10 @@ EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: run the same command again
 
 SAVES = "saving after this step"
 _ONE_SIGNAL_SECS = 1.0
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _WORDS: dict[int, tuple[str, str]] = {signal.SIGTERM: ("Send", "SIGTERM"), signal.SIGINT: ("Press", "Ctrl-C")}
 
-_entered: list["StopRequests"] = []  # of this process, the outermost first
-_live: list["StopRequests"] = []  # and those that catch no signals: all runs stop for one
-_forking = threading.local()  # the signals that the forking thread blocked before the fork
+_live: list["StopRequests"] = []  # those that are entered, the outermost first: all runs stop for one signal
+_catching: list["StopRequests"] = []  # the one of them that catches signals, if there is one
 
 
 class Interrupted(Exception):
@@ -105,26 +102,25 @@ class StopRequests:
 
     def __enter__(self) -> "StopRequests":
         _live.append(self)
-        if self._catch_signals and threading.current_thread() is threading.main_thread():
+        is_main = threading.current_thread() is threading.main_thread()
+        if self._catch_signals and is_main and not _catching:
             # While TensorFlow computes, Python calls no handler, but it writes a byte for each signal at once.
             self._read_end, self._write_end = os.pipe()
             os.set_blocking(self._write_end, False)
             self._wakeup = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
-            self._original_handlers = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
+            self._original_handlers = {number: signal.signal(number, lambda *_: None) for number in _WORDS}
             threading.Thread(target=self._watch, args=(self._read_end,), name="distloop-signals", daemon=True).start()
-            _entered.append(self)
+            _catching.append(self)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         _live.remove(self)
-        if self in _entered:  # not in a forked child
+        if self in _catching:  # not in a forked child
             self._restore()  # closing the write end ends the thread, which closes the read end
 
     def _restore(self) -> None:
         """Restores the handlers from before, and closes the write end of the pipe."""
-        _entered.remove(self)
+        _catching.remove(self)
         for number, handler in self._original_handlers.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._wakeup)
@@ -134,7 +130,7 @@ class StopRequests:
         last_signal_at = -math.inf  # on the monotonic clock
         while byte := os.read(read_end, 1):
             number, now = byte[0], time.monotonic()
-            if number not in _SIGNALS or now - last_signal_at < _ONE_SIGNAL_SECS:
+            if number not in _WORDS or now - last_signal_at < _ONE_SIGNAL_SECS:
                 continue
             last_signal_at = now
             if self._signal is not None and self._may_quit:
@@ -144,7 +140,7 @@ class StopRequests:
                 requests._signal = f"by {name}"
             notes.tell(leaves=True)
             if self._may_quit:
-                output.say(f"distloop: Stopping: {self.plan}. {verb} {name} again to quit now.", 0.1)
+                output.say(f"distloop: Stopping: {(_live or [self])[-1].plan}. {verb} {name} again to quit now.", 0.1)
         os.close(read_end)
 
 
@@ -156,20 +152,10 @@ def _leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _block_signals() -> None:
-    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-
-
-def _unblock_signals() -> None:
-    signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
-
-
 def _restore_in_child() -> None:
-    for requests in reversed(_entered):
+    for requests in tuple(_catching):
         os.close(requests._read_end)  # its thread is not in the child
         requests._restore()
-    _unblock_signals()
 
 
-# A signal that comes to the child before its handlers are restored waits: it would be written to the parent's pipe.
-os.register_at_fork(before=_block_signals, after_in_parent=_unblock_signals, after_in_child=_restore_in_child)
+os.register_at_fork(after_in_child=_restore_in_child)

@@ -1,6 +1,6 @@
 """Star: a TCP connection from each worker to the chief, with signed messages.
 
-    star = Star(addresses, index=0, secret="a text that the workers share", facts=facts, receive=print)
+    star = Star(addresses, index=0, secret="a text that the workers share", hello={"worker": 0}, receive=print)
     star.send({"state": "alive"})       # to every worker that is connected
     star.close_port()                   # all are connected, and TensorFlow takes the port
 
@@ -13,6 +13,7 @@ there is no secret anybody can sign, and only connections from the hosts of the 
 import contextlib
 import hmac
 import ipaddress
+import itertools
 import json
 import os
 import socket
@@ -23,7 +24,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from distloop.distributed.environment import split_address
-from distloop.distributed.liveness import Facts
 
 _MAX_BYTES = 2**20  # of a message
 _GREET_SECS = 5.0  # that a connection and its greeting may take, and for which a worker may be silent here
@@ -59,7 +59,7 @@ class Connection:
             raise Stranger("they are of another program")
         connected.settimeout(None)
         self._key = hmac.digest(secret.encode(), own + other if is_chief else other + own, "sha256")
-        self._numbers = {True: 0, False: 0}  # of the messages of the chief, and of those to it
+        self._numbers = {True: itertools.count(), False: itertools.count()}  # of the messages of the chief, and to it
         self._waiting, self._sending = b"", threading.Lock()
 
     def send(self, message: Mapping[str, Any]) -> None:
@@ -96,8 +96,7 @@ class Connection:
 
     def _sign(self, text: bytes, is_of_chief: bool) -> bytes:
         """Returns the signature of the next message in a direction."""
-        self._numbers[is_of_chief] += 1
-        content = f"{is_of_chief} {self._numbers[is_of_chief]} ".encode() + text
+        content = f"{is_of_chief} {next(self._numbers[is_of_chief])} ".encode() + text
         return hmac.digest(self._key, content, "sha256").hex().encode()
 
 
@@ -113,7 +112,7 @@ class Star:
         addresses: Sequence[str],
         index: int,
         secret: str,
-        facts: Facts,
+        hello: Mapping[str, Any],
         receive: Callable[[int, dict[str, Any] | None], None],
     ):
         """Opens the port of worker `index`; all but the chief only keep it from others, and connect.
@@ -122,22 +121,24 @@ class Star:
             addresses: `host:port` of every worker, the chief first.
             index: of this worker.
             secret: the same on all workers; "": none.
-            facts: the chief sends their digests, and receives the `difference` of each worker before its messages.
-            receive: called in a thread with a worker and a message of it; with None once it has closed its connection.
+            hello: the first message of each connection, with the `worker` that sends it.
+            receive: called in a thread with a worker and a message of it; with None once its connection is closed.
 
         Raises:
             ValueError: if an address is none, or the port is taken.
         """
         self.causes: dict[str, str] = {}
         self._hosts = [split_address(address) for address in addresses]  # with their ports
-        self._index, self._secret, self._facts, self._receive = index, secret, facts, receive
+        self._index, self._secret, self._hello, self._receive = index, secret, hello, receive
         self._connections: dict[int, Connection] = {}
         self._identifying = threading.Lock()
-        try:
-            self._listener = _listen(self._hosts, index)
+        has_both, port = socket.has_dualstack_ipv6(), self._hosts[index][1]
+        family, backlog = socket.AF_INET6 if has_both else socket.AF_INET, len(addresses) + 64
+        try:  # on every interface, as TensorFlow, which would notice too late that the port is taken
+            self._listener = socket.create_server(("", port), family=family, backlog=backlog, dualstack_ipv6=has_both)
         except OSError as error:
             raise ValueError(
-                f"Port {self._hosts[index][1]} of worker {index} ({addresses[index]}) cannot be used "
+                f"Port {port} of worker {index} ({addresses[index]}) cannot be used "
                 f"({str(error.strerror).partition(' (while')[0]}): is another run there? Give other ports, or end it."
             ) from None
         self._is_open = True
@@ -160,10 +161,9 @@ class Star:
     def _accept_forever(self) -> None:
         with contextlib.suppress(OSError):  # it was closed
             while self._is_open:
-                connected, address = self._listener.accept()
-                threading.Thread(
-                    target=self._serve, args=[connected, address[0]], name="distloop-star", daemon=True
-                ).start()
+                connected, (host, *_) = self._listener.accept()
+                arguments = connected, host.removeprefix("::ffff:")  # IPv4 within IPv6
+                threading.Thread(target=self._serve, args=arguments, name="distloop-star", daemon=True).start()
 
     def _connect_forever(self) -> None:
         """Connects to the chief once it listens; its name is looked up each time."""
@@ -181,45 +181,37 @@ class Star:
 
     def _serve(self, connected: socket.socket, host: str) -> None:
         """Hands on the messages of a connection as long as it lasts."""
-        connection, worker, is_closed = None, None, True
+        connection, worker = None, None
         try:
             connection = Connection(connected, self._secret, self._index == 0)
-            # The first message shows to both whether their secrets are the same.
-            connection.send({"worker": self._index} if self._index else {"digests": self._facts.digests})
-            first = connection.receive()
-            if self._index:
-                connection.send({"difference": self._facts.find_difference(first["digests"])})
-                worker, self._connections[0] = 0, connection
-            else:
-                worker = self._identify(connection, first["worker"], host)
+            connection.send(self._hello)  # shows whether the secrets are the same
+            message = connection.receive()
+            worker = self._identify(connection, message["worker"], host)
             self.causes.pop(host, None)
             while True:
-                self._receive(worker, connection.receive())
+                self._receive(worker, message)
+                message = connection.receive()
         except Stranger as error:
             if host in self.causes or len(self.causes) < 3:
                 self.causes[host] = f"connections of {host} do not count: {error}"
-        except OSError as error:  # out of reach is not closed: the silence of the worker counts
-            is_closed = isinstance(error, ConnectionError)
         except Exception:  # it has ended, or wrote what no worker writes
             pass
         (connection or connected).close()
         if worker is not None and self._connections.get(worker) is connection:
             del self._connections[worker]
-            if is_closed:
-                self._receive(worker, None)
+            self._receive(worker, None)
 
     def _identify(self, connection: Connection, worker: Any, host: str) -> int:
         """Returns the worker that a connection says to be, and keeps the connection; raises `Stranger` otherwise."""
-        if not self._is_open or type(worker) is not int or not 0 < worker < len(self._hosts):
+        others = range(1, len(self._hosts)) if self._index == 0 else (0,)
+        if not self._is_open or type(worker) is not int or worker not in others:
             raise Stranger("they are of no worker of this run")
-        if not self._secret and not _is_host(host, self._hosts[worker][0]):
+        if self._index == 0 and not self._secret and not _is_host(host, self._hosts[worker][0]):
             raise Stranger("no worker has this address; with a DISTLOOP_SECRET on all, addresses do not matter")
         with self._identifying:
             before = self._connections.get(worker)
             if before is not None and time.monotonic() - before.heard_at < _GREET_SECS:
-                refusal = f"Another process says that it is worker {worker}, too: give each its own task index in "
-                connection.send({"refusal": f"{refusal}TF_CONFIG, and the same addresses."})
-                raise Stranger(f"two are of worker {worker}")
+                raise Stranger(f"two say that they are worker {worker}: give each its own task index in TF_CONFIG")
             self._connections[worker] = connection
         if before is not None:
             before.close()
@@ -234,47 +226,17 @@ class Star:
         connected, port = {c.socket.fileno() for c in self._connections.values()}, self._hosts[self._index][1]
         null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         for number in map(int, os.listdir("/dev/fd")):
-            with contextlib.suppress(OSError):  # closed meanwhile, or a socket of another kind
-                if number in connected or (stat.S_ISSOCK(os.fstat(number).st_mode) and _port(number) == port):
-                    os.dup2(null, number, inheritable=False)
+            with contextlib.suppress(OSError):  # closed meanwhile
+                if stat.S_ISSOCK(os.fstat(number).st_mode):
+                    with socket.socket(fileno=os.dup(number)) as copy:
+                        if number in connected or copy.getsockname()[1:2] == (port,):
+                            os.dup2(null, number, inheritable=False)
         os.close(null)
-
-
-def _port(number: int) -> int | None:
-    """Returns the own port of a socket; None if it has none."""
-    with socket.socket(fileno=os.dup(number)) as copy:
-        return int(copy.getsockname()[1]) if copy.family in (socket.AF_INET, socket.AF_INET6) else None
 
 
 def _is_host(number: str, host: str) -> bool:
     """Returns whether the source of a connection is an address of a host."""
-    numbers = {_address(str(line[4][0])) for line in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    source, *addresses = (ipaddress.ip_address(n.partition("%")[0]) for n in [number, *(str(f[4][0]) for f in found)])
     # Linux answers 127.0.1.1, to which Debian leads a machine's own name, from 127.0.0.1.
-    return _address(number) in numbers or (_address(number).is_loopback and any(n.is_loopback for n in numbers))
-
-
-def _is_loopback(host: str) -> bool:
-    """Returns whether a host is this machine for every machine: `localhost`, `127.0.0.1`, `::1`."""
-    try:
-        return host == "localhost" or _address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def _address(number: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """Returns the address that a text holds, IPv4 within IPv6 as IPv4."""
-    address = ipaddress.ip_address(number.partition("%")[0])
-    return getattr(address, "ipv4_mapped", None) or address
-
-
-def _listen(hosts: Sequence[tuple[str, int]], index: int) -> socket.socket:
-    """Returns a socket on the port of a worker, on the loopback interface alone if all workers are there."""
-    (host, port), has_both, backlog = hosts[index], socket.has_dualstack_ipv6(), len(hosts) + 64
-    family = socket.AF_INET6 if has_both else socket.AF_INET
-    # On every interface, as TensorFlow, which would notice too late that the port is taken.
-    listener = socket.create_server(("", port), family=family, dualstack_ipv6=has_both, backlog=backlog)
-    if not all(_is_loopback(host) for host, _ in hosts):
-        return listener
-    listener.close()
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    return socket.create_server(address[:2], family=family, backlog=backlog)
+    return source in addresses or (source.is_loopback and any(address.is_loopback for address in addresses))

@@ -25,7 +25,7 @@ from distloop.distributed.environment import Cluster
 from distloop.distributed.heartbeat import Heartbeat
 from distloop.distributed.liveness import JOINING
 from distloop.settings.config import Config
-from distloop.settings.flags import facts, secret_names
+from distloop.settings.flags import facts
 
 T = TypeVar("T")
 
@@ -265,16 +265,10 @@ def _make_multi_worker(cluster: Cluster | None, config: Config) -> tf.distribute
     if devices.choose_device_type(config) == "GPU":
         environment.check_gpus_of_tasks(len(tf.config.list_physical_devices("GPU")))
     versions = {"TensorFlow": tf.__version__, "Keras": keras.__version__, "workers": ", ".join(cluster.addresses)}
-    heartbeat = Heartbeat(
-        cluster.addresses,
-        cluster.index,
-        versions | facts(config, with_secrets=True),
-        secret=environment.find_secret(),
-        secret_names=secret_names(),
-    )
+    secret = environment.find_secret()
+    heartbeat = Heartbeat(cluster.addresses, cluster.index, versions | facts(config), secret=secret)
     try:
-        heartbeat.meet(config.start_timeout)
-        heartbeat.watch(config.hang_timeout, config.start_timeout)
+        heartbeat.meet(config.start_timeout, config.hang_timeout)
         strategy = _join(cluster, config, heartbeat)
     except ValueError as error:
         heartbeat.fail(str(error))

@@ -9,7 +9,6 @@ how they start and end is in `processes`, what they tell in `notes`.
 """
 
 import dataclasses
-import functools
 import math
 import secrets
 import time
@@ -22,16 +21,6 @@ from distloop.launcher import processes
 _FIRST_PAUSE_SECS, _LAST_PAUSE_SECS = 1.0, 60.0  # what broke may need time; doubled at each fall of a place
 _LASTING_SECS = 600.0  # that a worker ran, after which the next pause of its place is the first one again
 _CHECK_SECS = 1.0  # after which the run asks again which places are there
-
-# The phases of `notes.phases`, by what the time was spent on.
-_DOING = {
-    "ended": "until all had ended",
-    "waited": "waiting for places",
-    "imported": "importing",
-    "met": "meeting",
-    "restored": "restoring",
-    "traced": "tracing",
-}
 
 Start = Callable[[Membership, Sequence[int], Notes], Sequence[processes.Process]]
 There = Callable[[], Collection[int]]
@@ -160,7 +149,7 @@ def run(plan: MembershipPlan, start: Start, signals: processes.Signals, there: T
         if plan.is_elastic and not is_first:
             sizes = f" (it can have {', '.join(map(str, plan.allowed))})" if plan.sizes else ""
             processes.log(f"membership {number} has {len(places)} of {plan.most} workers{sizes}: {membership.cause}.")
-        notes = Notes(functools.partial(say_phases, number) if plan.is_elastic else None)
+        notes = Notes()
         workers = start(membership._replace(started_at=time.time(), pipe=notes.pipe), places, notes)
         outcome = _run_membership(plan, workers, signals, notes, there)
         notes.close()
@@ -218,14 +207,6 @@ def _run_membership(
         return max(grows_at, notes.began_at + notes.start_secs)
 
     return processes.Group(workers, signals, plan.grace_secs, notes, leaves_at).wait()
-
-
-def say_phases(number: int, step: int, phases: dict[str, float]) -> None:
-    """Prints how long a run stood still for a change of workers, and where the time went."""
-    parts = ", ".join(f"{secs:.1f} {_DOING.get(name, name)}" for name, secs in phases.items())
-    processes.log(
-        f"membership {number} trains from step {step}, {sum(phases.values()):.1f} s after the change: {parts}."
-    )
 
 
 def _wait_for_places(plan: MembershipPlan, signals: processes.Signals, there: There | None) -> int | None:

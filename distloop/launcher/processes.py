@@ -3,12 +3,13 @@
     signals = processes.Signals()
     with processes.Guard() as guard:
         group = [processes.Process(i, command, environment, cores=[], guard=guard) for i in range(2)]
-        outcome = processes.Group(group, signals, grace_secs=10).wait()
+        outcome = processes.Group(group, signals, 10, notes, leaves_at).wait()
 
 It does not know flags, hosts or TF_CONFIG.
 """
 
 import contextlib
+import functools
 import math
 import os
 import signal
@@ -16,17 +17,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from multiprocessing import connection
 from typing import Any, NamedTuple
 
 from distloop.distributed import output
 from distloop.distributed.heartbeat import EXIT_CODE as FOLLOWER_EXIT_CODE
 from distloop.distributed.notes import Notes
 from distloop.distributed.preemption import EXIT_CODE as SAVED_EXIT_CODE
-from distloop.launcher import children
 
 FOLLOW_SECS = 60  # beyond the grace time, for the others when one saved and left: they may be writing a checkpoint
 FAIL_SECS = 5  # beyond the grace time, for the worker that failed when another one has ended because of it
-_HELD_SECS = 0.1  # after which output may have room for more
+_REST_SECS = 2.0  # that the end of a process waits for its last lines
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _LOST_SIGNALS = (signal.SIGHUP, signal.SIGPIPE)  # the terminal is closed, or nobody reads the output any more
 
@@ -49,7 +50,25 @@ for group in groups:
 
 def log(text: str) -> None:
     """Writes a line of the launcher to stderr."""
-    output.console(2).write(f"distloop.launch: {text}\n".encode())
+    output.write(2, f"distloop.launch: {text}\n".encode())
+
+
+_children: dict[int, "subprocess.Popen[bytes]"] = {}  # that run, by process number
+
+
+def _reap() -> None:
+    """Removes ended children, also those that the launcher inherited as process 1 of a container."""
+    with contextlib.suppress(ChildProcessError):  # no child is left
+        while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if (child := _children.get(ended.si_pid)) is None:
+                os.waitpid(ended.si_pid, 0)
+            elif child.poll() is not None:  # else another thread is about to
+                del _children[ended.si_pid]
+
+
+def wait(sources: Sequence[Any], secs: float) -> list[Any]:
+    """Returns the files that can be read, once there is one; [] after `secs`, which may be infinite."""
+    return connection.wait(sources, None if secs == math.inf else max(0.0, secs))
 
 
 class Signals:
@@ -60,7 +79,6 @@ class Signals:
         self._pipe, wakeup = os.pipe()
         for end in (self._pipe, wakeup):
             os.set_blocking(end, False)
-        self._come: list[signal.Signals] = []  # and were not read yet
         signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
         for number in (*_STOP_SIGNALS, *_LOST_SIGNALS, signal.SIGCHLD):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
@@ -71,22 +89,21 @@ class Signals:
         return self._pipe
 
     def read(self) -> list[signal.Signals]:
-        """Returns the signals that came since the last call."""
+        """Returns the signals that came since the last call, after removing children that have ended."""
+        numbers: list[signal.Signals] = []
         with contextlib.suppress(BlockingIOError):
-            self._come += map(signal.Signals, os.read(self._pipe, 1024))
-        if signal.SIGCHLD in self._come:
-            children.reap()
-        come, self._come = self._come, []
-        return come
+            numbers += map(signal.Signals, os.read(self._pipe, 1024))
+        if signal.SIGCHLD in numbers:
+            _reap()
+        return [number for number in numbers if number != signal.SIGCHLD]
 
     def wait(self, secs: float) -> signal.Signals | None:
         """Returns the first signal that stops the launcher; None if none comes within `secs`."""
         deadline = time.monotonic() + secs
         while (remaining_secs := deadline - time.monotonic()) > 0:
-            children.wait([self], remaining_secs)
-            for number in self.read():
-                if number != signal.SIGCHLD:
-                    return number
+            wait([self], remaining_secs)
+            if numbers := self.read():
+                return numbers[0]
         return None
 
 
@@ -101,7 +118,7 @@ class Guard:
         read_end, self.pipe = os.pipe()
         command, quiet = [sys.executable, "-I", "-S", "-c", _GUARD], subprocess.DEVNULL
         self._process = subprocess.Popen(command, stdin=read_end, stdout=quiet, stderr=quiet, start_new_session=True)
-        children.register(self._process)
+        _children[self._process.pid] = self._process
         os.close(read_end)
         return self
 
@@ -127,7 +144,7 @@ class Process:
         cores: Sequence[int],
         guard: Guard,
         descriptors: Sequence[int] = (),
-        console: Callable[[int], Any] = output.console,
+        write: Callable[[int, bytes], None] = output.write,
     ):
         """Starts the process.
 
@@ -138,15 +155,40 @@ class Process:
             cores: cores on which it may run; empty: any.
             guard: kills it if the launcher ends.
             descriptors: that it inherits.
-            console: returns what shows its lines, of stdout (1) and stderr (2), as `output.LineConsole`.
+            write: shows a line of its stdout (1) or stderr (2).
         """
         self.index, self._guard = index, guard
         self.code: int | None = None  # as in a shell, 128 + n for signal n; None while it runs
+        self.how = ""  # it ended, as in `with exit code 1`
+        self.is_shown = True  # what it prints
         self.was_signalled = False  # or killed, by the launcher
-        self._process = children.start(command, environment, cores, guard.pipe, descriptors)
+
+        def set_up() -> None:  # in the new process, before the program; safe: takes no lock that a thread may hold
+            os.write(guard.pipe, b"+%d\n" % os.getpid())  # first: a launcher that dies now leaves no process behind
+            if cores:
+                os.sched_setaffinity(0, cores)
+
+        self._process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            pass_fds=descriptors,
+            preexec_fn=set_up,
+        )
+        _children[self._process.pid] = self._process
         pipes = ((1, self._process.stdout), (2, self._process.stderr))
         prefix = f"[worker {index}] ".encode()
-        self.outputs = [output.WorkerPipe(pipe, prefix, console(number)) for number, pipe in pipes if pipe]
+
+        def show(number: int, line: bytes) -> None:
+            if self.is_shown:
+                write(number, line)
+
+        self._showing = [
+            output.show_lines(pipe, prefix, functools.partial(show, number)) for number, pipe in pipes if pipe
+        ]
 
     def signal_once(self, number: int) -> None:
         """Sends the first signal only, and not to the worker's children, which it may need to save."""
@@ -164,24 +206,17 @@ class Process:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def has_ended(self) -> bool:
-        """Returns True if the process has ended, and kills its children then."""
+        """Returns True if the process has ended; then kills its children, and shows its last lines."""
         code = self._process.poll()
         if code is not None:
             self.code = code if code >= 0 else 128 - code
+            self.how = f"with exit code {code}" if code >= 0 else f"by signal {-code} ({signal.strsignal(-code)})"
             self._kill_group()
             self._guard.remove(self._process.pid)
+            for thread in self._showing:  # a process that has escaped may hold the pipe
+                thread.join(_REST_SECS)
+            self.is_shown = False
         return code is not None
-
-    def describe_end(self) -> str:
-        """Returns how it ended, as in `with exit code 1`."""
-        code = self._process.returncode
-        assert code is not None
-        return f"with exit code {code}" if code >= 0 else f"by signal {-code} ({signal.strsignal(-code)})"
-
-    def finish_output(self) -> None:
-        """Shows the output so far, and none from then on."""
-        for pipe in self.outputs:
-            pipe.finish()
 
 
 class GroupEnd(NamedTuple):
@@ -259,21 +294,14 @@ class Group:
         return [process for process in self._processes if process.code is None]
 
     def _handle_events(self, running: Sequence[Process]) -> None:
-        """Waits for a signal, output or a deadline; shows output and notes processes that ended."""
-        pipes = [pipe for process in running for pipe in process.outputs if pipe.is_open]
-        held = [pipe for pipe in pipes if not pipe.has_room()]  # their workers wait for a slow reader, as without us
-        check_again_at = time.monotonic() + (_HELD_SECS if held else math.inf)
-        remaining_secs = min(self._stop_at, self._kill_at, self._leave_at(), check_again_at)
-        sources = [self._signals, self._notes, *(pipe for pipe in pipes if pipe not in held)]
-        ready = children.wait(sources, remaining_secs - time.monotonic())
+        """Waits for a signal, a note or a deadline; notes processes that ended."""
+        deadline = min(self._stop_at, self._kill_at, self._leave_at())
+        wait([self._signals, self._notes], deadline - time.monotonic())
         self._notes.read()
         self._handle_signals()
         ended = [process for process in running if process.has_ended()]  # all, before one stops the others
         for process in sorted(ended, key=lambda process: process.code == FOLLOWER_EXIT_CODE):  # who failed comes first
-            self._handle_end(process)  # before the output, so that the order of ends is right
-        for pipe in pipes:
-            if pipe in ready and pipe.is_open:
-                pipe.read()
+            self._handle_end(process)
 
     def _leave_at(self) -> float:
         is_ending = self._ends_are_expected or self._failed or self._follower
@@ -289,7 +317,7 @@ class Group:
             if self._follower and not self._failed:
                 self._fallen += self._running()  # the others have noticed that these hang
                 for process in self._running():
-                    process.finish_output()
+                    process.is_shown = False
                 self._blame(self._follower, self._running())
             elif not self._failed:
                 self._ends_are_expected = True  # the ends that follow are no crashes
@@ -327,11 +355,9 @@ class Group:
             self._failed = process
         if is_crash and not is_follower:
             for other in others:  # their lines from now on follow from the crash
-                other.finish_output()
-        for pipe in process.outputs:
-            pipe.close()
+                other.is_shown = False
         if process.code or self._failed or self._ends_are_expected:
-            log(f"worker {process.index} ended {process.describe_end()}.")
+            log(f"worker {process.index} ended {process.how}.")
         if is_follower:
             self._follower = self._follower or process
             self._stop_at = min(self._stop_at, time.monotonic() + FAIL_SECS + self._grace_secs)
@@ -345,7 +371,7 @@ class Group:
         """Takes a process for the first one that failed, and stops the others."""
         self._failed = process
         first = " first" if len(self._processes) > 1 else ""
-        failure = f"failed{first}, {process.describe_end()}"
+        failure = f"failed{first}, {process.how}"
         if process.code == FOLLOWER_EXIT_CODE:
             failure = f"ended{first}, because another one had failed or fallen silent"
         self._cause = f"worker {process.index} {failure}"

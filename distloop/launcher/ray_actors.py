@@ -9,6 +9,7 @@ in a process of its own. Ray tells when a node has gone or come; an actor that i
 lines, notes and ends come with the answers to `report`, of which one is always under way.
 """
 
+import collections
 import os
 import signal
 import sys
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 
 from distloop.distributed import environment, output
 from distloop.distributed.notes import Membership, Notes
-from distloop.launcher import children, processes
+from distloop.launcher import processes
 
 _REPORT_SECS = 0.5  # that an actor waits for something to tell
 _IDLE_SECS = 0.1  # without a worker, so that one soon starts
@@ -31,7 +32,7 @@ class ActorReport(NamedTuple):
 
     Attributes:
         address: where its next worker can listen.
-        lines: of its worker, with the descriptor that each belongs to.
+        lines: of its worker, each with its descriptor.
         notes: of its worker.
         end: exit code of its worker, and how it ended in words; None: it runs, or there is none.
     """
@@ -42,30 +43,6 @@ class ActorReport(NamedTuple):
     end: tuple[int, str] | None
 
 
-class _Relay(Notes):
-    """Notes that are passed on as they come."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.come: list[dict[str, Any]] = []
-
-    def _take(self, note: dict[str, Any]) -> None:
-        self.come.append(note)
-
-
-class _Lines:
-    """A console whose lines are fetched."""
-
-    def __init__(self, descriptor: int, lines: list[tuple[int, bytes]]):
-        self._descriptor, self._lines = descriptor, lines
-
-    def write(self, lines: bytes) -> None:
-        self._lines.append((self._descriptor, lines))
-
-    def has_room(self) -> bool:
-        return True
-
-
 class Place:
     """A Ray actor in which one worker after the other runs."""
 
@@ -74,8 +51,8 @@ class Place:
         self._guard = processes.Guard()
         self._guard.__enter__()
         self._worker: processes.Process | None = None
-        self._notes = _Relay()
-        self._lines: list[tuple[int, bytes]] = []
+        self._notes = Notes()
+        self._lines: collections.deque[tuple[int, bytes]] = collections.deque()
         self._address = ""
         self._failure: tuple[int, str] | None = None  # of a worker that could not start
 
@@ -90,7 +67,7 @@ class Place:
             variables: of its environment, besides those of the actor.
             directory: where it starts, if this node has it.
         """
-        self._notes, self._lines = _Relay(), []
+        self._notes = Notes()
         if os.path.isdir(directory):
             os.chdir(directory)
         try:
@@ -101,7 +78,7 @@ class Place:
                 cores=[],
                 guard=self._guard,
                 descriptors=[self._notes.write_end],
-                console=lambda number: _Lines(number, self._lines),
+                write=lambda *line: self._lines.append(line),
             )
         except OSError as error:  # no memory, or too many files
             self._failure = 1, f"as it could not start ({error})"
@@ -117,32 +94,18 @@ class Place:
             time.sleep(_IDLE_SECS)
             failure, self._failure = self._failure, None
             return ActorReport(self._address, [], [], failure)
-        ends_at, end = time.monotonic() + _REPORT_SECS, None
-        while not (self._lines or self._notes.come or end) and time.monotonic() < ends_at:
-            end = self._wait(self._worker)
-        report = ActorReport(self._address, self._lines[:], self._notes.come[:], end)
-        self._lines.clear()
-        self._notes.come.clear()
+        notes, end, ends_at = self._notes.read(), None, time.monotonic() + _REPORT_SECS
+        while not (self._lines or notes or end) and time.monotonic() < ends_at:
+            processes.wait([self._notes], _IDLE_SECS)
+            if self._worker.has_ended():  # before the rest is read
+                end = self._worker.code or 0, self._worker.how
+            notes += self._notes.read()
+        lines = [self._lines.popleft() for _ in range(len(self._lines))]  # threads append to them
+        report = ActorReport(self._address, lines, notes, end)
         if end:
             self._notes.close()
             self._worker, self._address = None, ""
         return report
-
-    def _wait(self, worker: processes.Process) -> tuple[int, str] | None:
-        """Takes lines and notes, waiting a little; returns how the worker ended, None if it runs."""
-        pipes = [pipe for pipe in worker.outputs if pipe.is_open]
-        ready = children.wait([self._notes, *pipes], _IDLE_SECS)
-        has_ended = worker.has_ended()  # before the rest is read
-        self._notes.read()
-        for pipe in pipes:
-            if pipe in ready:
-                pipe.read()
-        if not has_ended:
-            return None
-        for pipe in worker.outputs:
-            pipe.close()
-        assert worker.code is not None
-        return worker.code, worker.describe_end()
 
     def signal(self, number: int) -> None:
         """Sends the worker a signal, if it runs."""
@@ -155,7 +118,7 @@ class _Worker(processes.Process):
 
     def __init__(self, index: int, cluster: "Actors", place: int, notes: Notes):
         self.index, self._cluster, self.place, self.notes = index, cluster, place, notes
-        self.code, self.was_signalled, self.outputs = None, False, []
+        self.code, self.how, self.was_signalled = None, "", False
         self.end: tuple[int, str] | None = None
         self.is_shown = True
 
@@ -171,14 +134,9 @@ class _Worker(processes.Process):
 
     def has_ended(self) -> bool:
         with self._cluster.lock:  # after which no note comes
-            self.code = self.end[0] if self.end else None
+            if self.end:
+                self.code, self.how = self.end
         return self.code is not None
-
-    def describe_end(self) -> str:
-        return self.end[1] if self.end else ""
-
-    def finish_output(self) -> None:
-        self.is_shown = False
 
 
 class Actors:
@@ -267,11 +225,8 @@ class Actors:
         self._ray.kill(self.actors[place])
 
     def _watch(self) -> None:
-        """Takes what the actors tell, as long as somebody reads the lines."""
+        """Takes what the actors tell."""
         while not self._is_over.is_set():
-            if not all(output.console(number).has_room() for number in (1, 2)):
-                self._is_over.wait(_IDLE_SECS)
-                continue
             self._ray.wait(self._reports, num_returns=1, timeout=_REPORT_SECS)
             done, _ = self._ray.wait(self._reports, num_returns=len(self._reports), timeout=0)
             for answer in done:
@@ -285,12 +240,12 @@ class Actors:
             self.kill(place)  # if it is not gone
             report = ActorReport("", [], [], (128 + signal.SIGKILL, "as Ray has lost its actor"))
             self.actors[place] = self._remote.remote()
+        worker = self._workers.get(place)
+        for line in report.lines if worker is not None and worker.is_shown else ():
+            output.write(*line)
         with self.lock:
             self._addresses[place] = report.address
-            worker = self._workers.get(place)
             if worker is not None:
-                for descriptor, lines in report.lines if worker.is_shown else ():
-                    output.console(descriptor).write(lines)
                 for note in (*report.notes, {}):  # the last one wakes the launcher
                     worker.notes.tell(**note)
                 worker.end = report.end

@@ -206,10 +206,10 @@ def as_json(config: Config) -> str:
     return json.dumps(run_settings(config), indent=2) + "\n"
 
 
-def facts(config: Config, *, with_secrets: bool = False) -> dict[str, str]:
+def facts(config: Config) -> dict[str, str]:
     """Returns, by name, the values that must be equal on all workers: every setting, and the flags of `flags.txt`.
 
-    The values of a flag that was repeated are in one text. Secret values are `***`, unless they are asked for.
+    The values of a flag that was repeated are in one text. Secret values are `***`.
     """
     lines = [line.partition("=") for line in _own_flag_lines(config, with_secrets=True) if line.startswith("--")]
     values = {f"--{name}": str(value) for name, value in vars(config).items()}
@@ -217,9 +217,8 @@ def facts(config: Config, *, with_secrets: bool = False) -> dict[str, str]:
     for name, _, value in lines:
         own.setdefault(name, []).append(value)
     values |= {name: ", ".join(parts) for name, parts in own.items()}
-    hidden = set() if with_secrets else secret_names()
-    show = without_credentials if with_secrets else _without_secrets
-    return {name: HIDDEN if name in hidden else show(value) for name, value in values.items()}
+    hidden = secret_names()
+    return {name: HIDDEN if name in hidden else _without_secrets(value) for name, value in values.items()}
 
 
 def hyperparameters(config: Config) -> dict[str, bool | float | str]:

@@ -138,12 +138,11 @@ def _worker_counts(membership: Membership, strategy: tf.distribute.Strategy, con
 
 
 def note_traced(state: TrainState, config: Config) -> None:
-    """Writes what a change of workers cost, and tells the launcher, once the first step is traced after it."""
+    """Writes what a change of workers cost, once the first step is traced after it."""
     membership = notes.find_membership()
     if membership is None or not notes.mark("traced") or not _changes:
         return
     row, phases = _changes.pop(), notes.phases(membership)
-    membership.tell(step=row["step"], traced=phases)
     if config.workdir:
         row |= {f"{phase}_secs": round(secs, 3) for phase, secs in phases.items()}
         with contextlib.suppress(OSError):  # of a disk that is full, on which a run may train

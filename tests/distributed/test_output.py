@@ -2,11 +2,11 @@
 
 import errno
 import os
-import select
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 
 import pytest
@@ -38,46 +38,61 @@ def drain(descriptor, secs=0.0):
 
 
 def test_output_that_nobody_reads_is_dropped_and_counted(unread, monkeypatch):
-    monkeypatch.setattr(output, "_UNREAD_SECS", 60.0)
-    monkeypatch.setattr(output, "_PENDING_BYTES", 100_000)
+    monkeypatch.setattr(output, "_UNREAD_SECS", 0.2)
+    monkeypatch.setattr(output, "_PENDING_LINES", 100)
     console = output.LineConsole(unread[1])
     began = time.monotonic()
-    for i in range(100):
-        console.write(b"".join(b"line %09d\n" % (1_000 * i + j) for j in range(1_000)))
-        if i == 50:
-            assert not console.has_room()
-            monkeypatch.setattr(output, "_UNREAD_SECS", 0.0)
-            assert console.has_room()
+    for i in range(100_000):
+        console.write(b"line %09d\n" % i)
     assert time.monotonic() - began < 20
-    console.finish()
     lines = drain(unread[0], 0.3).decode().splitlines()
-    (note,) = [line for line in lines if not line.startswith("line ")]
+    console.write(b"read again\n")
+    note, last = drain(unread[0], 0.3).decode().splitlines()
     count = int(
         note.removeprefix("distloop.launch: ").partition(" lines were not shown: nobody read them.")[0].replace(",", "")
     )
-    numbers = [int(line.split()[1]) for line in lines if line != note]
-    assert count > 50_000 and numbers == sorted(numbers) and numbers[-1] == 99_999
-    assert len(numbers) + count == 100_000
-    console.write(b"read again\n")
-    assert os.read(unread[0], 100) == b"read again\n"
+    assert [int(line.split()[1]) for line in lines] == list(range(len(lines))) and count > 50_000
+    assert len(lines) + count == 100_000 and last == "read again"
+
+
+def test_lines_that_were_dropped_are_counted_at_the_end_too(unread, monkeypatch):
+    monkeypatch.setattr(output, "_UNREAD_SECS", 0.2)
+    monkeypatch.setattr(output, "_PENDING_LINES", 10)
+    console = output.LineConsole(unread[1])
+    for _ in range(10_000):
+        console.write(b"a longer line\n" * 10)
+    drain(unread[0], 0.3)
+    console.finish()
+    assert drain(unread[0], 0.1).endswith(b" lines were not shown: nobody read them.\n")
 
 
 def test_a_slow_reader_gets_every_line(unread, monkeypatch):
-    monkeypatch.setattr(output, "_PENDING_BYTES", 10_000)
-    monkeypatch.setattr(output, "_PROMPT_SECS", 0.001)
+    monkeypatch.setattr(output, "_PENDING_LINES", 10)
     console, text = output.LineConsole(unread[1]), b""
-    for i in range(40):
-        while not console.has_room():
-            if select.select([unread[0]], [], [], 0.001)[0]:  # none, if the last bytes are read and not yet counted
-                text += os.read(unread[0], 4096)
-        console.write(b"%09d\n" % i * 1_000)
+    writing = threading.Thread(target=lambda: [console.write(b"%09d\n" % i * 1_000) for i in range(40)])
+    writing.start()
+    while writing.is_alive():
+        text += os.read(unread[0], 4096)
+        time.sleep(0.001)
     text += drain(unread[0], 0.3)
     assert text == b"".join(b"%09d\n" % i * 1_000 for i in range(40))
 
 
+def test_the_end_waits_for_lines_as_long_as_somebody_reads(unread, monkeypatch):
+    monkeypatch.setattr(output, "_UNREAD_SECS", 0.3)
+    console = output.LineConsole(unread[1])
+    for _ in range(100):
+        console.write(b"x" * 2000 + b"\n")
+    began = time.monotonic()
+    console.finish()
+    assert time.monotonic() - began < 5
+    assert len(drain(unread[0], 0.3)) == 200_100
+    console.finish()
+
+
 def test_a_full_disk_or_a_descriptor_that_does_not_block_loses_no_line(unread, monkeypatch):
     write, errors = os.write, [OSError(errno.ENOSPC, "No space left on device"), BlockingIOError(errno.EAGAIN, "")]
-    monkeypatch.setattr(output, "_PROMPT_SECS", 0.001)
+    monkeypatch.setattr(output, "_AGAIN_SECS", 0.001)
     monkeypatch.setattr(output.os, "write", lambda *arguments: fail(errors.pop()) if errors else write(*arguments))
 
     def fail(error):
@@ -87,47 +102,44 @@ def test_a_full_disk_or_a_descriptor_that_does_not_block_loses_no_line(unread, m
     assert drain(unread[0], 0.2) == b"line\n" and not errors
 
 
-class Shown:
-    """A console that keeps the writes."""
+@pytest.fixture
+def pipe():
+    """Yields the end to write to of a pipe from a worker, a function that ends it, and the text that was shown."""
+    read_end, write_end = os.pipe()
+    shown = bytearray()
 
-    def __init__(self):
-        self.text = b""
+    showing = output.show_lines(os.fdopen(read_end, "rb"), b"> ", shown.extend)
 
-    def write(self, lines):
-        self.text += lines
+    def end():
+        os.close(write_end)
+        showing.join()
+
+    return write_end, end, shown
 
 
 @pytest.mark.slow
-def test_a_line_without_an_end_costs_linear_time_and_bounded_memory():
-    read_end, write_end = os.pipe()
-    shown = Shown()
-    pipe = output.WorkerPipe(os.fdopen(read_end, "rb"), b"> ", shown)
-    began = time.thread_time()
+def test_a_line_without_an_end_costs_linear_time_and_bounded_memory(pipe):
+    write_end, end, shown = pipe
+    began = time.process_time()
     for _ in range(25_000):
         os.write(write_end, b"." * 100)
-        pipe.read()
     os.write(write_end, b"end\n")
-    pipe.read()
-    assert time.thread_time() - began < 3  # 39 s when each piece was searched from the beginning
-    *parts, last = shown.text.decode().splitlines()
-    assert len(parts) == 2 and len(pipe._rest) == 0 and all(2**20 < len(part) < 2**20 + 200 for part in parts)
+    end()
+    assert time.process_time() - began < 3  # 39 s when each piece was searched from the beginning
+    *parts, last = shown.decode().splitlines()
+    assert [len(part) for part in parts] == [2**20 + 2] * 2
     assert "".join(part.removeprefix("> ") for part in [*parts, last]) == "." * 2_500_000 + "end"
-    os.close(write_end)
-    pipe.close()
 
 
-def test_text_before_a_carriage_return_is_overwritten_wherever_the_pieces_end():
-    for size in range(1, 9):
-        read_end, write_end = os.pipe()
-        shown = Shown()
-        pipe = output.WorkerPipe(os.fdopen(read_end, "rb"), b"", shown)
-        text = b"1%\r2%\r\nnext\r\na\rlast\r"
-        for i in range(0, len(text), size):
-            os.write(write_end, text[i : i + size])
-            pipe.read()
-        os.close(write_end)
-        pipe.close()
-        assert shown.text == b"2%\nnext\nlast\n"
+@pytest.mark.parametrize("size", range(1, 9))
+def test_text_before_a_carriage_return_is_overwritten_wherever_the_pieces_end(size, pipe):
+    write_end, end, shown = pipe
+    text = b"1%\r2%\r\nnext\r\na\rlast\r"
+    for i in range(0, len(text), size):
+        os.write(write_end, text[i : i + size])
+        time.sleep(0.001)
+    end()
+    assert shown == b"> 2%\n> next\n> last\n"
 
 
 FULL = """

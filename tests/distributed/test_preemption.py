@@ -218,23 +218,6 @@ def test_a_signal_to_a_forked_child_ends_the_child_alone(number, code):
     assert result.stdout.splitlines() == ["0 -1", str(code), "None None"], result
 
 
-@pytest.mark.slow
-def test_a_signal_right_after_the_fork_ends_the_child_alone():
-    result = run_plain("""
-        import os, signal, time
-        from distloop.distributed.preemption import StopRequests
-        with StopRequests() as requests:
-            for _ in range(50):
-                if not (child := os.fork()):
-                    time.sleep(60)
-                os.kill(child, signal.SIGTERM)
-                assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
-            time.sleep(0.1)
-            print(requests.reason, signal.pthread_sigmask(signal.SIG_BLOCK, []))
-    """)
-    assert result.stdout == "None set()\n", result
-
-
 def test_max_secs_is_a_request_to_stop():
     assert StopRequests(max_secs=1000).reason is None
     requests = StopRequests(max_secs=0.01)

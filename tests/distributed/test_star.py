@@ -11,7 +11,7 @@ import pytest
 
 from distloop.distributed import star
 from distloop.distributed.environment import choose_ports
-from distloop.distributed.liveness import describe_facts, shorten
+from distloop.distributed.liveness import shorten
 from distloop.distributed.star import Connection, Star, Stranger
 
 SECRET = "0123456789abcdef"
@@ -109,8 +109,7 @@ def read(events):
 def make(addresses, index, secret=SECRET):
     """Returns a star and the queue of what it receives."""
     events = queue.Queue()
-    facts = describe_facts({"x": str(index)}, secret)
-    return Star(addresses, index, secret, facts, lambda i, message: events.put((i, message))), events
+    return Star(addresses, index, secret, {"worker": index}, lambda i, message: events.put((i, message))), events
 
 
 def send_until(sender, message, events):
@@ -129,7 +128,8 @@ def test_workers_and_the_chief_hear_each_other_and_notice_a_close(host, ports):
     except ValueError:
         pytest.skip("no ::1 here")
     chief, events = make(addresses, 0)
-    assert send_until(worker, {"state": "alive"}, events) == (2, {"difference": ["x", "2"]})
+    assert read(events) == (2, {"worker": 2}) and read(heard) == (0, {"worker": 0})
+    assert send_until(worker, {"state": "alive"}, events) == (2, {"state": "alive"})
     assert send_until(chief, {"has_met": True}, heard) == (0, {"has_met": True})
     chief.close_port()
     worker.close_port()
@@ -164,14 +164,14 @@ def test_who_is_no_worker_of_the_run_changes_nothing(worker, ports):
     side = Connection(socket.create_connection(("127.0.0.1", ports[0])), "", False)
     side.send({"worker": worker})
     side.send({"state": "failed"})
-    assert list(side.receive()) == ["digests"]
+    assert side.receive() == {"worker": 0}
     with pytest.raises((EOFError, OSError)):
         side.receive()
     assert events.empty()
     chief.close_port()
 
 
-def test_a_second_process_with_the_index_of_a_worker_is_told_so(ports):
+def test_a_second_process_with_the_index_of_a_worker_does_not_count_and_is_named(ports):
     addresses = [f"127.0.0.1:{port}" for port in ports]
     chief, events = make(addresses, 0)
     first, _ = make(addresses, 1)
@@ -179,10 +179,11 @@ def test_a_second_process_with_the_index_of_a_worker_is_told_so(ports):
     second = Connection(socket.create_connection(("127.0.0.1", ports[0])), SECRET, False)
     second.send({"worker": 1})
     second.send({"state": "failed"})
-    assert list(second.receive()) == ["digests"] and second.receive()["refusal"].startswith(
-        "Another process says that it is worker 1, too: give each its own task index in TF_CONFIG"
-    )
+    with pytest.raises((EOFError, OSError)):
+        for _ in range(2):
+            second.receive()
     assert (1, {"state": "failed"}) not in list(events.queue)
+    assert "two say that they are worker 1: give each its own task index in TF_CONFIG" in chief.causes["127.0.0.1"]
     first._connections[0].close()  # as at its end; then one that is started again counts
     while read(events) != (1, None):
         pass
@@ -212,23 +213,9 @@ def test_a_host_has_all_addresses_of_its_name(monkeypatch):
     monkeypatch.setattr(
         socket, "getaddrinfo", lambda host, port, type: [(2, type, 6, "", (number, 0)) for number in names[host]]
     )
-    sources = ["10.0.0.2", "10.1.0.2", "::ffff:10.0.0.2", "10.0.0.3", "127.0.0.1", "::1", "fe80::1%eth0"]
-    assert [star._is_host(source, "b") for source in sources] == [True] * 3 + [False] * 4
+    sources = ["10.0.0.2", "10.1.0.2", "10.0.0.3", "127.0.0.1", "::1", "fe80::1%eth0"]
+    assert [star._is_host(source, "b") for source in sources] == [True] * 2 + [False] * 4
     assert star._is_host("127.0.0.1", "a") and not star._is_host("10.0.0.2", "a")
-
-
-@pytest.mark.parametrize(
-    ("hosts", "bound"),
-    [
-        (["127.0.0.1", "127.0.0.1"], "127.0.0.1"),
-        (["127.0.0.2", "[::1]"], "127.0.0.2"),
-        (["127.0.0.1", "10.0.0.2"], "::" if socket.has_dualstack_ipv6() else "0.0.0.0"),
-    ],
-)
-def test_a_run_on_one_machine_listens_to_that_machine_alone(hosts, bound, ports):
-    addresses = [star.split_address(f"{host}:{port}") for host, port in zip(hosts, ports, strict=False)]
-    with star._listen(addresses, 0) as listener:
-        assert listener.getsockname()[:2] == (bound, ports[0])
 
 
 def test_a_port_that_is_taken_is_refused(ports):
@@ -257,20 +244,6 @@ def test_a_name_that_leads_nowhere_is_reported_until_it_does(ports, monkeypatch)
     chief, events = make([f"127.0.0.1:{port}" for port in ports[:2]], 0)
     send_until(worker, {"worker": 1}, events)
     chief.close_port(), worker.close_port()
-
-
-def test_secret_values_are_compared_by_a_digest_with_the_key_and_never_shown():
-    one, other = (describe_facts({"--token": f"hf_{i}"}, SECRET, {"--token"}) for i in range(2))
-    assert one.values == other.values == {"--token": "***"} and one.digests != other.digests
-    assert "hf_" not in str([one, other])
-    assert describe_facts({"x": "1"}, SECRET).digests != describe_facts({"x": "1"}, SECRET + "!").digests
-    unsigned = [describe_facts({"--token": f"hf_{i}"}, "", {"--token"}) for i in range(2)]
-    assert unsigned[0] == unsigned[1]  # without a key, who reads the digest could try all values
-
-
-def test_long_values_that_begin_alike_are_shown_with_their_digests():
-    values = [describe_facts({"x": "a" * 1000 + end}, SECRET).values["x"] for end in "bc"]
-    assert values[0] != values[1] and all(value.startswith("aaa") and len(value) < 200 for value in values)
 
 
 def test_texts_are_escaped_and_cut():

@@ -7,20 +7,31 @@ import select
 import shlex
 import subprocess
 import sys
+import types
 
 import pytest
 
-from distloop.launcher import children
+from distloop import launch
+from distloop.launcher import processes
 
 
 @pytest.mark.slow
 def test_a_child_has_its_descriptors_alone_and_writes_its_group_first():
     (guard_end, guard), (_, more) = pipes = [os.pipe() for _ in range(2)]
     program = "import os; os.write(1, b'out'); os.write(2, b'err'); print(sorted(os.listdir('/proc/self/fd')))"
-    child = children.start([sys.executable, "-c", program], {}, [], guard, [more])
-    out, err = child.communicate(timeout=30)
+    lines = []
+    child = processes.Process(
+        *(0, [sys.executable, "-c", program], {}),
+        cores=[],
+        guard=types.SimpleNamespace(pipe=guard, remove=lambda group: None),
+        descriptors=[more],
+        write=lambda *line: lines.append(line),
+    )
+    child._process.wait(30)
+    assert child.has_ended() and child.code == 0
     last = sorted(["0", "1", "2", str(more), "3" if more != 3 else "4"])
-    assert (os.read(guard_end, 1000), out, err) == (b"+%d\n" % child.pid, f"out{last}\n".encode(), b"err")
+    assert os.read(guard_end, 1000) == b"+%d\n" % child._process.pid
+    assert sorted(lines) == [(1, f"[worker 0] out{last}\n".encode()), (2, b"[worker 0] err\n")]
     for end in sum(pipes, ()):
         os.close(end)
 
@@ -30,22 +41,22 @@ def test_descriptors_above_1023_are_waited_for():
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
     read_end, write_end = os.pipe()
     high = fcntl.fcntl(read_end, fcntl.F_DUPFD, 1500)
-    assert children.wait([high], 0.0) == []
+    assert processes.wait([high], 0.0) == []
     os.write(write_end, b"x")
-    assert children.wait([high], 5.0) == [high]
+    assert processes.wait([high], 5.0) == [high]
     for descriptor in (read_end, write_end, high):
         os.close(descriptor)
 
 
 def test_a_process_that_ends_with_another_refuses_a_number_of_none():
     with pytest.raises(ValueError, match=r"parent=99999999 is no process of this machine: give the caller's number"):
-        children.end_with(99999999)
+        launch.end_with(99999999)
 
 
 _ENDS_WITH = """
 import sys, time
-from distloop.launcher import children
-children.end_with(int(sys.argv[1]), 0.0)
+from distloop import launch
+launch.end_with(int(sys.argv[1]), 0.0)
 print("watches", flush=True)
 time.sleep(60)
 """

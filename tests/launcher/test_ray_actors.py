@@ -106,7 +106,10 @@ def test_a_node_that_goes_and_one_that_comes_change_the_number_of_workers(start,
 
 def test_a_worker_that_cannot_start_ends_the_run_with_the_reason(start, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
-        "from distloop.launcher import children\ndef start(*_): raise OSError('no memory')\nchildren.start = start"
+        "from distloop.launcher import processes\nimport subprocess, types\n"
+        "def fail(command, **settings):\n    if '-I' in command: return subprocess.Popen(command, **settings)\n"
+        "    raise OSError('no memory')\n"
+        "processes.subprocess = types.SimpleNamespace(**vars(subprocess) | {'Popen': fail})"
     )
     process = start("--workers=1", "note()")
     _, err = process.communicate(timeout=SECS)

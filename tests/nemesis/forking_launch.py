@@ -14,7 +14,7 @@ import sys
 import types
 
 from distloop import launch
-from distloop.launcher import children, elastic
+from distloop.launcher import elastic, processes
 from tests import forked
 
 
@@ -55,5 +55,5 @@ def _popen(command, **settings):
 
 if __name__ == "__main__":
     elastic._FIRST_PAUSE_SECS = float(os.environ.get("NEMESIS_PAUSE_SECS", 1))
-    children.subprocess = types.SimpleNamespace(**vars(subprocess) | {"Popen": _popen})
+    processes.subprocess = types.SimpleNamespace(**vars(subprocess) | {"Popen": _popen})
     sys.exit(launch.main())

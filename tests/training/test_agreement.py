@@ -154,10 +154,6 @@ def test_a_change_of_workers_is_noted_with_its_cause_and_what_it_cost(enter, lau
     }
     assert list(secs) == ["ended_secs", "waited_secs", "imported_secs", "restored_secs", "traced_secs"]
     assert abs(secs["ended_secs"] - 3) < 0.01 and abs(secs["waited_secs"] - 1) < 0.01 and secs["imported_secs"] >= 5
-    told = []
-    launcher._on_traced = lambda step, phases: told.append((step, [*phases]))
-    launcher.read()
-    assert told == [(2, ["ended", "waited", "imported", "restored", "traced"])]
 
 
 @pytest.mark.slow
