@@ -7,8 +7,8 @@ import shutil
 import pytest
 import tensorflow as tf
 
-from distloop.bucket import lease
 from distloop.bucket.directory import RemoteDirectory
+from distloop.bucket.lease import LeaseFile
 from distloop.bucket.workdir import Workdir
 from distloop.checkpoints.store import Checkpoints
 from distloop.settings.config import Config
@@ -18,9 +18,8 @@ from tests.crash_matrix.buckets import Alone
 
 @pytest.fixture
 def url(tmp_path, monkeypatch):
-    monkeypatch.setattr(lease, "_POLL_SECS", 0.01)
-    monkeypatch.setattr(lease, "_SETTLE_SECS", 0.01)
-    monkeypatch.setattr(lease, "LEASE_SECS", 0.05)
+    for name, secs in {"poll_secs": 0.01, "settle_secs": 0.01, "stale_secs": 0.05}.items():
+        monkeypatch.setattr(LeaseFile, name, secs)
     move_to("one", tmp_path, monkeypatch)
     return f"file://{tmp_path}/bucket/run"
 
