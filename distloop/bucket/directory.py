@@ -10,6 +10,7 @@ under another name and moved. Retries, timeouts, credentials and limits of the p
 """
 
 import contextlib
+import hashlib
 import os
 import random
 import re
@@ -19,6 +20,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from distloop.log import log
+from distloop.monitoring.run_lock import Pace
 from distloop.urls import file_system
 
 # Protocols of stores where a write is seen whole or not at all.
@@ -40,7 +42,10 @@ class RemoteDirectory:
 
     Attributes:
         url: of the directory.
+        pace: of a lock there.
     """
+
+    pace = Pace(heartbeat_secs=10.0, stale_secs=60.0, poll_secs=2.0, settle_secs=2.0)
 
     def __init__(self, url: str):
         """Sends no request.
@@ -58,6 +63,10 @@ class RemoteDirectory:
         self._protocols = {protocols} if isinstance(protocols, str) else {*protocols}
         self._is_store = bool(_OBJECT_STORES & self._protocols)
         self._has_named_keys = False  # in the log
+
+    def identify(self) -> str:
+        """Returns a text that differs between the directory and its copy: a digest of the URL."""
+        return hashlib.sha256(self.url.encode()).hexdigest()
 
     def list(self, below: str = "") -> dict[str, int]:
         """Returns the size of each file below a directory, by its path there; none if the directory is not there.

@@ -256,13 +256,9 @@ def fetched(path: str, *, best: bool = False) -> Iterator[str]:
     if not folder or not is_path(name):
         raise RemoteError("it names no file or directory")
     with tempfile.TemporaryDirectory(prefix="distloop_") as root:
-        copied = os.path.join(root, name)
-        if name.endswith((".npz", ".safetensors", ".keras", ".weights.h5")):
-            fetch_files(RemoteDirectory(folder), [name], root)
-            yield copied
-            return
-        directory = RemoteDirectory(path)
-        files = directory.list()
+        copied, directory = os.path.join(root, name), RemoteDirectory(path)
+        is_file = name.endswith((".npz", ".safetensors", ".keras", ".weights.h5"))
+        files = {} if is_file else directory.list()
         if MANIFEST in files:
             fetch_files(directory, files, copied)
             yield copied
@@ -275,7 +271,8 @@ def fetched(path: str, *, best: bool = False) -> Iterator[str]:
             yield root
         else:
             parent = RemoteDirectory(folder)
-            fetch_files(parent, [file for file in parent.list() if file.startswith(f"{name}.")], root)
+            names = [name] if is_file else [file for file in parent.list() if file.startswith(f"{name}.")]
+            fetch_files(parent, names, root)
             yield copied
 
 

@@ -11,6 +11,7 @@ checkpoint, wherever it runs.
 """
 
 import contextlib
+import functools
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -19,7 +20,6 @@ from typing import Any
 from distloop.atomic_files import is_private, remove, replacing
 from distloop.bucket import tree
 from distloop.bucket.directory import RemoteDirectory, RemoteError
-from distloop.bucket.lease import LeaseFile
 from distloop.bucket.upload import Upload, listed
 from distloop.distributed.workers import Workers
 from distloop.log import log
@@ -106,7 +106,11 @@ class Workdir(Directory):
         Raises:
             ValueError: if it cannot be read.
         """
-        if path.rstrip("/") == self._url.rstrip("/") and (self._depth or self._is_current()):
+        is_own = path.rstrip("/") == self._url.rstrip("/")
+        if is_own and not self._depth:
+            act = functools.partial(_is_current, self._root, RemoteDirectory(self._url))
+            is_own = all(self._workers.gather(self._agree(act)))
+        if is_own:
             steps = tree.best_steps(tree.read(self._root, tree.BEST)) if best else ()
             for step in self._workers.broadcast(sorted(steps)):
                 self.share(step)
@@ -141,10 +145,6 @@ class Workdir(Directory):
         os.makedirs(self._root, 0o700, exist_ok=True)
         tree.fetch_checkpoint(directory, whole[0], self._root)
 
-    def _is_current(self) -> bool:
-        """Returns whether all workers have a staging directory that the run goes on from. All workers call it."""
-        return all(self._workers.gather(self._agree(lambda: _is_current(self._root, RemoteDirectory(self._url)))))
-
     def _agree(self, act: Callable[[], Any] | None) -> Any:
         """Does what this worker has to do, and returns the result; if that fails on any worker, all raise."""
         result, failure = None, None
@@ -167,7 +167,7 @@ class Workdir(Directory):
         """Takes the lease, makes the staging directory what the run goes on from, and starts the upload."""
         directory = RemoteDirectory(self._url)
         with contextlib.ExitStack() as stack:
-            lease = stack.enter_context(RunLock(self._url, LeaseFile(directory)))
+            lease = stack.enter_context(RunLock(self._url, directory=directory))
             directory.remove_leftovers()
             if not _is_current(self._root, directory):
                 self._replace(directory)
@@ -186,6 +186,7 @@ class Workdir(Directory):
                 remove(aside)
                 os.rename(root, aside)
                 say(f"{aside} keeps the checkpoint of step {steps[0]}, after step {newest} of the bucket.")
+            remove(root)
         os.makedirs(os.path.dirname(root), exist_ok=True)
         with replacing(root) as temporary:
             os.mkdir(temporary, 0o700)

@@ -14,7 +14,7 @@ from distloop.actions.write import JsonWriter
 from distloop.checkpoints.resume import RunCheckpoints
 from distloop.distributed import workers
 from distloop.monitoring.records import read_rows
-from distloop.monitoring.run_lock import LockFile, RunLock
+from distloop.monitoring.run_lock import RunLock
 from distloop.monitoring.tensorboard import SummaryWriter
 from distloop.monitoring.timing import unix_time
 from distloop.settings.config import Config
@@ -70,8 +70,7 @@ def evaluate_checkpoints(
             raise ValueError(f"evaluate_checkpoints was given {setting}={shown(secs)}: give seconds, 0 or more.")
     path = os.path.join(workdir, "evaluations", f"{name}.jsonl")
     measured: dict[int, dict[str, float]] = {}
-    folder = os.path.dirname(path)
-    lock = RunLock(folder, LockFile(os.path.join(folder, f"run.lock.{os.path.basename(name)}")))
+    lock = RunLock(os.path.dirname(path), f"run.lock.{os.path.basename(name)}")
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(lock)

@@ -4,11 +4,12 @@
         lock.verify()                       # before a rename: raises LockLost if another process has taken over
 
 The lock is the file `run.lock`. It names the process that holds it (host, number, start) and a token of its own. A
-thread touches it every 5 seconds. Where a process ended without releasing it, the next one replaces it:
+thread writes it again every 5 seconds, in a bucket every 10, with a number that grows. Where a process ended without
+releasing it, the next one replaces it:
 
 - on the same host at once: its number belongs to no process, or to one with another start;
-- on another host, after another boot or in another container, when it has shown no sign of life for 30 seconds, by the
-  clock of the process that waits for it and says so.
+- on another host, after another boot, in another container or in a copy of the directory, when the file did not change
+  for 30 seconds, in a bucket 60, by the clock of the process that waits for it and says so.
 
 Workers that a launcher started again have a higher number of their membership: the new chief takes the lock from one of
 an older membership, whether that is alive or not, and an older one is refused.
@@ -21,6 +22,7 @@ import contextlib
 import errno
 import json
 import os
+import secrets
 import socket
 import threading
 import time
@@ -53,7 +55,7 @@ class Holder(NamedTuple):
     since: float  # when it took the lock; Unix, seconds
     launch: str = ""  # the name of its launcher; empty: there is none
     membership: int = 0  # the number of the launcher's start
-    place: str = ""  # where the locked directory is, by `LockFile.place`; empty: unknown
+    place: str = ""  # where the locked directory is, by `identify`; empty: unknown
 
     def __str__(self) -> str:
         is_here = self.token in held and self.process == os.getpid()
@@ -62,64 +64,78 @@ class Holder(NamedTuple):
         return f"{process}, since {time.strftime('%Y-%m-%d %H:%M:%S %z', time.localtime(self.since))}"
 
 
-class LockView(NamedTuple):
-    """What a lock's file shows."""
+class Pace(NamedTuple):
+    """Times of a lock, in seconds."""
 
-    holder: Holder | None  # None: the file holds something else, or only a part of it yet
-    sign: Any  # of life: another one each time
+    heartbeat_secs: float = 5.0  # between two signs of life
+    stale_secs: float = 30.0  # without a sign of life, after which a process counts as dead
+    poll_secs: float = 0.5  # after which a lock is read again whose process may be alive or dead
+    settle_secs: float = 0.2  # in which processes that replace a lock at once have all done so; the last one has it
 
 
-class LockFile:
-    """The file of a lock on a disk."""
+class DiskDirectory:
+    """A directory on a disk, with what a lock needs of one; `bucket.directory` has one behind a URL.
 
-    heartbeat_secs, stale_secs = 5.0, 30.0  # between two signs of life; without one, after which a process is dead
-    poll_secs = 0.5  # after which a lock is read again whose process may be alive or dead
-    settle_secs = 0.2  # in which processes that replace a lock at once have all done so; the last one has it
+    Attributes:
+        pace: of a lock.
+    """
+
+    pace = Pace()
 
     def __init__(self, path: str):
         """Touches no disk."""
         self._path = path
 
-    def place(self) -> str:
-        """Returns a text that the file does not have in a copy of its directory, which is made if it is missing."""
-        folder = os.path.dirname(self._path) or "."
+    def identify(self) -> str:
+        """Returns a text that differs between the directory and its copy; makes the directory if it is missing."""
         with contextlib.suppress(OSError):
-            os.makedirs(folder, exist_ok=True)
-            return identify_directory(folder)
+            os.makedirs(self._path, exist_ok=True)
+            return identify_directory(self._path)
         return ""
 
-    def read(self) -> LockView:
-        """Returns what the file shows.
+    def read(self, name: str) -> bytes | None:
+        """Returns the first bytes of a file, none of a link or a pipe; None: there is no file.
 
         Raises:
-            OSError: if it cannot be read, or there is none.
+            OSError: if it cannot be read.
         """
-        sign = os.lstat(self._path).st_mtime_ns
-        if os.path.islink(self._path):
-            return LockView(None, sign)
-        with open_at_once(self._path) as file:
-            return LockView(parse(file.read(10_000)), sign)
-
-    def create(self, holder: Holder) -> bool:
-        """Writes the file, whole or not at all; returns False if there is one."""
-        return _create(self._path, holder)
-
-    def replace(self, holder: Holder) -> None:
-        """Writes the file over another one."""
         try:
-            _create(beside := f"{self._path}.{holder.token}", holder)
-            os.replace(beside, self._path)
+            if os.path.islink(path := os.path.join(self._path, name)):
+                return b""
+            with open_at_once(path) as file:
+                return file.read(10_000) or b""
+        except FileNotFoundError:
+            return None
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Writes a file, whole or not at all; returns False if there is one."""
+        os.makedirs(self._path, exist_ok=True)
+        path = os.path.join(self._path, name)
+        try:
+            with open(path, "xb") as file:
+                try:
+                    file.write(data)
+                    file.flush()
+                except OSError:
+                    os.remove(path)
+                    raise
+        except FileExistsError:
+            return False
+        return True
+
+    def write(self, name: str, data: bytes) -> None:
+        """Writes a file, over another one."""
+        beside = f"{name}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
+        try:
+            self.create(beside, data)
+            os.replace(os.path.join(self._path, beside), os.path.join(self._path, name))
         finally:
             with contextlib.suppress(OSError):
-                os.remove(beside)
+                self.delete(beside)
 
-    def touch(self, holder: Holder) -> None:
-        """Shows a sign of life."""
-        os.utime(self._path)
-
-    def remove(self) -> None:
-        """Removes the file."""
-        os.remove(self._path)
+    def delete(self, name: str) -> None:
+        """Deletes a file."""
+        os.remove(os.path.join(self._path, name))
 
 
 class RunLock:
@@ -129,10 +145,18 @@ class RunLock:
         lost: why another process has the lock, when it was read last; empty: this one had it.
     """
 
-    def __init__(self, workdir: str, file: LockFile | None = None):
-        """Touches no disk; the file is another one in a bucket, or for what is locked apart from the run."""
-        self._workdir = workdir
-        self._file = file or LockFile(os.path.join(workdir, FILE))
+    def __init__(self, workdir: str, file: str = FILE, directory: Any = None):
+        """Touches no disk.
+
+        Args:
+            workdir: the directory.
+            file: the name of the file, another one for what is locked apart from the run.
+            directory: with the methods of a `DiskDirectory`, which it is if it is None.
+        """
+        self._workdir, self._file = workdir, file
+        self._directory = DiskDirectory(workdir) if directory is None else directory
+        self._pace: Pace = self._directory.pace
+        self._num_beats = 0
         self._holder: Holder | None = None  # this process, while it holds the lock
         self._depth = 0
         self._mutex = threading.RLock()  # held while a thread of this process reads the file, or writes it
@@ -149,7 +173,7 @@ class RunLock:
             OSError: if a bucket cannot be written to.
         """
         if not self._is_held():
-            holder = _this_process(self._file.place())
+            holder = _this_process(self._directory.identify())
             held.add(holder.token)
             try:
                 self._acquire(holder)
@@ -175,8 +199,8 @@ class RunLock:
             holder, self._holder = self._holder, None
             assert holder is not None
             held.discard(holder.token)
-            if self._file.read().holder == holder:
-                self._file.remove()
+            if parse(self._directory.read(self._file)) == holder:
+                self._directory.delete(self._file)
 
     def verify(self) -> None:
         """Checks that this process still holds the lock; writes the file again if somebody has removed it.
@@ -192,12 +216,12 @@ class RunLock:
             )
         with self._mutex:
             own = self._holder
-            if own is None or self._shows(own) or self._file.create(own):
+            if own is None or self._is_holder(own) or self._directory.create(self._file, self._content(own)):
                 return
-            if (holder := self._file.read().holder) == own:
+            if (holder := parse(self._directory.read(self._file))) == own:
                 return
             is_older = holder is not None and _has_newer_membership(holder, own)
-            stood_still = f"stood still for {self._file.stale_secs:g} seconds or more"
+            stood_still = f"stood still for {self._pace.stale_secs:g} seconds or more"
             self.lost = (
                 f"workdir={self._workdir!r} was taken over by {holder or 'another process'}, as this one "
                 f"{f'is of membership {own.membership}' if is_older else stood_still}; it writes no more there: end "
@@ -208,20 +232,22 @@ class RunLock:
     def _is_held(self) -> bool:
         return self._holder is not None and self._holder.process == os.getpid()
 
-    def _shows(self, holder: Holder | None) -> bool:
+    def _is_holder(self, holder: Holder | None) -> bool:
         """Returns whether the file is there and has this content."""
-        try:
-            return self._file.read().holder == holder
-        except FileNotFoundError:
-            return False
+        content = self._directory.read(self._file)
+        return content is not None and parse(content) == holder
+
+    def _content(self, own: Holder) -> bytes:
+        return json.dumps({**own._asdict(), "beats": self._num_beats}).encode()
 
     def _beat(self, released: threading.Event) -> None:
         """Shows that this process lives until the lock is released or lost."""
-        while not released.wait(self._file.heartbeat_secs) and not self.lost:
+        while not released.wait(self._pace.heartbeat_secs) and not self.lost:
             with self._mutex, contextlib.suppress(LockLost, OSError):  # who writes next to that disk will notice
                 if (own := self._holder) is not None:
                     self.verify()
-                    self._file.touch(own)
+                    self._num_beats += 1
+                    self._directory.write(self._file, self._content(own))
 
     def _acquire(self, own: Holder) -> None:
         """Creates the file, or replaces that of a dead process.
@@ -229,34 +255,33 @@ class RunLock:
         Raises:
             ValueError: if another process holds the lock, or the file cannot be written.
         """
-        first, since, stale_secs = None, 0.0, self._file.stale_secs
+        first, since, stale_secs = None, 0.0, self._pace.stale_secs
         try:
-            while not self._file.create(own):
-                try:
-                    view = self._file.read()
-                except FileNotFoundError:
+            while not self._directory.create(self._file, self._content(own)):
+                if (content := self._directory.read(self._file)) is None:
                     continue  # it was released at this moment
-                holder, lives = view.holder or "another process", _is_alive(own, view.holder)
-                if first is not None and lives is None and view != first:
+                holder = parse(content)
+                lives = _is_alive(own, holder)
+                if lives is None and first is not None and content != first:
                     lives = True
                 if lives:
                     raise ValueError(
-                        f"workdir={self._workdir!r} is being written to by {holder}: wait until that run has ended, "
-                        "end it, or give another workdir."
+                        f"workdir={self._workdir!r} is being written to by {holder or 'another process'}: wait until "
+                        "that run has ended, end it, or give another workdir."
                     )
                 if first is None:
-                    first, since = view, time.monotonic()
+                    first, since = content, time.monotonic()
                     if lives is None:
                         say(
-                            f"workdir={self._workdir!r} is locked by {holder}; if it shows no sign of life for "
-                            f"{stale_secs:g} seconds, this run goes on."
+                            f"workdir={self._workdir!r} is locked by {holder or 'another process'}; if it shows no "
+                            f"sign of life for {stale_secs:g} seconds, this run goes on."
                         )
                 if lives is None and time.monotonic() - since < stale_secs:
-                    time.sleep(self._file.poll_secs)
-                elif self._shows(view.holder):
-                    self._file.replace(own)
-                    time.sleep(self._file.settle_secs)
-                    if self._shows(own):
+                    time.sleep(self._pace.poll_secs)
+                elif self._is_holder(holder):
+                    self._directory.write(self._file, self._content(own))
+                    time.sleep(self._pace.settle_secs)
+                    if self._is_holder(own):
                         return
         except OSError as error:
             if error.errno in _READ_ONLY:
@@ -272,7 +297,7 @@ class RunLock:
 def is_held(workdir: str) -> bool:
     """Returns True if a process on this machine that is alive holds the workdir's lock."""
     try:
-        holder = LockFile(os.path.join(workdir, FILE)).read().holder
+        holder = parse(DiskDirectory(workdir).read(FILE))
     except OSError:
         return False
     return holder is not None and holder.machine == _machine() and start_ticks(holder.process) == holder.start
@@ -292,10 +317,9 @@ def _is_alive(own: Holder, holder: Holder | None) -> bool | None:
         return None
     if _has_newer_membership(own, holder) or _has_newer_membership(holder, own):
         return _has_newer_membership(holder, own)
-    if (holder.host, holder.machine) != (own.host, own.machine):
+    is_copied = holder.place and own.place and holder.place != own.place  # with its directory
+    if is_copied or (holder.host, holder.machine) != (own.host, own.machine):
         return None
-    if holder.place and own.place and holder.place != own.place:
-        return False  # the file was copied with its directory
     if holder.process == own.process:
         return holder.token in held  # else of a process with the same number, or of this one before `exec`
     start = start_ticks(holder.process)
@@ -316,24 +340,8 @@ def _machine() -> str:
         return ""
 
 
-def _create(path: str, holder: Holder) -> bool:
-    """Writes a lock's file, whole or not at all; returns False if there is one."""
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    try:
-        with open(path, "x", encoding="utf-8") as file:
-            try:
-                json.dump(holder._asdict(), file)
-                file.flush()
-            except OSError:
-                os.remove(path)
-                raise
-    except FileExistsError:
-        return False
-    return True
-
-
-def parse(text: bytes) -> Holder | None:
-    """Returns the holder that a lock's file names; None if it holds something else."""
+def parse(content: bytes | None) -> Holder | None:
+    """Returns the holder that a lock's file names; None if it holds something else, or there is none."""
 
     def as_holder(fields: Any) -> Holder:
         time.localtime(fields["since"])  # which is shown
@@ -341,6 +349,6 @@ def parse(text: bytes) -> Holder | None:
         return Holder(**{name: kind(fields[name]) for name, kind in kinds.items() if name in fields})
 
     try:
-        return parse_json(text, as_holder)
+        return parse_json(content or b"", as_holder)
     except ValueError:
         return None

@@ -14,7 +14,6 @@ import pytest
 import distloop
 from distloop import report
 from distloop.bucket.directory import RemoteDirectory
-from distloop.bucket.lease import LeaseFile
 from distloop.monitoring.run_lock import RunLock
 from tests.bucket.test_workdir import cache, checkpoints_of, data, rows_of, train  # noqa: F401 - a fixture
 from tests.bucket.unreliable import sealed_steps
@@ -129,7 +128,7 @@ def test_of_two_that_create_a_file_one_succeeds(url):
 
 @pytest.mark.wide
 def test_a_second_run_is_refused_in_a_sentence_that_names_the_first(url):
-    lease = RunLock(url, LeaseFile(RemoteDirectory(url))).__enter__()
+    lease = RunLock(url, directory=RemoteDirectory(url)).__enter__()
     with pytest.raises(ValueError, match=f"workdir='{url}' is being written to by another fit of this process, since"):
         train(url, steps=3)
     lease.__exit__()

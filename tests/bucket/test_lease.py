@@ -8,20 +8,18 @@ import time
 import pytest
 
 from distloop.bucket.directory import RemoteDirectory
-from distloop.bucket.lease import LeaseFile
 from distloop.monitoring import run_lock
-from distloop.monitoring.run_lock import LockLost, RunLock
+from distloop.monitoring.run_lock import LockLost, Pace, RunLock
 
 
 @pytest.fixture
 def directory(tmp_path, monkeypatch):
-    for name, secs in {"poll_secs": 0.01, "settle_secs": 0.01, "stale_secs": 0.1}.items():
-        monkeypatch.setattr(LeaseFile, name, secs)
+    monkeypatch.setattr(RemoteDirectory, "pace", Pace(0.01, 0.1, 0.01, 0.01))
     return RemoteDirectory(f"file://{tmp_path}/run")
 
 
 def lease(directory):
-    return RunLock(directory.url, LeaseFile(directory))
+    return RunLock(directory.url, directory=directory)
 
 
 def write(directory, beats=0, **fields):
@@ -63,7 +61,6 @@ def test_a_process_of_another_host_that_is_alive_is_noticed_by_its_next_sign_of_
 
 
 def test_who_was_taken_over_writes_no_more(directory, monkeypatch):
-    monkeypatch.setattr(LeaseFile, "heartbeat_secs", 0.01)
     held = lease(directory)
     held.__enter__()
     held.verify()
@@ -98,11 +95,10 @@ def test_the_lease_of_a_run_that_was_copied_is_free_when_it_shows_no_sign_of_lif
 
 
 def test_a_directory_that_another_path_leads_to_has_one_lease(directory, tmp_path, monkeypatch):
-    monkeypatch.setattr(LeaseFile, "heartbeat_secs", 0.01)
     held = lease(directory)
     held.__enter__()
     (tmp_path / "link").symlink_to(tmp_path / "run")
-    with pytest.raises(ValueError, match="link' is being written to by another process"):
+    with pytest.raises(ValueError, match="link' is being written to by another fit of this process, since"):
         lease(RemoteDirectory(f"file://{tmp_path}/link")).__enter__()
     held.__exit__()
 

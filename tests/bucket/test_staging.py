@@ -8,9 +8,9 @@ import pytest
 import tensorflow as tf
 
 from distloop.bucket.directory import RemoteDirectory
-from distloop.bucket.lease import LeaseFile
 from distloop.bucket.workdir import Workdir
 from distloop.checkpoints.store import Checkpoints
+from distloop.monitoring.run_lock import Pace
 from distloop.settings.config import Config
 from tests.bucket.unreliable import sealed_steps
 from tests.crash_matrix.buckets import Alone
@@ -18,8 +18,7 @@ from tests.crash_matrix.buckets import Alone
 
 @pytest.fixture
 def url(tmp_path, monkeypatch):
-    for name, secs in {"poll_secs": 0.01, "settle_secs": 0.01, "stale_secs": 0.05}.items():
-        monkeypatch.setattr(LeaseFile, name, secs)
+    monkeypatch.setattr(RemoteDirectory, "pace", Pace(10.0, 0.05, 0.01, 0.01))
     move_to("one", tmp_path, monkeypatch)
     return f"file://{tmp_path}/bucket/run"
 

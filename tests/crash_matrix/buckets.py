@@ -18,9 +18,9 @@ import distloop
 from distloop.actions.write import JsonWriter
 from distloop.bucket import workdir
 from distloop.bucket.directory import RemoteDirectory
-from distloop.bucket.lease import LeaseFile
 from distloop.checkpoints.store import Checkpoints
 from distloop.log import log
+from distloop.monitoring.run_lock import Pace
 from tests.bucket.unreliable import URL, Killed, Unreliable, bucket, sealed_steps
 from tests.crash_matrix.scenarios import BEFORE, HAND, LOST, NEW, WRONG, values
 
@@ -28,6 +28,7 @@ FOLDER = pathlib.Path(__file__).resolve().parent
 DOCS = FOLDER.parent.parent / "docs"
 SHARES = (0.0, 0.3)  # of the requests that fail, are slow or are cut short
 ROWS = (10, 20, 30)
+PACE = Pace(10.0, 0.05, 0.0, 0.0)  # of the lock
 
 
 class Alone:
@@ -211,7 +212,7 @@ def main() -> int:
     threading.excepthook = lambda _: None  # of machines that are lost
     lines, bad = [], []
     with tempfile.TemporaryDirectory() as place, mock.patch.dict(os.environ, XDG_CACHE_HOME=f"{place}/cache"):
-        with mock.patch.multiple(LeaseFile, settle_secs=0.0, poll_secs=0.0, stale_secs=0.05):
+        with mock.patch.object(RemoteDirectory, "pace", PACE):
             for scenario in SCENARIOS:
                 for share in SHARES:
                     for is_fresh in (True, False):

@@ -1,6 +1,7 @@
 """The lock of a workdir: who holds it, who is refused, and who takes it over from the dead."""
 
 import errno
+import io
 import json
 import os
 import shutil
@@ -14,7 +15,7 @@ import pytest
 
 from distloop.distributed import notes
 from distloop.monitoring import run_lock
-from distloop.monitoring.run_lock import LockFile, LockLost, RunLock
+from distloop.monitoring.run_lock import DiskDirectory, LockLost, Pace, RunLock
 
 
 def write_lock(workdir, age=0.0, **fields):
@@ -156,7 +157,7 @@ def test_a_process_of_this_host_that_has_ended_is_followed_at_once(fields, tmp_p
     with RunLock(str(tmp_path)) as lock:
         lock.verify()
         assert holder_of(tmp_path)["token"] != "another" and os.listdir(tmp_path) == ["run.lock"]
-    assert no_sleep == [LockFile.settle_secs]
+    assert no_sleep == [Pace().settle_secs]
 
 
 def test_a_zombie_has_ended(tmp_path, no_sleep):
@@ -174,8 +175,7 @@ def test_a_zombie_has_ended(tmp_path, no_sleep):
 @pytest.fixture
 def soon(monkeypatch):
     """Lets a process without a sign of life count as dead after half a second."""
-    monkeypatch.setattr(LockFile, "stale_secs", 0.5)
-    monkeypatch.setattr(LockFile, "poll_secs", 0.01)
+    monkeypatch.setattr(DiskDirectory, "pace", Pace(stale_secs=0.5, poll_secs=0.01))
 
 
 @pytest.mark.parametrize("fields", [{"host": "n17"}, {"machine": "another boot"}])
@@ -192,8 +192,10 @@ def test_a_lock_of_another_host_is_taken_over_when_it_shows_no_sign_of_life(fiel
 
 
 def test_a_process_of_another_host_that_is_alive_is_noticed_by_its_next_sign_of_life(tmp_path, monkeypatch):
-    path = write_lock(tmp_path, age=4, host="n17", process=99)
-    monkeypatch.setattr(run_lock.time, "sleep", lambda secs: os.utime(path))
+    write_lock(tmp_path, age=4, host="n17", process=99, beats=0, since=0.0)
+    monkeypatch.setattr(
+        run_lock.time, "sleep", lambda secs: write_lock(tmp_path, host="n17", process=99, beats=1, since=0.0)
+    )
     with pytest.raises(ValueError, match="is being written to by process 99 on n17"), RunLock(str(tmp_path)):
         pass
     assert os.listdir(tmp_path) == ["run.lock"]
@@ -248,8 +250,8 @@ def test_a_lock_that_was_removed_is_written_again(tmp_path):
         assert holder_of(tmp_path / "run")["process"] == os.getpid()
 
 
-def test_the_file_is_touched_while_the_lock_is_held(tmp_path, monkeypatch):
-    monkeypatch.setattr(LockFile, "heartbeat_secs", 0.005)
+def test_the_file_is_written_while_the_lock_is_held(tmp_path, monkeypatch):
+    monkeypatch.setattr(DiskDirectory, "pace", Pace(heartbeat_secs=0.005))
     path = tmp_path / "run.lock"
     with RunLock(str(tmp_path)):
         os.utime(path, (0, 0))
@@ -294,10 +296,16 @@ def test_a_directory_that_may_only_be_read_is_not_locked(tmp_path, monkeypatch):
 
 
 def test_a_full_disk_is_refused_in_a_sentence_and_leaves_nothing(tmp_path, monkeypatch):
-    def refuse(*arguments):
-        raise OSError(errno.ENOSPC, "No space left on device")
+    class Full(io.FileIO):
+        def write(self, data):
+            raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(run_lock.json, "dump", refuse)
+    monkeypatch.setattr(
+        run_lock,
+        "open",
+        lambda path, mode="r", **options: (Full if "x" in mode else open)(path, mode, **options),
+        raising=False,
+    )
     with pytest.raises(ValueError, match="cannot be written .No space left on device.: give a directory"):
         with RunLock(str(tmp_path)):
             pass
@@ -316,7 +324,7 @@ def test_a_killed_program_is_followed_at_once(tmp_path):
         assert holder_of(tmp_path)["process"] == os.getpid()
 
 
-def test_the_lock_of_a_workdir_does_not_lock_its_copy(tmp_path, no_sleep):
+def test_the_lock_of_a_workdir_does_not_lock_its_copy(tmp_path, soon):
     with RunLock(str(tmp_path / "run")):
         shutil.copytree(tmp_path / "run", tmp_path / "copy")
         with RunLock(str(tmp_path / "copy")):
