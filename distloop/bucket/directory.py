@@ -9,7 +9,6 @@ A file has its name when it is whole: a store of objects writes each whole or no
 under another name and moved. Retries, timeouts, credentials and limits of the package of a file system come before.
 """
 
-import contextlib
 import hashlib
 import os
 import random
@@ -62,6 +61,7 @@ class RemoteDirectory:
         protocols = self._system.protocol
         self._protocols = {protocols} if isinstance(protocols, str) else {*protocols}
         self._is_store = bool(_OBJECT_STORES & self._protocols)
+        self._token = secrets.token_hex(4)
         self._has_named_keys = False  # in the log
 
     def identify(self) -> str:
@@ -181,23 +181,15 @@ class RemoteDirectory:
     def _replace(self, name: str, size: int, write: Callable[[str], Any]) -> None:
         """Writes a file so that it has its name when it is whole."""
         path = self._path(name)
-        if self._is_store:
-            self._try(lambda: write(path), name)
-            return
-        temporary = f"{name}.{secrets.token_hex(4)}.tmp"
+        temporary = f"{path}.{self._token}.tmp"  # the same for each try, so that no more than one is left
 
         def write_and_move() -> None:
             self._make_parent(path)
-            write(self._path(temporary))
-            self._require_size(self._path(temporary), size)
-            self._move(self._path(temporary), path)
+            write(temporary)
+            self._require_size(temporary, size)
+            self._move(temporary, path)
 
-        try:
-            self._try(write_and_move, name)
-        except RemoteError:
-            with contextlib.suppress(RemoteError):
-                self.delete(temporary)
-            raise
+        self._try((lambda: write(path)) if self._is_store else write_and_move, name)
 
     def _move(self, path: str, new: str) -> None:
         from fsspec import AbstractFileSystem

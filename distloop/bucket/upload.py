@@ -165,7 +165,7 @@ class Upload:
         if unit.step >= 0:
             stamp = tree.stamp_of(os.path.join(self._root, ROWS))
             if stamp and self._is_due(rows := Unit(ROWS, {ROWS: stamp})):
-                with contextlib.suppress(RemoteError):  # which keeps the checkpoint not back
+                with contextlib.suppress(RemoteError):  # the checkpoint does not wait for them
                     self._upload(rows)  # as they are after the checkpoint: at least those up to its step
             for name in sorted(there, key=seals_last) if MANIFEST in there else ():
                 self._directory.copy(f"{unit.path}/{name}", f"{unit.path}{OLD}/{name}")
