@@ -300,12 +300,10 @@ def test_a_full_disk_is_refused_in_a_sentence_and_leaves_nothing(tmp_path, monke
         def write(self, data):
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(
-        run_lock,
-        "open",
-        lambda path, mode="r", **options: (Full if "x" in mode else open)(path, mode, **options),
-        raising=False,
-    )
+    def open_on_full_disk(path, mode="r", **options):
+        return (Full if "x" in mode else open)(path, mode, **options)
+
+    monkeypatch.setattr(run_lock, "open", open_on_full_disk, raising=False)
     with pytest.raises(ValueError, match="cannot be written .No space left on device.: give a directory"):
         with RunLock(str(tmp_path)):
             pass
