@@ -18,7 +18,7 @@ import re
 import stat
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from distloop.atomic_files import replacing
 from distloop.bucket.directory import RemoteDirectory, RemoteError, is_path
@@ -39,6 +39,9 @@ _SKIPPED = re.compile(
 )
 _REPORTED = ("config.json", ROWS, "incidents.jsonl", "told.jsonl", ledger.STARTS, ledger.PROGRESS, ledger.MEMORY)
 _MANIFEST = re.compile(rf"(^|/){CHECKPOINTS}/[0-9]{{1,18}}/{re.escape(MANIFEST)}\Z")
+
+
+State: TypeAlias = tuple[dict[str, tuple[int, int]], list[str]]  # from `read_state`
 
 
 class Unit(NamedTuple):
@@ -164,36 +167,29 @@ def best_steps(best: bytes | None) -> set[int]:
         return set()
 
 
-class State(NamedTuple):
-    """What is uploaded from a directory of this machine.
-
-    Attributes:
-        uploaded: the stamps of the files, by path.
-        manifests: the digests of the manifests of checkpoints that came, were uploaded or begun, the latest last.
-    """
-
-    uploaded: dict[str, tuple[int, int]]
-    manifests: list[str]
-
-
 def read_state(root: str) -> State:
-    """Returns what is uploaded from a directory; nothing if that is not known: all is uploaded again then."""
+    """Returns what is uploaded from a directory of this machine; if that is unknown, nothing: all is uploaded again.
+
+    Returns:
+        The stamps of the files, by path, and the digests of the manifests of checkpoints that came, were uploaded or
+        begun, the latest last.
+    """
 
     def as_state(value: Any) -> State:
         uploaded = {path: (int(size), int(at)) for path, (size, at) in value["uploaded"].items() if is_path(path)}
-        return State(uploaded, [*map(str, value["manifests"])])
+        return uploaded, [*map(str, value["manifests"])]
 
     try:
         return parse_json(read(root, STATE), as_state)
     except ValueError:
-        return State({}, [])
+        return {}, []
 
 
 def write_state(root: str, state: State) -> None:
     """Notes what is uploaded from a directory, for the next process on this machine, if that can be written."""
     with contextlib.suppress(OSError), replacing(os.path.join(root, STATE)) as temporary:
         with open(temporary, "w", encoding="utf-8") as file:
-            json.dump({"uploaded": state.uploaded, "manifests": state.manifests[-_MOST_MANIFESTS:]}, file)
+            json.dump({"uploaded": state[0], "manifests": state[1][-_MOST_MANIFESTS:]}, file)
 
 
 def digest(manifest: bytes) -> str:
@@ -214,7 +210,7 @@ def fetch_workdir(directory: RemoteDirectory, root: str) -> State:
     """Brings the files of a run: its whole checkpoints, rows, settings, TensorBoard's files, exports.
 
     Returns:
-        The files that are below `root`, empty before, as they are in the bucket.
+        As `read_state`: of `root`, empty before, the files that are as they are in the bucket.
     """
     files = directory.list()
     others = [path for path in files if folder_of(path) == path and not any(map(_SKIPPED.fullmatch, path.split("/")))]
@@ -224,7 +220,7 @@ def fetch_workdir(directory: RemoteDirectory, root: str) -> State:
         fetch_checkpoint(directory, checkpoint, root)
     old = [checkpoint.path.removesuffix(OLD) for checkpoint, _ in whole if checkpoint.path.endswith(OLD)]
     uploaded = {path: stamp for unit in units(root) if unit.path not in old for path, stamp in unit.files.items()}
-    return State(uploaded, [digest(manifest) for _, manifest in whole])
+    return uploaded, [digest(manifest) for _, manifest in whole]
 
 
 def fetch_checkpoint(directory: RemoteDirectory, checkpoint: Unit, root: str) -> None:

@@ -53,8 +53,8 @@ class Upload:
             say: prints what is no warning.
         """
         self._root, self._directory, self._verify, self._say = root, directory, verify, say
-        self._state = tree.read_state(root)
-        tree.write_state(root, self._state)
+        tree.write_state(root, state := tree.read_state(root))
+        self._uploaded, self._manifests = state
         self.failure = ""
         self._failed = set[str]()  # units that could not be uploaded, and are not tried again yet
         self._num_failed = 0  # passes, since one over all files went well
@@ -153,7 +153,7 @@ class Upload:
         with contextlib.suppress(FileNotFoundError):  # the run has deleted it
             with _frozen(self._root, unit) as files:
                 self._send(unit, files)
-            self._state.uploaded.update(unit.files)
+            self._uploaded.update(unit.files)
             self._sent_at = time.monotonic()
         self._failed.remove(unit.path)
 
@@ -169,7 +169,7 @@ class Upload:
                     self._upload(rows)  # as they are after the checkpoint: at least those up to its step
             for name in sorted(there, key=seals_last) if MANIFEST in there else ():
                 self._directory.copy(f"{unit.path}/{name}", f"{unit.path}{OLD}/{name}")
-            self._state.manifests.append(tree.digest(tree.read(files[f"{unit.path}/{MANIFEST}"])))
+            self._manifests.append(tree.digest(tree.read(files[f"{unit.path}/{MANIFEST}"])))
             self._write_state()  # a machine that is lost after the manifest knows its checkpoint again
             self._must_prune = True
         _send(self._directory, files, [f"{unit.path}/{name}" for name in there], self._verify)
@@ -177,7 +177,7 @@ class Upload:
     def _write_state(self) -> bool:
         """Notes what is uploaded; returns False if somebody has deleted the directory."""
         if is_there := os.path.exists(os.path.join(self._root, STATE)):
-            tree.write_state(self._root, self._state)
+            tree.write_state(self._root, (self._uploaded, self._manifests))
         return is_there
 
     def _delete_gone(self) -> None:
@@ -186,7 +186,7 @@ class Upload:
         units = tree.checkpoints(self._root)
         if names is None or not units or not self._is_there(units[0]) or any(map(self._is_due, units)):
             return
-        gone = {path for path in self._state.uploaded if not os.path.exists(os.path.join(self._root, path))}
+        gone = {path for path in self._uploaded if not os.path.exists(os.path.join(self._root, path))}
         if self._must_prune:
             gone.update(path for path in self._directory.list() if tree.step_of(tree.folder_of(path)) >= 0)
         folders = {f"{CHECKPOINTS}/{name}" for name in names}
@@ -195,11 +195,11 @@ class Upload:
             self._verify()
         for path in sorted(gone, key=lambda path: (tree.step_of(tree.folder_of(path)), not seals_last(path)[0], path)):
             self._directory.delete(path)
-            self._state.uploaded.pop(path, None)
+            self._uploaded.pop(path, None)
         self._must_prune = False
 
     def _is_there(self, unit: Unit) -> bool:
-        return unit.files.items() <= self._state.uploaded.items()
+        return unit.files.items() <= self._uploaded.items()
 
     def _is_due(self, unit: Unit) -> bool:
         return not self._is_there(unit) and unit.path not in self._failed

@@ -191,8 +191,8 @@ class Workdir(Directory):
         with replacing(root) as temporary:
             os.mkdir(temporary, 0o700)
             tree.write_state(temporary, state := tree.fetch_workdir(directory, temporary))
-        if state.uploaded:
-            self._say(f"{len(state.uploaded)} files were brought from {self._url} to {root}")
+        if state[0]:
+            self._say(f"{len(state[0])} files were brought from {self._url} to {root}")
 
 
 def _is_current(root: str, directory: RemoteDirectory) -> bool:
@@ -209,7 +209,7 @@ def _is_current(root: str, directory: RemoteDirectory) -> bool:
     steps = [unit.step for unit in tree.checkpoints(root)]
     if not steps and not os.path.exists(os.path.join(root, tree.STATE)):
         return False
-    known = tree.read_state(root).manifests
+    _, known = tree.read_state(root)
     for _, manifest in tree.whole_checkpoints(directory):  # the newest decides
         return bool(steps) and tree.digest(manifest) in known
     if steps and known:

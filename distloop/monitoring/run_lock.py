@@ -4,11 +4,11 @@
         lock.verify()                       # before a rename: raises LockLost if another process has taken over
 
 The lock is the file `run.lock`. It names the process that holds it (host, number, start) and a token of its own. A
-thread writes it again every 5 seconds, in a bucket every 10, with a number that grows. Where a process ended without
-releasing it, the next one replaces it:
+thread touches it every 5 seconds; in a bucket it is written again every 10, with a number that grows. Where a process
+ended without releasing it, the next one replaces it:
 
 - on the same host at once: its number belongs to no process, or to one with another start;
-- on another host, after another boot, in another container or in a copy of the directory, when the file did not change
+- on another host, after another boot, in another container or in a copy of the directory, when the file was not touched
   for 30 seconds, in a bucket 60, by the clock of the process that waits for it and says so.
 
 Workers that a launcher started again have a higher number of their membership: the new chief takes the lock from one of
@@ -133,6 +133,16 @@ class DiskDirectory:
             with contextlib.suppress(OSError):
                 self.delete(beside)
 
+    def renew(self, name: str, data: bytes) -> None:
+        """Touches a file; where `sign` cannot show that, it is written again with other data."""
+        os.utime(os.path.join(self._path, name))
+
+    def sign(self, name: str) -> Any:
+        """Returns what `renew` changes; nothing if there is no file."""
+        with contextlib.suppress(FileNotFoundError):
+            return os.lstat(os.path.join(self._path, name)).st_mtime_ns
+        return None
+
     def delete(self, name: str) -> None:
         """Deletes a file."""
         os.remove(os.path.join(self._path, name))
@@ -247,7 +257,7 @@ class RunLock:
                 if (own := self._holder) is not None:
                     self.verify()
                     self._num_beats += 1
-                    self._directory.write(self._file, self._content(own))
+                    self._directory.renew(self._file, self._content(own))
 
     def _acquire(self, own: Holder) -> None:
         """Creates the file, or replaces that of a dead process.
@@ -260,9 +270,9 @@ class RunLock:
             while not self._directory.create(self._file, self._content(own)):
                 if (content := self._directory.read(self._file)) is None:
                     continue  # it was released at this moment
-                holder = parse(content)
+                holder, sign = parse(content), (content, self._directory.sign(self._file))
                 lives = _is_alive(own, holder)
-                if lives is None and first is not None and content != first:
+                if lives is None and first is not None and sign != first:
                     lives = True
                 if lives:
                     raise ValueError(
@@ -270,7 +280,7 @@ class RunLock:
                         "that run has ended, end it, or give another workdir."
                     )
                 if first is None:
-                    first, since = content, time.monotonic()
+                    first, since = sign, time.monotonic()
                     if lives is None:
                         say(
                             f"workdir={self._workdir!r} is locked by {holder or 'another process'}; if it shows no "

@@ -208,4 +208,4 @@ def test_a_report_of_two_buckets_with_one_name_keeps_them_apart(tmp_path, url):
 def test_a_key_too_deep_for_a_disk_is_left_alone_and_the_others_come(tmp_path):
     for key in ("d/" * 1500 + "file", "/".join(["d" * 200] * 6), "notes.txt"):
         fsspec.filesystem("memory").pipe_file(f"/deep/{key}", b"text")
-    assert [*fetch_workdir(RemoteDirectory("memory://deep"), str(tmp_path)).uploaded] == ["notes.txt"]
+    assert [*fetch_workdir(RemoteDirectory("memory://deep"), str(tmp_path))[0]] == ["notes.txt"]

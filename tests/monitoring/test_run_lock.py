@@ -192,10 +192,8 @@ def test_a_lock_of_another_host_is_taken_over_when_it_shows_no_sign_of_life(fiel
 
 
 def test_a_process_of_another_host_that_is_alive_is_noticed_by_its_next_sign_of_life(tmp_path, monkeypatch):
-    write_lock(tmp_path, age=4, host="n17", process=99, beats=0, since=0.0)
-    monkeypatch.setattr(
-        run_lock.time, "sleep", lambda secs: write_lock(tmp_path, host="n17", process=99, beats=1, since=0.0)
-    )
+    path = write_lock(tmp_path, age=4, host="n17", process=99)
+    monkeypatch.setattr(run_lock.time, "sleep", lambda secs: os.utime(path))
     with pytest.raises(ValueError, match="is being written to by process 99 on n17"), RunLock(str(tmp_path)):
         pass
     assert os.listdir(tmp_path) == ["run.lock"]
@@ -250,7 +248,7 @@ def test_a_lock_that_was_removed_is_written_again(tmp_path):
         assert holder_of(tmp_path / "run")["process"] == os.getpid()
 
 
-def test_the_file_is_written_while_the_lock_is_held(tmp_path, monkeypatch):
+def test_the_file_is_touched_while_the_lock_is_held(tmp_path, monkeypatch):
     monkeypatch.setattr(DiskDirectory, "pace", Pace(heartbeat_secs=0.005))
     path = tmp_path / "run.lock"
     with RunLock(str(tmp_path)):
