@@ -32,7 +32,7 @@ STATE = ".uploaded.json"
 _SEALS = (MANIFEST, "saved_model.pb")
 _MOST_MANIFESTS = 1000  # that are known again; a bucket may be put back to what it was
 _CHECKPOINT = re.compile(r"(0|[1-9][0-9]{0,17})(\.abandoned(-\d+)?)?")  # a run has gone back before an abandoned one
-_REPLACED = re.compile(r"\d+\.\d+-[0-9a-f]{8}\.(tmp|old)")  # a checkpoint, for a moment
+_TEMPORARY = re.compile(r"(\d+)\.\d+-[0-9a-f]{8}\.(tmp|old)\Z")  # of a checkpoint that is replaced or deleted
 # Locks, temporary names, and the token of older versions.
 _SKIPPED = re.compile(
     r"\..*|run\.lock.*|staging\.json|.*\.[0-9a-f]{8}\.tmp|.*\.\d{1,9}(-[0-9a-f]{8})?\.(tmp|old)(\.\w+)?"
@@ -89,13 +89,13 @@ def checkpoints(root: str) -> list[Unit]:
     return [unit for unit in units(root, CHECKPOINTS) if not unit.is_file]
 
 
-def names_kept(root: str) -> set[str] | None:
-    """Returns the names in the directory of checkpoints; None while one has a temporary name, as it is replaced."""
+def names_kept(root: str) -> set[str]:
+    """Returns the names in the directory of checkpoints; one that is being replaced or deleted keeps its own."""
     try:
-        names = set(os.listdir(os.path.join(root, CHECKPOINTS)))
+        names = os.listdir(os.path.join(root, CHECKPOINTS))
     except FileNotFoundError:
         return set()
-    return None if any(map(_REPLACED.fullmatch, names)) else names
+    return {_TEMPORARY.sub(r"\1", name) for name in names}
 
 
 def folder_of(path: str) -> str:

@@ -182,21 +182,20 @@ class Upload:
 
     def _delete_gone(self) -> None:
         """Deletes what the run has deleted, once its newest checkpoint is there: manifests before other files."""
-        names = tree.names_kept(self._root)  # read first: one that is saved meanwhile is among the units
-        units = tree.checkpoints(self._root)
-        if names is None or not units or not self._is_there(units[0]) or any(map(self._is_due, units)):
+        folders = {f"{CHECKPOINTS}/{name}" for name in tree.names_kept(self._root)}
+        units = tree.checkpoints(self._root)  # read last: one that is saved meanwhile is among them
+        if not units or not self._is_there(units[0]) or any(map(self._is_due, units)):
             return
         gone = {path for path in self._uploaded if not os.path.exists(os.path.join(self._root, path))}
         if self._must_prune:
             gone.update(path for path in self._directory.list() if tree.step_of(tree.folder_of(path)) >= 0)
-        folders = {f"{CHECKPOINTS}/{name}" for name in names}
         gone = {path for path in gone if tree.folder_of(path) not in folders}
         if gone:
             self._verify()
         for path in sorted(gone, key=lambda path: (tree.step_of(tree.folder_of(path)), not seals_last(path)[0], path)):
             self._directory.delete(path)
             self._uploaded.pop(path, None)
-        self._must_prune = False
+        self._must_prune = not all(os.path.exists(os.path.join(self._root, folder)) for folder in folders)
 
     def _is_there(self, unit: Unit) -> bool:
         return unit.files.items() <= self._uploaded.items()

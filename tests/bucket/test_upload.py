@@ -111,6 +111,7 @@ def test_a_checkpoint_that_is_being_replaced_on_the_disk_stays_in_the_bucket(roo
         upload(root)
         assert sealed_steps(RemoteDirectory(URL).list()) == [10, 20]
         shutil.rmtree(root / "checkpoints" / "20.7-0123abcd.old")
+        os.mkdir(root / "checkpoints" / "40.7-0123abcd.tmp")  # of a save that has begun
         upload(root)
         assert sealed_steps(RemoteDirectory(URL).list()) == [10]
 
