@@ -73,7 +73,7 @@ from distloop.monitoring.records import show_bytes, show_number
 from distloop.monitoring.run_files import Run, Series
 from distloop.monitoring.text_tables import GAP, INDENT, Table
 from distloop.monitoring.timing import largest_shares, show_secs, show_share
-from distloop.urls import expand, require_disk, whole
+from distloop.urls import absolute, expand, require_disk
 
 _STYLES = {
     ("status", "complete"): "green",
@@ -142,7 +142,7 @@ def _as_json(runs: Sequence[Run]) -> Any:
     listed = [
         {name: getattr(run, name) for name in _JSON_NAMES}
         | {
-            "workdir": whole(run.path),
+            "workdir": absolute(run.path),
             "goodput": ledger.goodput(run.time_spent),
             "memory": None if run.memory is None else run.memory._asdict(),
             "metrics": {name: of_metric(series) for name, series in run.series.items()},

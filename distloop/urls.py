@@ -53,16 +53,6 @@ def require_disk(path: str | os.PathLike[str], message: str) -> None:
         raise ValueError(message.format(repr(without_credentials(os.fspath(path)))))
 
 
-def whole(path: str) -> str:
-    """Returns a path as it is shown: absolute, and a URL as it is."""
-    return path if is_url(path) else os.path.abspath(path)
-
-
-def read(path: str) -> bytes | None:
-    """Returns what the file at a URL holds; None: the path is no URL."""
-    return bytes(file_system(path, "remote").cat_file(path)) if is_url(path) else None
-
-
 def without_credentials(text: str) -> str:
     """Returns a text whose URLs have no password, and `***` for keys and tokens."""
     for shown, full in tuple(_with_password.items()):

@@ -1,4 +1,4 @@
-"""A directory behind a URL, whose requests may fail, hang or be cut short: each is tried again, and its size compared.
+"""A directory behind a URL, whose requests may fail or be cut short: each is tried again, and its size compared.
 
     directory = RemoteDirectory("s3://bucket/run")
     directory.upload("/tmp/index", "checkpoints/500/variables.index")
@@ -6,47 +6,34 @@
     directory.create("run.lock", b"...")                # False if it is there
 
 A file has its name when it is whole: a store of objects writes each whole or not at all, and elsewhere it is written
-under another name and moved. Retries, credentials and limits of the package of a file system come before these.
+under another name and moved. Retries, timeouts, credentials and limits of the package of a file system come before.
 """
 
-import contextlib
-import errno
+import hashlib
 import os
 import random
 import re
 import secrets
-import tempfile
-import threading
 import time
 from collections.abc import Callable
-from concurrent import futures
 from typing import Any, TypeVar
 
 from distloop.log import log
+from distloop.monitoring.run_lock import Pace
 from distloop.urls import file_system
 
 # Protocols of stores where a write is seen whole or not at all.
 _OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "oci", "ocilake", "tos", "hf"})
 _PAUSES_SECS = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)  # before a request is tried again, half to the whole of it
-_SILENT_SECS = 60.0  # after which a request that shows no progress counts as hanging
-_PART_BYTES, _LEAST_BYTES_PER_SEC = 2**27, 2**18  # of what packages send at once; they show no progress within it
+_FINAL = (PermissionError, FileNotFoundError, NotADirectoryError, IsADirectoryError, ImportError)  # not tried again
 _LEFTOVER = re.compile(r".+\.[0-9a-f]{8}\.tmp")
 _MOST_LETTERS = 1024  # of a key; S3 and Google Cloud Storage have none that is longer
 _RAISE = object()
 _T = TypeVar("_T")
-_Progress = Any  # a callback of fsspec's
 
 
 class RemoteError(OSError):
-    """A request failed as often as it is tried.
-
-    Attributes:
-        is_final: whether trying again will not help: nobody may do this, or there is no such bucket.
-    """
-
-    def __init__(self, message: str, is_final: bool = False):
-        super().__init__(message)
-        self.is_final = is_final
+    """A request failed as often as it is tried."""
 
 
 class RemoteDirectory:
@@ -54,7 +41,10 @@ class RemoteDirectory:
 
     Attributes:
         url: of the directory.
+        pace: of a lock there.
     """
+
+    pace = Pace(heartbeat_secs=10.0, stale_secs=60.0, poll_secs=2.0, settle_secs=2.0)
 
     def __init__(self, url: str):
         """Sends no request.
@@ -71,7 +61,12 @@ class RemoteDirectory:
         protocols = self._system.protocol
         self._protocols = {protocols} if isinstance(protocols, str) else {*protocols}
         self._is_store = bool(_OBJECT_STORES & self._protocols)
-        self._refused: set[str] = set()  # keys that were named in the log
+        self._token = secrets.token_hex(4)
+        self._has_named_keys = False  # in the log
+
+    def identify(self) -> str:
+        """Returns a text that differs between the directory and its copy: a digest of the URL."""
+        return hashlib.sha256(self.url.encode()).hexdigest()
 
     def list(self, below: str = "") -> dict[str, int]:
         """Returns the size of each file below a directory, by its path there; none if the directory is not there.
@@ -83,25 +78,25 @@ class RemoteDirectory:
             below: the directory, by its path in this one; empty: this one.
         """
 
-        def find(_: _Progress) -> dict[str, Any]:
+        def find() -> dict[str, Any]:
             self._system.invalidate_cache()
             return dict(self._system.find(self._path(below), detail=True))
 
         start = len(self._path(below)) + 1
         sizes = {path[start:]: int(info["size"] or 0) for path, info in self._try(find, "list", {}).items()}
-        names = {name for name in sizes if name and not name.endswith("/")}  # not folders' own
-        folders = {name[:i] for name in names for i, letter in enumerate(name) if letter == "/"}
-        files = {name for name in names if name not in folders and is_path(name)}
-        if refused := sorted(names - files - self._refused):
-            self._refused.update(refused)
+        sizes = {name: size for name, size in sizes.items() if name and not name.endswith("/")}  # not folders' own
+        folders = {name[:i] for name in sizes for i, letter in enumerate(name) if letter == "/"}
+        files = {name: size for name, size in sizes.items() if name not in folders and is_path(name)}
+        if (refused := sorted(sizes.keys() - files.keys())) and not self._has_named_keys:
+            self._has_named_keys = True
             shown = ", ".join(map(ascii, refused[:3])) + (", ..." if len(refused) > 3 else "")
             log.warning("%s holds keys that no file of a directory can have, which are left alone: %s", self.url, shown)
-        return {name: size for name, size in sizes.items() if name in files}
+        return files
 
     def read(self, name: str) -> bytes | None:
         """Returns the bytes of a file; None: there is none."""
 
-        def read(_: _Progress) -> bytes:
+        def read() -> bytes:
             data = bytes(self._system.cat_file(self._path(name)))
             self._require_size(self._path(name), len(data))
             return data
@@ -110,7 +105,9 @@ class RemoteDirectory:
 
     def write(self, name: str, data: bytes) -> None:
         """Writes a file."""
-        self._replace(name, len(data), lambda path, progress: self._system.pipe_file(path, data))
+        self._replace(name, len(data), lambda path: self._system.pipe_file(path, data))
+
+    renew, sign = write, read  # of a lock, by which others see that its process lives
 
     def create(self, name: str, data: bytes) -> bool:
         """Writes a file where there is none; returns whether these bytes are there now.
@@ -120,7 +117,7 @@ class RemoteDirectory:
         """
         path = self._path(name)
 
-        def create(_: _Progress) -> None:
+        def create() -> None:
             self._make_parent(path)
             try:
                 if "file" in self._protocols:  # whose `pipe_file` overwrites a file that another process has just made
@@ -141,33 +138,21 @@ class RemoteDirectory:
 
     def upload(self, path: str, name: str) -> None:
         """Writes a local file, which does not change meanwhile."""
-        size = os.path.getsize(path)
-        self._replace(name, size, lambda target, progress: self._system.put_file(path, target, callback=progress))
+        self._replace(name, os.path.getsize(path), lambda target: self._system.put_file(path, target))
 
-    def download(self, name: str, path: str, size: int = 0) -> None:
-        """Writes a file to a local path, where it has its name when it is whole.
+    def download(self, name: str, path: str) -> None:
+        """Writes a file to a local path in a directory that is there; after an error a part of it may be there."""
 
-        Args:
-            name: of the file.
-            path: of a file in a directory that is there.
-            size: that it had when it was listed, by which a silence may last longer; it may have been replaced since.
-        """
+        def get() -> None:
+            self._system.get_file(self._path(name), path)
+            self._require_size(self._path(name), os.path.getsize(path))
 
-        def get(progress: _Progress) -> None:
-            part = os.path.join(folder, secrets.token_hex(4))  # of this try: one that was given up may go on writing
-            self._system.get_file(self._path(name), part, callback=progress)
-            self._require_size(self._path(name), os.path.getsize(part))
-            progress.call()
-            os.replace(part, path)
-
-        options: Any = {"prefix": ".", "ignore_cleanup_errors": True}
-        with tempfile.TemporaryDirectory(dir=os.path.dirname(path), **options) as folder:
-            self._try(get, f"read {name}", size=size)
+        self._try(get, f"read {name}")
 
     def copy(self, name: str, new: str) -> None:
         """Copies a file within the directory, without its bytes coming here."""
 
-        def copy(_: _Progress) -> None:
+        def copy() -> None:
             self._make_parent(self._path(new))
             self._system.cp_file(self._path(name), self._path(new))
 
@@ -175,16 +160,7 @@ class RemoteDirectory:
 
     def delete(self, name: str) -> None:
         """Deletes a file if it is there."""
-        self._try(lambda _: self._system.rm_file(self._path(name)), f"delete {name}", None)
-
-    def takes_files(self) -> bool:
-        """Returns whether a file can be written, and deleted again."""
-        try:
-            self.write(".probe", b"distloop")
-            self.delete(".probe")
-        except RemoteError:
-            return False
-        return True
+        self._try(lambda: self._system.rm_file(self._path(name)), f"delete {name}", None)
 
     def remove_leftovers(self) -> None:
         """Deletes what killed processes have left; no other process may write meanwhile."""
@@ -204,27 +180,18 @@ class RemoteDirectory:
         if not self._is_store:
             self._system.makedirs(path.rpartition("/")[0], exist_ok=True)
 
-    def _replace(self, name: str, size: int, write: Callable[[str, _Progress], Any]) -> None:
+    def _replace(self, name: str, size: int, write: Callable[[str], Any]) -> None:
         """Writes a file so that it has its name when it is whole."""
         path = self._path(name)
-        if self._is_store:
-            self._try(lambda progress: write(path, progress), name, size=size)
-            return
-        temporary = f"{name}.{secrets.token_hex(4)}.tmp"
+        temporary = f"{path}.{self._token}.tmp"  # the same for each try, so that no more than one is left
 
-        def write_and_move(progress: _Progress) -> None:
+        def write_and_move() -> None:
             self._make_parent(path)
-            write(self._path(temporary), progress)
-            self._require_size(self._path(temporary), size)
-            progress.call()  # raises if the request was given up: what it writes late is moved nowhere
-            self._move(self._path(temporary), path)
+            write(temporary)
+            self._require_size(temporary, size)
+            self._move(temporary, path)
 
-        try:
-            self._try(write_and_move, name, size=size)
-        except RemoteError:
-            with contextlib.suppress(RemoteError):
-                self.delete(temporary)
-            raise
+        self._try((lambda: write(path)) if self._is_store else write_and_move, name)
 
     def _move(self, path: str, new: str) -> None:
         from fsspec import AbstractFileSystem
@@ -235,53 +202,22 @@ class RemoteDirectory:
             self._system.cp_file(path, new)
             self._system.rm_file(path)
 
-    def _try(self, request: Callable[[_Progress], _T], what: str, absent: Any = _RAISE, *, size: int = 0) -> _T:
-        """Returns what a request does, or `absent` if there is no such file; tries again after an error or a silence.
+    def _try(self, request: Callable[[], _T], what: str, absent: Any = _RAISE) -> _T:
+        """Returns what a request does, or `absent` if there is no such file; tries again after an error.
 
         Raises:
             RemoteError: if it fails each time; its message begins with `what`.
         """
-        silent_secs = _SILENT_SECS + min(size, _PART_BYTES) / _LEAST_BYTES_PER_SEC
-        pauses_secs, num_silent = iter(_PAUSES_SECS), 0
-        while True:
+        for pause_secs in (*_PAUSES_SECS, None):
             try:
-                return _call_in_thread(request, silent_secs)
+                return request()
             except Exception as error:  # the packages raise errors of many kinds
                 if absent is not _RAISE and isinstance(error, FileNotFoundError):
                     return absent
-                num_silent += isinstance(error, TimeoutError)
-                is_final, pause_secs = _is_final(error), next(pauses_secs, None)
-                if is_final or num_silent == 2 or pause_secs is None:
-                    raise RemoteError(f"{what}: {_first_line(error)}", is_final) from error
+                if pause_secs is None or isinstance(error, _FINAL) or "Credentials" in type(error).__name__:
+                    raise RemoteError(f"{what}: {_first_line(error)}") from error
             time.sleep(pause_secs * random.uniform(0.5, 1.0))
-
-
-def _call_in_thread(request: Callable[[_Progress], _T], silent_secs: float) -> _T:
-    """Calls a request in a thread of its own, which is left behind after so many seconds without progress."""
-    from fsspec.callbacks import Callback
-
-    heard_at, is_given_up = time.monotonic(), False
-    outcome: futures.Future[_T] = futures.Future()
-
-    def note(*_: Any, **__: Any) -> None:
-        nonlocal heard_at
-        if is_given_up:
-            raise TimeoutError("the request was given up")
-        heard_at = time.monotonic()
-
-    def call() -> None:
-        try:
-            outcome.set_result(request(Callback(hooks={"progress": note})))
-        except BaseException as error:  # raised again by whoever waits
-            outcome.set_exception(error)
-
-    threading.Thread(target=call, name="distloop-request", daemon=True).start()
-    while not outcome.done():
-        if (left := heard_at + silent_secs - time.monotonic()) <= 0:
-            is_given_up = True
-            raise TimeoutError(f"no answer for {silent_secs:.0f} seconds")
-        futures.wait([outcome], left)
-    return outcome.result()
+        raise AssertionError("the last try returns or raises")
 
 
 def is_path(key: str) -> bool:
@@ -292,31 +228,6 @@ def is_path(key: str) -> bool:
         return False
     is_short = len(key) <= _MOST_LETTERS  # a path of Linux has 4,096 bytes, with the directory's
     return is_short and all(n not in (b"", b".", b"..") and b"\0" not in n and len(n) <= 255 for n in names)
-
-
-def local_path(root: str, key: str) -> str:
-    """Returns where a file of a bucket goes below a local directory.
-
-    Args:
-        root: the directory.
-        key: of the file.
-
-    Raises:
-        RemoteError: if that would be elsewhere, through a link too.
-    """
-    if not is_path(key):
-        raise RemoteError(f"no file of a directory can have the key {key!r}", is_final=True)
-    path, real = os.path.join(root, key), os.path.realpath(root)
-    if os.path.commonpath([os.path.realpath(os.path.dirname(path)), real]) != real:
-        raise RemoteError(f"a link leads from {os.path.dirname(path)!r} out of {root!r}: remove it", is_final=True)
-    return path
-
-
-def _is_final(error: Exception) -> bool:
-    """Returns whether another try would end alike: no permission, no credentials, no bucket, no such name."""
-    kinds = (PermissionError, FileNotFoundError, NotADirectoryError, IsADirectoryError, ImportError)
-    is_name = isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.EINVAL)
-    return isinstance(error, kinds) or is_name or "Credentials" in type(error).__name__
 
 
 def _first_line(error: Exception) -> str:

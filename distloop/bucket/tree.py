@@ -1,13 +1,13 @@
-"""Workdir tree: which files go to a bucket and come back, and when a directory counts as whole.
+"""Workdir tree: which files go to a bucket and come back, and when a checkpoint counts as whole.
 
     checkpoints("staging")                      # [Unit("checkpoints/500", ...), ...]
-    others("staging")                           # [Unit("metrics.jsonl", ...), ...]
+    units("staging")                            # [..., Unit("metrics.jsonl", ...), ...]
     fetch_workdir(directory, "staging")         # all that a run goes on from
 
-A unit is a file, or a directory with a seal: a checkpoint with `manifest.json`, an export with `saved_model.pb`. Its
-seal is written last and deleted first, so that who sees the seal sees the whole. While a checkpoint is written again,
-the one before is `<unit>.old`. `.uploaded.json` has the stamps of the files that are uploaded from this machine, and
-digests of the manifests of its checkpoints. A function that brings files raises a `RemoteError` if one cannot be read.
+A unit is a file, or a checkpoint, whose `manifest.json` is written last and deleted first, so that who sees it sees the
+whole. While a checkpoint is written again, the one before is `<step>.old`. `.uploaded.json` has the stamps of the files
+that are uploaded from this machine, and digests of the manifests of its checkpoints. A function that brings files
+raises a `RemoteError` if one cannot be read.
 """
 
 import contextlib
@@ -17,56 +17,48 @@ import os
 import re
 import stat
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 from distloop.atomic_files import replacing
-from distloop.bucket.directory import RemoteDirectory, RemoteError, is_path, local_path
+from distloop.bucket.directory import RemoteDirectory, RemoteError, is_path
 from distloop.log import log
 from distloop.monitoring import ledger
 from distloop.monitoring.records import as_best_steps, parse_json
 
 CHECKPOINTS = "checkpoints"
 BEST, ROWS, MANIFEST, OLD = f"{CHECKPOINTS}/best.json", "metrics.jsonl", "manifest.json", ".old"
-SEALS = (MANIFEST, "saved_model.pb")
 STATE = ".uploaded.json"
+_SEALS = (MANIFEST, "saved_model.pb")
 _MOST_MANIFESTS = 1000  # that are known again; a bucket may be put back to what it was
 _CHECKPOINT = re.compile(r"(0|[1-9][0-9]{0,17})(\.abandoned(-\d+)?)?")  # a run has gone back before an abandoned one
+_TEMPORARY = re.compile(r"(\d+)\.\d+-[0-9a-f]{8}\.(tmp|old)\Z")  # of a checkpoint that is replaced or deleted
 # Locks, temporary names, and the token of older versions.
 _SKIPPED = re.compile(
-    r"\..*|run\.lock.*|staging\.json|.*\.part|.*\.[0-9a-f]{8}\.tmp|.*\.\d{1,9}(-[0-9a-f]{8})?\.(tmp|old)(\.\w+)?"
+    r"\..*|run\.lock.*|staging\.json|.*\.[0-9a-f]{8}\.tmp|.*\.\d{1,9}(-[0-9a-f]{8})?\.(tmp|old)(\.\w+)?"
 )
 _REPORTED = ("config.json", ROWS, "incidents.jsonl", "told.jsonl", ledger.STARTS, ledger.PROGRESS, ledger.MEMORY)
 _MANIFEST = re.compile(rf"(^|/){CHECKPOINTS}/[0-9]{{1,18}}/{re.escape(MANIFEST)}\Z")
 
-Stamp: TypeAlias = tuple[int, int]  # size, and when it was written (nanoseconds)
+
+State: TypeAlias = tuple[dict[str, tuple[int, int]], list[str]]  # from `read_state`
 
 
 class Unit(NamedTuple):
-    """What is uploaded whole: a file, or a directory that counts when its seal is there.
+    """What is uploaded whole: a file, or a checkpoint.
 
     Attributes:
         path: in the workdir.
-        files: stamps by path in the workdir, the seal last.
+        files: by path in the workdir, the manifest last: on a disk `stamp_of` each, in a bucket its size.
     """
 
     path: str
-    files: dict[str, Stamp]
+    files: dict[str, Any]
 
     @property
     def is_file(self) -> bool:
-        """Whether it is no directory."""
+        """Whether it is no checkpoint."""
         return self.path in self.files
-
-    @property
-    def is_checkpoint(self) -> bool:
-        """Whether it is one, of an older branch too."""
-        return os.path.dirname(self.path) == CHECKPOINTS and not self.is_file
-
-    @property
-    def seal(self) -> str:
-        """The path of the file that is written last."""
-        return next(reversed(self.files))
 
     @property
     def step(self) -> int:
@@ -75,59 +67,40 @@ class Unit(NamedTuple):
 
 
 def units(root: str, below: str = "") -> list[Unit]:
-    """Returns what is uploaded of a workdir, which may change meanwhile: checkpoints, the newest first; files; exports.
+    """Returns what is uploaded of a workdir, which may change meanwhile: checkpoints, the newest first, then files.
 
     Args:
         root: the workdir.
         below: a directory in it, of which alone the units are wanted.
     """
-    found: list[Unit | None] = []
+    stamps = {}
     for folder, folders, names in os.walk(os.path.join(root, below)):
         path = os.path.relpath(folder, root)
         is_wanted = _CHECKPOINT.fullmatch if path == CHECKPOINTS else lambda name: not _SKIPPED.fullmatch(name)
         folders[:] = filter(is_wanted, folders)
-        if (unit := sealed_unit(root, path)) or os.path.dirname(path) == CHECKPOINTS:
-            folders.clear()
-            found.append(unit)
-        else:
-            paths = (os.path.normpath(os.path.join(path, name)) for name in names if not _SKIPPED.fullmatch(name))
-            found += [file_unit(root, path) for path in paths]
-    return sorted(filter(None, found), key=lambda u: (not u.is_checkpoint, -u.step, not u.is_file, u.path))
+        for name in names:
+            if not _SKIPPED.fullmatch(name) and (stamp := stamp_of(os.path.join(folder, name))):
+                stamps[os.path.normpath(os.path.join(path, name))] = stamp
+    return sorted(_grouped(stamps), key=lambda u: (u.is_file, -u.step, seals_last(u.path)))
 
 
 def checkpoints(root: str) -> list[Unit]:
     """Returns the checkpoints of a workdir that have their manifest: the newest first, those of older branches last."""
-    return [unit for unit in units(root, CHECKPOINTS) if unit.is_checkpoint]
+    return [unit for unit in units(root, CHECKPOINTS) if not unit.is_file]
 
 
-def is_changing(root: str, path: str) -> bool:
-    """Returns whether a checkpoint is there after all, or has a temporary name while the run replaces it."""
-    step = str(step_of(path))
-    names = {name for name in os.listdir(os.path.join(root, CHECKPOINTS)) if name.split(".")[0] == step}
-    return step in names or any(not _CHECKPOINT.fullmatch(name) for name in names)
-
-
-def file_unit(root: str, path: str) -> Unit | None:
-    """Returns the unit that a file is; None: it is not there any more, or no file."""
-    stamp = _stamp(os.path.join(root, path))
-    return Unit(path, {path: stamp}) if stamp else None
-
-
-def sealed_unit(root: str, path: str) -> Unit | None:
-    """Returns the unit that a directory is; None: it has no seal."""
-    place = os.path.join(root, path)
-    seal = next((os.path.join(path, name) for name in SEALS if os.path.isfile(os.path.join(place, name))), None)
-    if seal is None:
-        return None
-    names = [os.path.relpath(os.path.join(folder, n), root) for folder, _, files in os.walk(place) for n in files]
-    names.sort(key=lambda name: (name == seal, name))
-    files = {name: stamp for name in names if (stamp := _stamp(os.path.join(root, name)))}
-    return Unit(path, files) if seal in files else None
+def names_kept(root: str) -> set[str]:
+    """Returns the names in the directory of checkpoints; one that is being replaced or deleted keeps its own."""
+    try:
+        names = os.listdir(os.path.join(root, CHECKPOINTS))
+    except FileNotFoundError:
+        return set()
+    return {_TEMPORARY.sub(r"\1", name) for name in names}
 
 
 def folder_of(path: str) -> str:
-    """Returns the directory of a checkpoint that a file is in, by its path in the workdir; else something else."""
-    return "/".join(path.split("/")[:2])
+    """Returns the directory in that of checkpoints that a file of a workdir is in; of another file its own path."""
+    return "/".join(path.split("/")[:2]) if path.startswith(f"{CHECKPOINTS}/") else path
 
 
 def step_of(path: str) -> int:
@@ -137,24 +110,53 @@ def step_of(path: str) -> int:
     return int(name) if folder == CHECKPOINTS and match and not match[2] else -1
 
 
-def by_checkpoint(files: Mapping[str, int]) -> dict[str, dict[str, int]]:
-    """Returns the files of a bucket that are in a directory of checkpoints: directory -> path in it -> size."""
-    folders: dict[str, dict[str, int]] = {}
-    for path, size in files.items():
-        if (folder := folder_of(path)).startswith(f"{CHECKPOINTS}/") and folder != path:
-            folders.setdefault(folder, {})[path[len(folder) + 1 :]] = size
-    return folders
+def seals_last(path: str) -> tuple[bool, str]:
+    """Returns what files are sorted by: one by which others count comes after them."""
+    return os.path.basename(path) in _SEALS, path
+
+
+def _grouped(files: Mapping[str, Any]) -> list[Unit]:
+    """Returns the units of which files are, but for checkpoints without a manifest."""
+    groups: dict[str, dict[str, Any]] = {}
+    for path in sorted(files, key=seals_last):
+        groups.setdefault(folder_of(path), {})[path] = files[path]
+    return [Unit(path, group) for path, group in groups.items() if path in group or f"{path}/{MANIFEST}" in group]
+
+
+def stamp_of(path: str) -> tuple[int, int] | None:
+    """Returns size and time (nanoseconds) of a file, by which a change is seen; None: it is gone, or no file."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return (status.st_size, status.st_mtime_ns) if stat.S_ISREG(status.st_mode) else None
 
 
 def whole_checkpoints(
     directory: RemoteDirectory, files: Mapping[str, int] | None = None
-) -> Iterator[tuple[int, str, bytes]]:
-    """Yields step, path and manifest of each whole checkpoint of a bucket, or among its files; the newest first."""
-    folders, last = by_checkpoint(directory.list() if files is None else files), -1
-    for path in sorted(folders, key=lambda path: (-step_of(path), path.endswith(OLD))):
-        if step_of(path) not in (-1, last) and (manifest := _manifest_of_whole(directory, path, folders[path])):
-            last = step_of(path)
-            yield last, path, manifest
+) -> Iterator[tuple[Unit, bytes]]:
+    """Yields the whole checkpoints of a bucket, or among its files, with their manifests, the newest first.
+
+    A damaged one is named in the log.
+    """
+    last, found = -1, _grouped(directory.list() if files is None else files)
+    for unit in sorted(found, key=lambda unit: (-unit.step, unit.path.endswith(OLD))):
+        if unit.step in (-1, last):
+            continue
+        manifest = directory.read(f"{unit.path}/{MANIFEST}") or b""
+        if _named_in(manifest, unit.path).items() <= unit.files.items():
+            last = unit.step
+            yield unit, manifest
+        else:
+            log.error("The checkpoint %s/%s is damaged. Trying the one before it.", directory.url, unit.path)
+
+
+def _named_in(manifest: bytes, folder: str) -> dict[str, int]:
+    """Returns the sizes of the files that a manifest names, by path; of a damaged manifest, those of no checkpoint."""
+    try:
+        return parse_json(manifest, lambda value: {f"{folder}/{name}": size for name, size in value["files"].items()})
+    except ValueError:
+        return {"": 0}
 
 
 def best_steps(best: bytes | None) -> set[int]:
@@ -165,30 +167,29 @@ def best_steps(best: bytes | None) -> set[int]:
         return set()
 
 
-class State(NamedTuple):
-    """What is uploaded from a directory of this machine.
+def read_state(root: str) -> State:
+    """Returns what is uploaded from a directory of this machine; if that is unknown, nothing: all is uploaded again.
 
-    Attributes:
-        uploaded: the stamps of the files, by path.
-        manifests: the digests of the manifests of checkpoints that came, were uploaded or begun, the latest last.
+    Returns:
+        The stamps of the files, by path, and the digests of the manifests of checkpoints that came, were uploaded or
+        begun, the latest last.
     """
 
-    uploaded: dict[str, Stamp]
-    manifests: list[str]
+    def as_state(value: Any) -> State:
+        uploaded = {path: (int(size), int(at)) for path, (size, at) in value["uploaded"].items() if is_path(path)}
+        return uploaded, [*map(str, value["manifests"])]
 
-
-def read_state(root: str) -> State:
-    """Returns what is uploaded from a directory; nothing if that is not known: all is uploaded again then."""
-    with contextlib.suppress(ValueError):
-        return parse_json(read(root, STATE), _as_state)
-    return State({}, [])
+    try:
+        return parse_json(read(root, STATE), as_state)
+    except ValueError:
+        return {}, []
 
 
 def write_state(root: str, state: State) -> None:
     """Notes what is uploaded from a directory, for the next process on this machine, if that can be written."""
     with contextlib.suppress(OSError), replacing(os.path.join(root, STATE)) as temporary:
         with open(temporary, "w", encoding="utf-8") as file:
-            json.dump({"uploaded": state.uploaded, "manifests": state.manifests[-_MOST_MANIFESTS:]}, file)
+            json.dump({"uploaded": state[0], "manifests": state[1][-_MOST_MANIFESTS:]}, file)
 
 
 def digest(manifest: bytes) -> str:
@@ -205,92 +206,69 @@ def read(*path: str) -> bytes:
         return b""
 
 
-def _as_state(value: Any) -> State:
-    stamps = {path: stamp for path, stamp in value["uploaded"].items() if is_path(path) and isinstance(stamp[0], int)}
-    return State({path: (size, at) for path, (size, at) in stamps.items()}, [*map(str, value["manifests"])])
-
-
 def fetch_workdir(directory: RemoteDirectory, root: str) -> State:
     """Brings the files of a run: its whole checkpoints, rows, settings, TensorBoard's files, exports.
 
     Returns:
-        The files that are below `root`, empty before, as they are in the bucket.
+        As `read_state`: of `root`, empty before, the files that are as they are in the bucket.
     """
     files = directory.list()
-    folders, whole = by_checkpoint(files), {path: step for step, path, _ in whole_checkpoints(directory, files)}
-    for path in sorted(folders.keys() - whole.keys()):
-        if MANIFEST in folders[path] and step_of(path) not in {-1, *whole.values()}:
-            log.error("The checkpoint %s/%s is damaged. Trying the one before it.", directory.url, path)
-    others = [p for p in files if folder_of(p) not in folders and not any(map(_SKIPPED.fullmatch, p.split("/")))]
-    fetch_files(directory, {path: files[path] for path in others}, root)
-    state = State({path: stamp for path in others if (stamp := _stamp(os.path.join(root, path)))}, [])
-    for path in whole:
-        try:
-            unit = fetch_checkpoint(directory, path, folders[path], root)
-        except RemoteError:
-            if not directory.list(path):  # another process, which writes there, has deleted an old one
-                continue
-            raise
-        state.manifests.append(digest(read(root, unit.seal)))
-        state.uploaded.update(unit.files if path == unit.path else {})
-    return state
+    others = [path for path in files if folder_of(path) == path and not any(map(_SKIPPED.fullmatch, path.split("/")))]
+    fetch_files(directory, others, root)
+    whole = [*whole_checkpoints(directory, files)]
+    for checkpoint, _ in whole:
+        fetch_checkpoint(directory, checkpoint, root)
+    old = [checkpoint.path.removesuffix(OLD) for checkpoint, _ in whole if checkpoint.path.endswith(OLD)]
+    uploaded = {path: stamp for unit in units(root) if unit.path not in old for path, stamp in unit.files.items()}
+    return uploaded, [digest(manifest) for _, manifest in whole]
 
 
-def fetch_checkpoint(directory: RemoteDirectory, path: str, files: Mapping[str, int], root: str) -> Unit:
-    """Brings a checkpoint, whole or not at all, from a path of the bucket to the path of its step; returns it."""
-    target = local_path(root, new := path.removesuffix(OLD))
-    os.makedirs(os.path.dirname(target), exist_ok=True)
-    with replacing(target) as temporary:
-        fetch_files(directory, files, temporary, f"{path}/")
-    if (unit := sealed_unit(root, new)) is None:
-        raise RemoteError(f"{path} is not whole in {directory.url}")
-    return unit
+def fetch_checkpoint(directory: RemoteDirectory, checkpoint: Unit, root: str) -> None:
+    """Brings a checkpoint, whole or not at all, to the path of its step in a workdir."""
+    os.makedirs(os.path.join(root, CHECKPOINTS), exist_ok=True)
+    with replacing(os.path.join(root, checkpoint.path.removesuffix(OLD))) as temporary:
+        fetch_files(directory, checkpoint.files, temporary, f"{checkpoint.path}/")
 
 
-def fetch_files(directory: RemoteDirectory, files: Mapping[str, int], root: str, below: str = "") -> None:
-    """Brings files to the same paths below a local directory.
+def fetch_files(directory: RemoteDirectory, names: Iterable[str], root: str, below: str = "") -> None:
+    """Brings files to a local directory.
 
     Args:
         directory: of the files.
-        files: their sizes, by path.
+        names: their paths, as `RemoteDirectory.list` returns them.
         root: the local directory.
-        below: what is before each path in the bucket.
+        below: the beginning of their paths that they have not below `root`.
     """
-    for name, size in files.items():
-        path = local_path(root, name)
+    for name in names:
+        path = os.path.join(root, name.removeprefix(below))
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        directory.download(below + name, path, size)
+        directory.download(name, path)
 
 
 @contextlib.contextmanager
 def fetched(path: str, *, best: bool = False) -> Iterator[str]:
     """Yields a local path with what is at a URL, for as long as the block runs; as `directory.local_copy`."""
+    folder, _, name = path.rstrip("/").rpartition("/")
+    if not folder or not is_path(name):
+        raise RemoteError("it names no file or directory")
     with tempfile.TemporaryDirectory(prefix="distloop_") as root:
-        path = path.rstrip("/")
-        folder, _, name = path.rpartition("/")
-        if not folder:
-            raise RemoteError("it names no directory", is_final=True)
-        copied = local_path(root, name)
-        if path.endswith((".npz", ".safetensors", ".keras", ".weights.h5")):
-            fetch_files(RemoteDirectory(folder), {name: 0}, root)
-            yield copied
-            return
-        directory = RemoteDirectory(path)
-        files = directory.list()
-        whole = list(whole_checkpoints(directory, files))
+        copied, directory = os.path.join(root, name), RemoteDirectory(path)
+        is_file = name.endswith((".npz", ".safetensors", ".keras", ".weights.h5"))
+        files = {} if is_file else directory.list()
         if MANIFEST in files:
             fetch_files(directory, files, copied)
             yield copied
-        elif whole:
-            wanted = best_steps(directory.read(BEST)) if best else {whole[0][0]}
-            fetch_files(directory, {BEST: files[BEST]} if best and BEST in files else {}, root)
-            for step, unit, _ in whole:
-                if step in wanted:
-                    fetch_checkpoint(directory, unit, by_checkpoint(files)[unit], root)
+        elif whole := [unit for unit, _ in whole_checkpoints(directory, files)]:
+            wanted = best_steps(directory.read(BEST)) if best else {whole[0].step}
+            fetch_files(directory, files.keys() & {BEST} if best else (), root)
+            for checkpoint in whole:
+                if checkpoint.step in wanted:
+                    fetch_checkpoint(directory, checkpoint, root)
             yield root
         else:
             parent = RemoteDirectory(folder)
-            fetch_files(parent, {n: size for n, size in parent.list().items() if n.startswith(f"{name}.")}, root)
+            names = [name] if is_file else [file for file in parent.list() if file.startswith(f"{name}.")]
+            fetch_files(parent, names, root)
             yield copied
 
 
@@ -308,10 +286,9 @@ def fetch_reports(url: str, root: str) -> str:
         ValueError: if it cannot be read, or is no run.
     """
     directory = RemoteDirectory(url)
+    target = os.path.join(root, *filter(is_path, directory.url.split("/")))
     try:
-        target = local_path(root, "/".join(filter(is_path, directory.url.split("/"))))
-        files = directory.list()
-        wanted = {p: s for p, s in files.items() if os.path.basename(p) in _REPORTED or _MANIFEST.search(p)}
+        wanted = [p for p in directory.list() if os.path.basename(p) in _REPORTED or _MANIFEST.search(p)]
         if not any(os.path.basename(path) in (ROWS, ledger.MEMORY) for path in wanted):
             raise ValueError(
                 f"{directory.url!r} holds no {ROWS}: give URLs of runs that have begun, or of a directory of them."
@@ -320,22 +297,3 @@ def fetch_reports(url: str, root: str) -> str:
         return target
     except RemoteError as error:
         raise ValueError(f"{url!r} cannot be read ({error}): give the URL of what you may read.") from error
-
-
-def _manifest_of_whole(directory: RemoteDirectory, path: str, sizes: Mapping[str, int]) -> bytes:
-    """Returns a checkpoint's manifest if the files that it names are there, with their sizes; else nothing."""
-    content = directory.read(f"{path}/{MANIFEST}") if MANIFEST in sizes else None
-    try:
-        named = parse_json(content or b"", lambda manifest: manifest["files"].items())
-    except ValueError:
-        return b""
-    return content or b"" if all(sizes.get(name) == size for name, size in named) else b""
-
-
-def _stamp(path: str) -> Stamp | None:
-    """Returns the stamp of a file; None: it is not there any more, or no file."""
-    try:
-        status = os.stat(path)
-    except OSError:
-        return None
-    return (status.st_size, status.st_mtime_ns) if stat.S_ISREG(status.st_mode) else None

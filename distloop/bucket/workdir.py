@@ -11,6 +11,7 @@ checkpoint, wherever it runs.
 """
 
 import contextlib
+import functools
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -19,12 +20,12 @@ from typing import Any
 from distloop.atomic_files import is_private, remove, replacing
 from distloop.bucket import tree
 from distloop.bucket.directory import RemoteDirectory, RemoteError
-from distloop.bucket.lease import Lease
 from distloop.bucket.upload import Upload, listed
 from distloop.distributed.workers import Workers
 from distloop.log import log
 from distloop.monitoring.console import say, speaker
 from distloop.monitoring.directory import Directory
+from distloop.monitoring.run_lock import LockLost, RunLock
 from distloop.settings.config import Config
 
 
@@ -42,7 +43,7 @@ class Workdir(Directory):
         self._say = speaker(workers.is_chief, config.console)
         self._workers = workers
         self._depth = 0
-        self._open: tuple[Lease, Upload] | None = None  # the chief's
+        self._open: tuple[RunLock, Upload] | None = None  # the chief's
 
     def __enter__(self) -> None:
         """Locks the workdir, brings what a run goes on from, and starts to upload. All workers call it.
@@ -75,8 +76,7 @@ class Workdir(Directory):
         try:
             missing = upload.finish()
         finally:
-            with contextlib.suppress(RemoteError):
-                lease.release()
+            lease.__exit__()
         if missing:
             text = (
                 f"{listed(missing)} could not be uploaded to {self._url} ({upload.failure}); {self._root} has it: run "
@@ -94,8 +94,8 @@ class Workdir(Directory):
         Raises:
             LockLost: if one has.
         """
-        if self._open is not None:
-            self._open[0].verify()
+        if self._open is not None and self._open[0].lost:
+            raise LockLost(self._open[0].lost)
 
     @contextlib.contextmanager
     def reading(self, path: str, *, best: bool = False) -> Iterator[str]:
@@ -106,7 +106,11 @@ class Workdir(Directory):
         Raises:
             ValueError: if it cannot be read.
         """
-        if path.rstrip("/") == self._url.rstrip("/") and (self._depth or self._is_current()):
+        is_own = path.rstrip("/") == self._url.rstrip("/")
+        if is_own and not self._depth:
+            act = functools.partial(_is_current, self._root, RemoteDirectory(self._url))
+            is_own = all(self._workers.gather(self._agree(act)))
+        if is_own:
             steps = tree.best_steps(tree.read(self._root, tree.BEST)) if best else ()
             for step in self._workers.broadcast(sorted(steps)):
                 self.share(step)
@@ -123,28 +127,23 @@ class Workdir(Directory):
         """
         if self._depth == 0 or self._workers.count == 1:
             return
-        path = f"{tree.CHECKPOINTS}/{step}"
-        known = tree.digest(tree.read(self._root, path, tree.MANIFEST))
+        known = tree.digest(tree.read(self._root, tree.CHECKPOINTS, str(step), tree.MANIFEST))
         is_there = known == self._workers.broadcast(known)
         hosts = self._workers.gather(None if is_there else [socket.gethostname(), os.path.abspath(self._root)])
         if any(hosts):
             upload = self._open[1] if self._open is not None else None
             self._agree((lambda: upload.wait_for(step)) if upload is not None else None)
             is_first = not is_there and hosts.index(hosts[self._workers.index]) == self._workers.index
-            self._agree((lambda: self._fetch(path)) if is_first else None)
+            self._agree((lambda: self._fetch(step)) if is_first else None)
 
-    def _fetch(self, path: str) -> None:
+    def _fetch(self, step: int) -> None:
         """Brings a checkpoint to a host whose workers write no files, and from whose directory no run goes on."""
         directory = RemoteDirectory(self._url)
+        whole = [checkpoint for checkpoint, _ in tree.whole_checkpoints(directory) if checkpoint.step == step]
+        if not whole:
+            raise RemoteError(f"there is no whole checkpoint of step {step}")
         os.makedirs(self._root, 0o700, exist_ok=True)
-        unit = tree.fetch_checkpoint(directory, path, directory.list(path), self._root)
-        state = tree.read_state(self._root)
-        state.uploaded.update(unit.files)
-        tree.write_state(self._root, state)
-
-    def _is_current(self) -> bool:
-        """Returns whether all workers have a staging directory that the run goes on from. All workers call it."""
-        return all(self._workers.gather(self._agree(lambda: _is_current(self._root, RemoteDirectory(self._url)))))
+        tree.fetch_checkpoint(directory, whole[0], self._root)
 
     def _agree(self, act: Callable[[], Any] | None) -> Any:
         """Does what this worker has to do, and returns the result; if that fails on any worker, all raise."""
@@ -167,42 +166,33 @@ class Workdir(Directory):
     def _begin(self) -> None:
         """Takes the lease, makes the staging directory what the run goes on from, and starts the upload."""
         directory = RemoteDirectory(self._url)
-        lease = Lease(directory)
-        lease.take()
-        try:
+        with contextlib.ExitStack() as stack:
+            lease = stack.enter_context(RunLock(self._url, directory=directory))
             directory.remove_leftovers()
             if not _is_current(self._root, directory):
                 self._replace(directory)
-            upload = Upload(self._root, directory, verify=lease.check, say=self._say)
-        except BaseException:
-            with contextlib.suppress(RemoteError):
-                lease.release()
-            raise
-        self._open = lease, upload
-        upload.start()
+            self._open = lease, Upload(self._root, directory, verify=lease.verify, say=self._say)
+            stack.pop_all()
+        self._open[1].start()
 
     def _replace(self, directory: RemoteDirectory) -> None:
         """Replaces the staging directory by what the bucket has; keeps it aside if it has gone farther."""
-        root, url = self._root, self._url
+        root, aside = self._root, f"{self._root}.aside"
         if os.path.isdir(root):
-            say(f"{root} is replaced by what is in {url}, which was written to from elsewhere since.")
-            newest, steps = _newest_of(directory)[0], [unit.step for unit in tree.checkpoints(root)]
+            say(f"{root} is replaced by what is in {self._url}, which was written to from elsewhere since.")
+            steps = [unit.step for unit in tree.checkpoints(root)]
+            newest = next((checkpoint.step for checkpoint, _ in tree.whole_checkpoints(directory)), -1)
             if steps and steps[0] > newest:
-                remove(f"{root}.aside")
-                os.rename(root, f"{root}.aside")
-                say(f"{root}.aside keeps the checkpoint of step {steps[0]}, after step {newest} of the bucket.")
+                remove(aside)
+                os.rename(root, aside)
+                say(f"{aside} keeps the checkpoint of step {steps[0]}, after step {newest} of the bucket.")
             remove(root)
         os.makedirs(os.path.dirname(root), exist_ok=True)
         with replacing(root) as temporary:
             os.mkdir(temporary, 0o700)
             tree.write_state(temporary, state := tree.fetch_workdir(directory, temporary))
-        if state.uploaded:
-            self._say(f"{len(state.uploaded)} files were brought from {url} to {root}")
-
-
-def _newest_of(directory: RemoteDirectory) -> tuple[int, bytes]:
-    """Returns step and manifest of the newest whole checkpoint of a bucket; -1 and nothing: there is none."""
-    return next(((step, manifest) for step, _, manifest in tree.whole_checkpoints(directory)), (-1, b""))
+        if state[0]:
+            self._say(f"{len(state[0])} files were brought from {self._url} to {root}")
 
 
 def _is_current(root: str, directory: RemoteDirectory) -> bool:
@@ -219,10 +209,10 @@ def _is_current(root: str, directory: RemoteDirectory) -> bool:
     steps = [unit.step for unit in tree.checkpoints(root)]
     if not steps and not os.path.exists(os.path.join(root, tree.STATE)):
         return False
-    manifests = tree.read_state(root).manifests
-    if manifest := _newest_of(directory)[1]:
-        return bool(steps) and tree.digest(manifest) in manifests
-    if steps and manifests:
+    _, known = tree.read_state(root)
+    for _, manifest in tree.whole_checkpoints(directory):  # the newest decides
+        return bool(steps) and tree.digest(manifest) in known
+    if steps and known:
         raise ValueError(
             f"workdir={directory.url!r} holds no whole checkpoint, but some were uploaded there from this machine, "
             f"where {root!r} has the run up to step {steps[0]}: check that the share is mounted, and that endpoint, "

@@ -143,17 +143,15 @@ def _choose(config: Config) -> str:
     pattern = _DIGITS.join(map(glob.escape, config.workdir.split(_TIME)))
     settings = _without_workdir(json.loads(flags.as_json(config)))
     for path in sorted(glob.glob(pattern), reverse=True):
-        if _settings_of(path) == settings and not run_files.has_ended(path) and not run_lock.is_held(path):
+        file, instead = os.path.join(path, "config.json"), "its run is not taken for this command's"
+        if records.read_json(file, _without_workdir, instead=instead) != settings:
+            continue
+        if not run_files.has_ended(path) and not run_lock.is_held(path):
             return path
     while os.path.exists(path := config.workdir.replace(_TIME, time.strftime(_FORMAT))) or path in _chosen:
         time.sleep(0.1)  # another run began within this second
     _chosen.add(path)
     return path
-
-
-def _settings_of(path: str) -> dict[str, object] | None:
-    file = os.path.join(path, "config.json")
-    return records.read_json(file, _without_workdir, instead="its run is not taken for this command's")
 
 
 def _without_workdir(settings: dict[str, object]) -> dict[str, object]:

@@ -212,8 +212,9 @@ def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, float]]:
     """
     directory = urls.expand(workdir)
     try:
-        if (data := urls.read(f"{directory.rstrip('/')}/metrics.jsonl")) is not None:
-            rows = _parse_rows(data)
+        if urls.is_url(directory):
+            path = f"{directory.rstrip('/')}/metrics.jsonl"
+            rows = _parse_rows(urls.file_system(path, "remote").cat_file(path))
         elif not os.path.isdir(directory):
             raise ValueError(f"There is no directory {directory!r}: give the workdir of a run.")
         else:

@@ -4,23 +4,25 @@
         lock.verify()                       # before a rename: raises LockLost if another process has taken over
 
 The lock is the file `run.lock`. It names the process that holds it (host, number, start) and a token of its own. A
-thread touches it every HEARTBEAT_SECS. Where a process ended without releasing it, the next one replaces it:
+thread touches it every 5 seconds; in a bucket it is written again every 10, with a number that grows. Where a process
+ended without releasing it, the next one replaces it:
 
 - on the same host at once: its number belongs to no process, or to one with another start;
-- on another host, after another boot or in another container, when the file was not touched for STALE_SECS. Both times
-  are the file server's, as the clocks of hosts may differ. The wait is printed.
+- on another host, after another boot, in another container or in a copy of the directory, when the file was not touched
+  for 30 seconds, in a bucket 60, by the clock of the process that waits for it and says so.
 
 Workers that a launcher started again have a higher number of their membership: the new chief takes the lock from one of
 an older membership, whether that is alive or not, and an older one is refused.
 
-No `flock` is needed, which some shared file systems lack. A process that was stopped for longer than STALE_SECS finds
-another token when it goes on, and writes no more. Who only reads a workdir needs no lock.
+No `flock` is needed, which some shared file systems lack. A process that was stopped for longer finds another token
+when it goes on, and writes no more. Who only reads a workdir needs no lock.
 """
 
 import contextlib
 import errno
 import json
 import os
+import secrets
 import socket
 import threading
 import time
@@ -32,10 +34,7 @@ from distloop.distributed.notes import find_membership
 from distloop.monitoring.console import say
 from distloop.monitoring.records import parse_json
 
-HEARTBEAT_SECS = 5.0
-STALE_SECS = 30.0
-_POLL_SECS = 0.5  # after which a lock is read again whose process may be alive or dead
-_SETTLE_SECS = 0.2  # if several processes replace a lock at once, all have done so after this time, and the last has it
+FILE = "run.lock"
 _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 held: set[str] = set()  # the tokens of all locks that this process holds
@@ -56,7 +55,7 @@ class Holder(NamedTuple):
     since: float  # when it took the lock; Unix, seconds
     launch: str = ""  # the name of its launcher; empty: there is none
     membership: int = 0  # the number of the launcher's start
-    place: str = ""  # where the locked directory is, by `identify_directory`; empty: unknown
+    place: str = ""  # where the locked directory is, by `identify`; empty: unknown
 
     def __str__(self) -> str:
         is_here = self.token in held and self.process == os.getpid()
@@ -65,25 +64,114 @@ class Holder(NamedTuple):
         return f"{process}, since {time.strftime('%Y-%m-%d %H:%M:%S %z', time.localtime(self.since))}"
 
 
-class LockView(NamedTuple):
-    """What a process sees that wants the lock."""
+class Pace(NamedTuple):
+    """Times of a lock, in seconds."""
 
-    holder: Holder | None  # None: the file holds something else, or only a part of it yet
-    touched_at: float  # by the file server's clock, in seconds
-    now: float  # by the same clock
+    heartbeat_secs: float = 5.0  # between two signs of life
+    stale_secs: float = 30.0  # without a sign of life, after which a process counts as dead
+    poll_secs: float = 0.5  # after which a lock is read again whose process may be alive or dead
+    settle_secs: float = 0.2  # in which processes that replace a lock at once have all done so; the last one has it
+
+
+class DiskDirectory:
+    """A directory on a disk, with what a lock needs of one; `bucket.directory` has one behind a URL.
+
+    Attributes:
+        pace: of a lock.
+    """
+
+    pace = Pace()
+
+    def __init__(self, path: str):
+        """Touches no disk."""
+        self._path = path
+
+    def identify(self) -> str:
+        """Returns a text that differs between the directory and its copy; makes the directory if it is missing."""
+        with contextlib.suppress(OSError):
+            os.makedirs(self._path, exist_ok=True)
+            return identify_directory(self._path)
+        return ""
+
+    def read(self, name: str) -> bytes | None:
+        """Returns the first bytes of a file, none of a link or a pipe; None: there is no file.
+
+        Raises:
+            OSError: if it cannot be read.
+        """
+        try:
+            if os.path.islink(path := os.path.join(self._path, name)):
+                return b""
+            with open_at_once(path) as file:
+                return file.read(10_000) or b""
+        except FileNotFoundError:
+            return None
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Writes a file, whole or not at all; returns False if there is one."""
+        os.makedirs(self._path, exist_ok=True)
+        path = os.path.join(self._path, name)
+        try:
+            with open(path, "xb") as file:
+                try:
+                    file.write(data)
+                    file.flush()
+                except OSError:
+                    os.remove(path)
+                    raise
+        except FileExistsError:
+            return False
+        return True
+
+    def write(self, name: str, data: bytes) -> None:
+        """Writes a file, over another one."""
+        beside = f"{name}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
+        try:
+            self.create(beside, data)
+            os.replace(os.path.join(self._path, beside), os.path.join(self._path, name))
+        finally:
+            with contextlib.suppress(OSError):
+                self.delete(beside)
+
+    def renew(self, name: str, data: bytes) -> None:
+        """Touches a file; where `sign` cannot show that, it is written again with other data."""
+        os.utime(os.path.join(self._path, name))
+
+    def sign(self, name: str) -> Any:
+        """Returns what `renew` changes; nothing if there is no file."""
+        with contextlib.suppress(FileNotFoundError):
+            return os.lstat(os.path.join(self._path, name)).st_mtime_ns
+        return None
+
+    def delete(self, name: str) -> None:
+        """Deletes a file."""
+        os.remove(os.path.join(self._path, name))
 
 
 class RunLock:
-    """The lock of a workdir; may be entered several times, one inside the other."""
+    """The lock of a workdir; may be entered several times, one inside the other.
 
-    def __init__(self, workdir: str, file: str = "run.lock"):
-        """Touches no disk; the file is another one for what is locked apart from the run."""
-        self._workdir = workdir
-        self._path = os.path.join(workdir, file)
+    Attributes:
+        lost: why another process has the lock, when it was read last; empty: this one had it.
+    """
+
+    def __init__(self, workdir: str, file: str = FILE, directory: Any = None):
+        """Touches no disk.
+
+        Args:
+            workdir: the directory.
+            file: the name of the file, another one for what is locked apart from the run.
+            directory: with the methods of a `DiskDirectory`, which it is if it is None.
+        """
+        self._workdir, self._file = workdir, file
+        self._directory = DiskDirectory(workdir) if directory is None else directory
+        self._pace: Pace = self._directory.pace
+        self._num_beats = 0
         self._holder: Holder | None = None  # this process, while it holds the lock
         self._depth = 0
-        self._mutex = threading.Lock()  # held while a thread of this process reads the file or removes it
+        self._mutex = threading.RLock()  # held while a thread of this process reads the file, or writes it
         self._released = threading.Event()
+        self.lost = ""
 
     def __enter__(self) -> "RunLock":
         """Takes the lock; waits while it is not known whether the process that has it is alive.
@@ -92,17 +180,18 @@ class RunLock:
 
         Raises:
             ValueError: if another process has it, or the workdir cannot be written to.
+            OSError: if a bucket cannot be written to.
         """
         if not self._is_held():
-            holder = this_process(self._workdir)
+            holder = _this_process(self._directory.identify())
             held.add(holder.token)
             try:
                 self._acquire(holder)
             except BaseException:
                 held.discard(holder.token)
                 raise
-            self._holder, self._depth = holder, 0
-            self._mutex, self._released = threading.Lock(), threading.Event()  # a forked child's may be locked for ever
+            self._holder, self._depth, self.lost = holder, 0, ""
+            self._mutex, self._released = threading.RLock(), threading.Event()  # a forked child's may be locked
             beat = threading.Thread(target=self._beat, args=[self._released], name="distloop-run-lock", daemon=True)
             beat.start()
         self._depth += 1
@@ -120,8 +209,8 @@ class RunLock:
             holder, self._holder = self._holder, None
             assert holder is not None
             held.discard(holder.token)
-            if _holds(self._path, holder):
-                os.remove(self._path)
+            if parse(self._directory.read(self._file)) == holder:
+                self._directory.delete(self._file)
 
     def verify(self) -> None:
         """Checks that this process still holds the lock; writes the file again if somebody has removed it.
@@ -137,29 +226,38 @@ class RunLock:
             )
         with self._mutex:
             own = self._holder
-            if own is None or _create(self._path, own) or (holder := _read(self._path)) == own:
+            if own is None or self._is_holder(own) or self._directory.create(self._file, self._content(own)):
+                return
+            if (holder := parse(self._directory.read(self._file))) == own:
                 return
             is_older = holder is not None and _has_newer_membership(holder, own)
-            stood_still = f"stood still for {STALE_SECS:g} seconds or more"
-            raise LockLost(
+            stood_still = f"stood still for {self._pace.stale_secs:g} seconds or more"
+            self.lost = (
                 f"workdir={self._workdir!r} was taken over by {holder or 'another process'}, as this one "
                 f"{f'is of membership {own.membership}' if is_older else stood_still}; it writes no more there: end "
                 "one of the two."
             )
+            raise LockLost(self.lost)
 
     def _is_held(self) -> bool:
         return self._holder is not None and self._holder.process == os.getpid()
 
+    def _is_holder(self, holder: Holder | None) -> bool:
+        """Returns whether the file is there and has this content."""
+        content = self._directory.read(self._file)
+        return content is not None and parse(content) == holder
+
+    def _content(self, own: Holder) -> bytes:
+        return json.dumps({**own._asdict(), "beats": self._num_beats}).encode()
+
     def _beat(self, released: threading.Event) -> None:
-        """Touches the file until the lock is released or lost."""
-        while not released.wait(HEARTBEAT_SECS):
-            try:
-                self.verify()
-                os.utime(self._path)
-            except LockLost:
-                return
-            except OSError:  # who writes next to that disk will notice
-                continue
+        """Shows that this process lives until the lock is released or lost."""
+        while not released.wait(self._pace.heartbeat_secs) and not self.lost:
+            with self._mutex, contextlib.suppress(LockLost, OSError):  # who writes next to that disk will notice
+                if (own := self._holder) is not None:
+                    self.verify()
+                    self._num_beats += 1
+                    self._directory.renew(self._file, self._content(own))
 
     def _acquire(self, own: Holder) -> None:
         """Creates the file, or replaces that of a dead process.
@@ -167,108 +265,75 @@ class RunLock:
         Raises:
             ValueError: if another process holds the lock, or the file cannot be written.
         """
-        beside = f"{self._path}.{own.token}"
+        first, since, stale_secs = None, 0.0, self._pace.stale_secs
         try:
-            first = None
-            while not _create(self._path, own):
-                view = _view(self._path, beside, own)
-                if view is None:
+            while not self._directory.create(self._file, self._content(own)):
+                if (content := self._directory.read(self._file)) is None:
                     continue  # it was released at this moment
-                is_first, first = first is None, first or view
-                holder, lives = view.holder or "another process", is_alive(own, first, view)
+                holder, sign = parse(content), (content, self._directory.sign(self._file))
+                lives = _is_alive(own, holder)
+                if lives is None and first is not None and sign != first:
+                    lives = True
                 if lives:
                     raise ValueError(
-                        f"workdir={self._workdir!r} is being written to by {holder}: wait until that run has ended, "
-                        "end it, or give another workdir."
+                        f"workdir={self._workdir!r} is being written to by {holder or 'another process'}: wait until "
+                        "that run has ended, end it, or give another workdir."
                     )
-                if lives is None:
-                    if is_first:
+                if first is None:
+                    first, since = sign, time.monotonic()
+                    if lives is None:
                         say(
-                            f"workdir={self._workdir!r} is locked by {holder}, whose last sign of life is "
-                            f"{view.now - view.touched_at:.0f} seconds old; if there is none for {STALE_SECS:g}, this "
-                            "run goes on."
+                            f"workdir={self._workdir!r} is locked by {holder or 'another process'}; if it shows no "
+                            f"sign of life for {stale_secs:g} seconds, this run goes on."
                         )
-                    time.sleep(_POLL_SECS)
-                elif _holds(self._path, view.holder):
-                    os.replace(beside, self._path)
-                    time.sleep(_SETTLE_SECS)
-                    if _holds(self._path, own):
+                if lives is None and time.monotonic() - since < stale_secs:
+                    time.sleep(self._pace.poll_secs)
+                elif self._is_holder(holder):
+                    self._directory.write(self._file, self._content(own))
+                    time.sleep(self._pace.settle_secs)
+                    if self._is_holder(own):
                         return
         except OSError as error:
             if error.errno in _READ_ONLY:
                 return
+            if error.errno is None:  # of a bucket
+                raise
             raise ValueError(
                 f"workdir={self._workdir!r} cannot be written ({error.strerror}): give a directory that you may write "
                 "to, or leave workdir empty to write nothing."
             ) from error
-        finally:
-            with contextlib.suppress(OSError):
-                os.remove(beside)
 
 
 def is_held(workdir: str) -> bool:
     """Returns True if a process on this machine that is alive holds the workdir's lock."""
     try:
-        holder = _read(os.path.join(workdir, "run.lock"))
+        holder = parse(DiskDirectory(workdir).read(FILE))
     except OSError:
         return False
     return holder is not None and holder.machine == _machine() and start_ticks(holder.process) == holder.start
 
 
-def _view(path: str, beside: str, own: Holder) -> LockView | None:
-    """Returns what the lock's file shows; None if there is none.
-
-    Args:
-        path: of the lock.
-        beside: of a file of this process, which has the file server's time when it is touched.
-        own: the content of that file.
-    """
-    _create(beside, own)
-    os.utime(beside)
-    try:
-        return LockView(_read(path), os.lstat(path).st_mtime, os.stat(beside).st_mtime)
-    except FileNotFoundError:
-        return None
-
-
-def this_process(workdir: str = "") -> Holder:
-    """Returns what a lock's file holds while this process has the lock, with a new token.
-
-    Args:
-        workdir: the locked directory, made if it is missing; empty: it is in a bucket.
-    """
+def _this_process(place: str) -> Holder:
+    """Returns what a lock's file holds while this process has the lock, with a new token."""
     number, membership = os.getpid(), find_membership()
-    holder = Holder(uuid.uuid4().hex, socket.gethostname(), _machine(), number, start_ticks(number) or "", time.time())
-    with contextlib.suppress(OSError):
-        os.makedirs(workdir, exist_ok=True)
-        holder = holder._replace(place=identify_directory(workdir))
-    return holder._replace(launch=membership.launch, membership=membership.number) if membership else holder
+    launch = (membership.launch, membership.number) if membership else ("", 0)
+    start = start_ticks(number) or ""
+    return Holder(uuid.uuid4().hex, socket.gethostname(), _machine(), number, start, time.time(), *launch, place)
 
 
-def is_alive(own: Holder, first: LockView, last: LockView, stale_secs: float | None = None) -> bool | None:
-    """Returns whether the process that holds the lock is alive; None: it is not known yet.
-
-    Args:
-        own: this process.
-        first: what it saw first.
-        last: what it saw last.
-        stale_secs: without a sign of life, after which the holder is not alive; None: STALE_SECS.
-    """
-    holder = last.holder
-    if holder is not None and (_has_newer_membership(own, holder) or _has_newer_membership(holder, own)):
+def _is_alive(own: Holder, holder: Holder | None) -> bool | None:
+    """Returns whether the process that holds a lock is alive, or of a newer membership than this one; None: unknown."""
+    if holder is None:
+        return None
+    if _has_newer_membership(own, holder) or _has_newer_membership(holder, own):
         return _has_newer_membership(holder, own)
-    if holder is not None and (holder.host, holder.machine) == (own.host, own.machine):
-        if holder.place and own.place and holder.place != own.place:
-            return False  # the file was copied with its directory
-        if holder.process == own.process:
-            return holder.token in held  # else of a process with the same number, or of this one before `exec`
-        start = start_ticks(holder.process)
-        if start is None or start and holder.start:
-            return start == holder.start
-    if last[:2] != first[:2]:
-        return True  # it has been touched
-    touched_at = min(last.touched_at, first.now)  # later only by a clock that was set back since
-    return False if last.now - touched_at > (stale_secs or STALE_SECS) else None
+    is_copied = holder.place and own.place and holder.place != own.place  # with its directory
+    if is_copied or (holder.host, holder.machine) != (own.host, own.machine):
+        return None
+    if holder.process == own.process:
+        return holder.token in held  # else of a process with the same number, or of this one before `exec`
+    start = start_ticks(holder.process)
+    return start == holder.start if start is None or start and holder.start else None
 
 
 def _has_newer_membership(one: Holder, other: Holder) -> bool:
@@ -285,51 +350,15 @@ def _machine() -> str:
         return ""
 
 
-def _create(path: str, holder: Holder) -> bool:
-    """Writes a lock's file, whole or not at all; returns False if there is one."""
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+def parse(content: bytes | None) -> Holder | None:
+    """Returns the holder that a lock's file names; None if it holds something else, or there is none."""
+
+    def as_holder(fields: Any) -> Holder:
+        time.localtime(fields["since"])  # which is shown
+        kinds = Holder.__annotations__  # older files lack some fields
+        return Holder(**{name: kind(fields[name]) for name, kind in kinds.items() if name in fields})
+
     try:
-        with open(path, "x", encoding="utf-8") as file:
-            try:
-                json.dump(holder._asdict(), file)
-                file.flush()
-            except OSError:
-                os.remove(path)
-                raise
-    except FileExistsError:
-        return False
-    return True
-
-
-def _read(path: str) -> Holder | None:
-    """Returns the content of a lock's file; None if it is something else.
-
-    Raises:
-        OSError: if it cannot be read.
-    """
-    if os.path.islink(path):
-        return None
-    with open_at_once(path) as file:
-        return parse(file.read(10_000))
-
-
-def parse(text: bytes) -> Holder | None:
-    """Returns the holder that a lock's file names; None if it holds something else."""
-    try:
-        return parse_json(text, _as_holder)
+        return parse_json(content or b"", as_holder)
     except ValueError:
         return None
-
-
-def _as_holder(fields: Any) -> Holder:
-    time.localtime(fields["since"])  # which is shown
-    kinds = Holder.__annotations__  # older files lack some fields
-    return Holder(**{name: kind(fields[name]) for name, kind in kinds.items() if name in fields})
-
-
-def _holds(path: str, holder: Holder | None) -> bool:
-    """Returns whether a lock's file is there and has this content."""
-    try:
-        return _read(path) == holder
-    except FileNotFoundError:
-        return False

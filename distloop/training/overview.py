@@ -35,7 +35,7 @@ from distloop.optimizers.gradients import Clipping
 from distloop.settings import flags
 from distloop.settings.config import Config
 from distloop.training import run_length
-from distloop.urls import whole
+from distloop.urls import absolute
 from distloop.variables import count_parameters, named_variables, tensorflow_variable, top_layers
 
 _MAX_ROWS = 200  # of the model's table
@@ -349,7 +349,7 @@ def console_lines(state: TrainState, settings: Config, source: Source) -> list[s
     if settings.workdir and not settings.fast_dev_run:
         if source.resume:
             lines.append(f"data {type(source.data).__name__}: {source.resume}")
-        lines.append(f"workdir {whole(settings.workdir)}")
+        lines.append(f"workdir {absolute(settings.workdir)}")
         lines.append(f"{_tensorboard()} --logdir {shlex.quote(settings.local_workdir)}")
     return lines
 

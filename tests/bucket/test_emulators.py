@@ -14,7 +14,7 @@ import pytest
 import distloop
 from distloop import report
 from distloop.bucket.directory import RemoteDirectory
-from distloop.bucket.lease import Lease
+from distloop.monitoring.run_lock import RunLock
 from tests.bucket.test_workdir import cache, checkpoints_of, data, rows_of, train  # noqa: F401 - a fixture
 from tests.bucket.unreliable import sealed_steps
 from tests.problems import assert_equal, everything
@@ -128,11 +128,10 @@ def test_of_two_that_create_a_file_one_succeeds(url):
 
 @pytest.mark.wide
 def test_a_second_run_is_refused_in_a_sentence_that_names_the_first(url):
-    lease = Lease(RemoteDirectory(url))
-    lease.take()
+    lease = RunLock(url, directory=RemoteDirectory(url)).__enter__()
     with pytest.raises(ValueError, match=f"workdir='{url}' is being written to by another fit of this process, since"):
         train(url, steps=3)
-    lease.release()
+    lease.__exit__()
     train(url, steps=3)
 
 

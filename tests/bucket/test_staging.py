@@ -7,10 +7,10 @@ import shutil
 import pytest
 import tensorflow as tf
 
-from distloop.bucket import lease
 from distloop.bucket.directory import RemoteDirectory
 from distloop.bucket.workdir import Workdir
 from distloop.checkpoints.store import Checkpoints
+from distloop.monitoring.run_lock import Pace
 from distloop.settings.config import Config
 from tests.bucket.unreliable import sealed_steps
 from tests.crash_matrix.buckets import Alone
@@ -18,9 +18,7 @@ from tests.crash_matrix.buckets import Alone
 
 @pytest.fixture
 def url(tmp_path, monkeypatch):
-    monkeypatch.setattr(lease, "_POLL_SECS", 0.01)
-    monkeypatch.setattr(lease, "_SETTLE_SECS", 0.01)
-    monkeypatch.setattr(lease, "LEASE_SECS", 0.05)
+    monkeypatch.setattr(RemoteDirectory, "pace", Pace(10.0, 0.05, 0.01, 0.01))
     move_to("one", tmp_path, monkeypatch)
     return f"file://{tmp_path}/bucket/run"
 

@@ -2,7 +2,6 @@
 
 import os
 import pathlib
-import shutil
 
 import fsspec
 import pytest
@@ -45,21 +44,22 @@ def test_locks_temporary_names_and_damaged_checkpoints_stay_where_they_are(run):
         (run / "export" / name).write_text("x")
     os.rename(run / "checkpoints" / "20", run / "checkpoints" / "20.abandoned")
     checkpoints, others = tree.checkpoints(str(run)), tree.units(str(run))
-    assert {unit.path: unit.seal for unit in checkpoints + others if not unit.is_file} == {
+    assert {unit.path: [*unit.files][-1] for unit in others if not unit.is_file} == {
         "checkpoints/10": "checkpoints/10/manifest.json",
         "checkpoints/20.abandoned": "checkpoints/20.abandoned/manifest.json",
-        "export": "export/saved_model.pb",
     }
     assert [unit.step for unit in checkpoints] == [10, -1]
-    assert {unit.path for unit in others if unit.is_file} == {
+    assert [unit.path for unit in others if unit.is_file] == [
+        "checkpoints/best.json",
+        "export/variables/variables.index",
         "metrics.jsonl",
         "train/events.1",
-        "checkpoints/best.json",
-    }
+        "export/saved_model.pb",
+    ]
 
 
 def whole(remote):
-    return {step: path for step, path, _ in tree.whole_checkpoints(remote, remote.list())}
+    return {unit.step: unit.path for unit, _ in tree.whole_checkpoints(remote, remote.list())}
 
 
 def test_a_checkpoint_counts_with_its_manifest_and_the_sizes_that_it_names_else_the_one_before(run):
@@ -127,18 +127,6 @@ def test_a_report_reads_rows_that_were_replaced_since_they_were_listed(url, tmp_
     assert "0.4" in capsys.readouterr().out
 
 
-def test_an_old_checkpoint_that_is_deleted_meanwhile_is_passed_over(url, tmp_path, monkeypatch):
-    read = RemoteDirectory.download
-
-    def download(directory, name, path, size):
-        shutil.rmtree(tmp_path / "run" / "checkpoints" / "10", ignore_errors=True)
-        read(directory, name, path, size)
-
-    monkeypatch.setattr(RemoteDirectory, "download", download)
-    fetch_workdir(RemoteDirectory(url), str(tmp_path / "copy"))
-    assert Checkpoints(str(tmp_path / "copy" / "checkpoints")).steps == [20]
-
-
 class Keys(MemoryFileSystem):
     """A store whose keys are texts, as in S3: nothing makes paths of them."""
 
@@ -201,10 +189,10 @@ def test_a_key_that_no_file_of_a_directory_can_have_is_named_and_comes_nowhere(t
     assert not any(map(is_path, ODD_KEYS[:-1]))
 
 
-@pytest.mark.parametrize("url", ["keys://b/run/..", "keys://b/.."])
-def test_a_url_that_ends_above_its_bucket_is_refused(url):
+@pytest.mark.parametrize("url", ["keys://b/run/..", "keys://b/..", "memory://", "memory:///"])
+def test_a_url_of_nothing_or_above_its_bucket_is_refused(url):
     fsspec.register_implementation("keys", Keys, clobber=True)
-    with pytest.raises(RemoteError, match="no file of a directory can have the key '..'"), local_copy(url):
+    with pytest.raises(RemoteError, match="it names no file or directory"), local_copy(url):
         pass
 
 
@@ -220,25 +208,4 @@ def test_a_report_of_two_buckets_with_one_name_keeps_them_apart(tmp_path, url):
 def test_a_key_too_deep_for_a_disk_is_left_alone_and_the_others_come(tmp_path):
     for key in ("d/" * 1500 + "file", "/".join(["d" * 200] * 6), "notes.txt"):
         fsspec.filesystem("memory").pipe_file(f"/deep/{key}", b"text")
-    assert [*fetch_workdir(RemoteDirectory("memory://deep"), str(tmp_path)).uploaded] == ["notes.txt"]
-
-
-def test_nothing_is_written_through_a_link_that_leads_out_of_the_directory(tmp_path, url):
-    outside, root = tmp_path / "outside", tmp_path / "root"
-    for directory in (outside, root / "checkpoints"):
-        directory.mkdir(parents=True)
-    (outside / "best.json").write_text("mine")
-    (root / "checkpoints/best.json").symlink_to(outside / "best.json")
-    fetch_workdir(RemoteDirectory(url), str(root))
-    assert (outside / "best.json").read_text() == "mine" and (root / "checkpoints/10").is_dir()
-    shutil.rmtree(root / "checkpoints")
-    (root / "checkpoints").symlink_to(outside)
-    with pytest.raises(RemoteError, match="a link leads from .* out of"):
-        fetch_workdir(RemoteDirectory(url), str(root))
-    assert [path.name for path in outside.iterdir()] == ["best.json"]
-
-
-@pytest.mark.parametrize("path", ["memory://", "memory:///"])
-def test_a_url_of_nothing_is_refused(path):
-    with pytest.raises(RemoteError, match="it names no directory"), local_copy(path):
-        pass
+    assert [*fetch_workdir(RemoteDirectory("memory://deep"), str(tmp_path))[0]] == ["notes.txt"]

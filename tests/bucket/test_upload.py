@@ -111,6 +111,7 @@ def test_a_checkpoint_that_is_being_replaced_on_the_disk_stays_in_the_bucket(roo
         upload(root)
         assert sealed_steps(RemoteDirectory(URL).list()) == [10, 20]
         shutil.rmtree(root / "checkpoints" / "20.7-0123abcd.old")
+        os.mkdir(root / "checkpoints" / "40.7-0123abcd.tmp")  # of a save that has begun
         upload(root)
         assert sealed_steps(RemoteDirectory(URL).list()) == [10]
 
@@ -192,6 +193,7 @@ def refuse(monkeypatch, part, error):
 def test_a_file_that_the_bucket_refuses_is_named_once_and_keeps_nothing_else_back(
     name, error, root, caplog, monkeypatch
 ):
+    monkeypatch.setattr(uploading, "STALLED_SECS", 0.5)
     with bucket(share=0.0):
         refused = refuse(monkeypatch, name, error)
         (root / name).write_text("x")
@@ -204,12 +206,14 @@ def test_a_file_that_the_bucket_refuses_is_named_once_and_keeps_nothing_else_bac
         assert upload.finish() == [name] and str(error) in upload.failure
         assert len(refused) > num_refused  # it was tried again at the end
         files = RemoteDirectory(URL).list()
-    assert sealed_steps(files) == [10, 20] and "notes.txt" in files and ".probe" not in files
-    assert [record.message.partition(" (")[0] for record in caplog.records] == [f"{name} cannot be uploaded to {URL}"]
+    assert sealed_steps(files) == [10, 20] and "notes.txt" in files
+    assert [record.message.partition(":")[0] for record in caplog.records] == ["unreliable"]
+    assert f"{URL} does not take the upload ({name}: " in caplog.text
 
 
 def test_a_checkpoint_that_the_bucket_refuses_keeps_no_other_one_back(root, caplog, monkeypatch):
     save(root, 10, 20)
+    monkeypatch.setattr(uploading, "STALLED_SECS", 0.5)
     with bucket(share=0.0):
         refuse(monkeypatch, "checkpoints/20/", INVALID)
         upload = started(root)
@@ -222,6 +226,7 @@ def test_a_checkpoint_that_the_bucket_refuses_keeps_no_other_one_back(root, capl
 
 def test_a_checkpoint_that_the_bucket_refuses_keeps_no_old_one_there(root, monkeypatch):
     save(root, 10, 20, best={"score": [20]})
+    monkeypatch.setattr(uploading, "STALLED_SECS", 0.5)
     with bucket(share=0.0):
         refuse(monkeypatch, "checkpoints/20/", INVALID)
         upload = started(root)

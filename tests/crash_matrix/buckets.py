@@ -16,10 +16,11 @@ from unittest import mock
 
 import distloop
 from distloop.actions.write import JsonWriter
-from distloop.bucket import lease, workdir
+from distloop.bucket import workdir
 from distloop.bucket.directory import RemoteDirectory
 from distloop.checkpoints.store import Checkpoints
 from distloop.log import log
+from distloop.monitoring.run_lock import Pace
 from tests.bucket.unreliable import URL, Killed, Unreliable, bucket, sealed_steps
 from tests.crash_matrix.scenarios import BEFORE, HAND, LOST, NEW, WRONG, values
 
@@ -27,6 +28,7 @@ FOLDER = pathlib.Path(__file__).resolve().parent
 DOCS = FOLDER.parent.parent / "docs"
 SHARES = (0.0, 0.3)  # of the requests that fail, are slow or are cut short
 ROWS = (10, 20, 30)
+PACE = Pace(10.0, 0.05, 0.0, 0.0)  # of the lock
 
 
 class Alone:
@@ -178,7 +180,7 @@ def judge(scenario, is_fresh, was_told, seed, share):
         files = RemoteDirectory(URL).list()
         steps = sealed_steps(files)
         rows = steps_of(RemoteDirectory(URL).read("metrics.jsonl"))
-    left_over = [path for path in files if path.endswith(".tmp") or ".old/" in path or path == lease.FILE]
+    left_over = [path for path in files if path.endswith(".tmp") or ".old/" in path or path == "run.lock"]
     if steps[-1:] != [50] or left_over or len(set(rows)) != len(rows) or rows[-1] != 50:
         return HAND
     return colour
@@ -210,7 +212,7 @@ def main() -> int:
     threading.excepthook = lambda _: None  # of machines that are lost
     lines, bad = [], []
     with tempfile.TemporaryDirectory() as place, mock.patch.dict(os.environ, XDG_CACHE_HOME=f"{place}/cache"):
-        with mock.patch.multiple(lease, _SETTLE_SECS=0.0, _POLL_SECS=0.0, LEASE_SECS=0.05):
+        with mock.patch.object(RemoteDirectory, "pace", PACE):
             for scenario in SCENARIOS:
                 for share in SHARES:
                     for is_fresh in (True, False):

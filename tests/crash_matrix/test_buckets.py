@@ -2,8 +2,8 @@
 
 import pytest
 
-from distloop.bucket import lease
-from tests.crash_matrix.buckets import SCENARIOS, cells
+from distloop.bucket.directory import RemoteDirectory
+from tests.crash_matrix.buckets import PACE, SCENARIOS, cells
 from tests.crash_matrix.scenarios import BEFORE, NEW
 from tests.problems import mostly_wide
 
@@ -13,8 +13,7 @@ from tests.problems import mostly_wide
 @pytest.mark.parametrize("number", mostly_wide(range(len(SCENARIOS)), 0))
 def test_whatever_request_a_machine_is_lost_at_the_run_goes_on(number, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for name, secs in {"_SETTLE_SECS": 0.0, "_POLL_SECS": 0.0, "LEASE_SECS": 0.05}.items():
-        monkeypatch.setattr(lease, name, secs)
+    monkeypatch.setattr(RemoteDirectory, "pace", PACE)
     with caplog.at_level("CRITICAL", "distloop"):
         block = cells(SCENARIOS[number], share=0.3, is_fresh=number != 0, every=9, offset=number)
     assert len(block) > 4

@@ -1,6 +1,7 @@
 """The lock of a workdir: who holds it, who is refused, and who takes it over from the dead."""
 
 import errno
+import io
 import json
 import os
 import shutil
@@ -14,7 +15,7 @@ import pytest
 
 from distloop.distributed import notes
 from distloop.monitoring import run_lock
-from distloop.monitoring.run_lock import LockLost, RunLock
+from distloop.monitoring.run_lock import DiskDirectory, LockLost, Pace, RunLock
 
 
 def write_lock(workdir, age=0.0, **fields):
@@ -156,7 +157,7 @@ def test_a_process_of_this_host_that_has_ended_is_followed_at_once(fields, tmp_p
     with RunLock(str(tmp_path)) as lock:
         lock.verify()
         assert holder_of(tmp_path)["token"] != "another" and os.listdir(tmp_path) == ["run.lock"]
-    assert no_sleep == [run_lock._SETTLE_SECS]
+    assert no_sleep == [Pace().settle_secs]
 
 
 def test_a_zombie_has_ended(tmp_path, no_sleep):
@@ -171,32 +172,23 @@ def test_a_zombie_has_ended(tmp_path, no_sleep):
         os.waitpid(child, 0)
 
 
+@pytest.fixture
+def soon(monkeypatch):
+    """Lets a process without a sign of life count as dead after half a second."""
+    monkeypatch.setattr(DiskDirectory, "pace", Pace(stale_secs=0.5, poll_secs=0.01))
+
+
 @pytest.mark.parametrize("fields", [{"host": "n17"}, {"machine": "another boot"}])
-def test_a_lock_of_another_host_that_is_old_is_taken_over_at_once(fields, tmp_path, no_sleep, capsys):
-    write_lock(tmp_path, age=31, **fields)
+@pytest.mark.parametrize("age", [0.0, 10**6, -(10**6)])  # clocks of hosts may differ
+def test_a_lock_of_another_host_is_taken_over_when_it_shows_no_sign_of_life(fields, age, tmp_path, soon, capsys):
+    write_lock(tmp_path, age=age, process=99, **fields)
+    began_at = time.monotonic()
     with RunLock(str(tmp_path)):
-        assert holder_of(tmp_path)["process"] == os.getpid()
-    assert no_sleep == [run_lock._SETTLE_SECS] and capsys.readouterr().out == ""
-
-
-def test_a_fresh_lock_of_another_host_is_waited_for_and_the_console_says_why(tmp_path, monkeypatch, capsys):
-    path = write_lock(tmp_path, age=10, host="n17", process=99)
-    waited = []
-
-    def sleep(secs):
-        """Lets time pass, for files too."""
-        waited.append(secs)
-        if holder_of(tmp_path)["token"] == "another":
-            monkeypatch.setattr(run_lock, "STALE_SECS", run_lock.STALE_SECS - secs)
-
-    monkeypatch.setattr(run_lock.time, "sleep", sleep)
-    with RunLock(str(tmp_path)):
-        assert holder_of(tmp_path)["process"] == os.getpid()
-    assert 18 < sum(waited) < 21
+        assert holder_of(tmp_path)["process"] == os.getpid() and time.monotonic() - began_at > 0.5
     (line,) = capsys.readouterr().out.splitlines()
-    assert "locked by process 99 on n17, since" in line
-    assert "last sign of life is 10 seconds old; if there is none for 30, this run goes on" in line
-    assert not os.path.exists(path)
+    assert f"locked by process 99 on {fields.get('host', run_lock.socket.gethostname())}, since" in line
+    assert "if it shows no sign of life for 0.5 seconds, this run goes on" in line
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_process_of_another_host_that_is_alive_is_noticed_by_its_next_sign_of_life(tmp_path, monkeypatch):
@@ -207,15 +199,8 @@ def test_a_process_of_another_host_that_is_alive_is_noticed_by_its_next_sign_of_
     assert os.listdir(tmp_path) == ["run.lock"]
 
 
-def test_clocks_of_hosts_may_differ(tmp_path, monkeypatch, no_sleep):
-    write_lock(tmp_path, age=31, host="n17")
-    monkeypatch.setattr(run_lock.time, "time", lambda: 0.0)
-    with RunLock(str(tmp_path)):
-        pass
-
-
 @pytest.mark.parametrize("text", ["", "half a lo", "[1]", '{"token": "x"}'])
-def test_a_file_that_is_no_lock_counts_as_one_until_it_is_old(text, tmp_path, no_sleep):
+def test_a_file_that_is_no_lock_counts_as_one_until_it_shows_no_sign_of_life(text, tmp_path, soon):
     (tmp_path / "run.lock").write_text(text)
     os.utime(tmp_path / "run.lock", (0, 0))
     with RunLock(str(tmp_path)):
@@ -264,7 +249,7 @@ def test_a_lock_that_was_removed_is_written_again(tmp_path):
 
 
 def test_the_file_is_touched_while_the_lock_is_held(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_lock, "HEARTBEAT_SECS", 0.005)
+    monkeypatch.setattr(DiskDirectory, "pace", Pace(heartbeat_secs=0.005))
     path = tmp_path / "run.lock"
     with RunLock(str(tmp_path)):
         os.utime(path, (0, 0))
@@ -309,10 +294,14 @@ def test_a_directory_that_may_only_be_read_is_not_locked(tmp_path, monkeypatch):
 
 
 def test_a_full_disk_is_refused_in_a_sentence_and_leaves_nothing(tmp_path, monkeypatch):
-    def refuse(*arguments):
-        raise OSError(errno.ENOSPC, "No space left on device")
+    class Full(io.FileIO):
+        def write(self, data):
+            raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(run_lock.json, "dump", refuse)
+    def open_on_full_disk(path, mode="r", **options):
+        return (Full if "x" in mode else open)(path, mode, **options)
+
+    monkeypatch.setattr(run_lock, "open", open_on_full_disk, raising=False)
     with pytest.raises(ValueError, match="cannot be written .No space left on device.: give a directory"):
         with RunLock(str(tmp_path)):
             pass
@@ -331,7 +320,7 @@ def test_a_killed_program_is_followed_at_once(tmp_path):
         assert holder_of(tmp_path)["process"] == os.getpid()
 
 
-def test_the_lock_of_a_workdir_does_not_lock_its_copy(tmp_path, no_sleep):
+def test_the_lock_of_a_workdir_does_not_lock_its_copy(tmp_path, soon):
     with RunLock(str(tmp_path / "run")):
         shutil.copytree(tmp_path / "run", tmp_path / "copy")
         with RunLock(str(tmp_path / "copy")):
@@ -341,8 +330,7 @@ def test_the_lock_of_a_workdir_does_not_lock_its_copy(tmp_path, no_sleep):
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: os.symlink("/nowhere/else", path)])
-def test_a_pipe_or_a_dangling_link_in_place_of_the_file_ends_no_start_in_a_wait_for_ever(make, tmp_path, monkeypatch):
-    monkeypatch.setattr(run_lock, "STALE_SECS", 0.5)
+def test_a_pipe_or_a_dangling_link_in_place_of_the_file_ends_no_start_in_a_wait_for_ever(make, tmp_path, soon):
     make(tmp_path / "run.lock")
     taken = threading.Event()
 
