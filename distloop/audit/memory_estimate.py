@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from distloop.actions import memory
 from distloop.actions.memory import embedding_tables, held_by_device, variable_bytes
-from distloop.audit.tracing import as_replica, compiled
+from distloop.audit.tracing import as_replica, compiled, reached
 from distloop.data import shards
 from distloop.data.source import Data, Source
 from distloop.distributed import strategies, workers
@@ -285,14 +285,9 @@ def peak_of(graph: Any) -> Peak:
 
 def _needed(graph: Any) -> list[tf.Operation]:
     """Returns the operations that a function runs, in order: TensorFlow leaves out those that no result needs."""
-    needed: set[int] = set()
-    stack = [*(tensor.op for tensor in graph.outputs), *graph.control_outputs]
-    while stack:
-        op = stack.pop()
-        if id(op) not in needed:
-            needed.add(id(op))
-            stack += [*(tensor.op for tensor in op.inputs), *op.control_inputs]
-    return [op for op in graph.get_operations() if id(op) in needed]
+    results = [*(tensor.op for tensor in graph.outputs), *graph.control_outputs]
+    needed = reached(results, lambda op: [*(tensor.op for tensor in op.inputs), *op.control_inputs])
+    return [op for op in graph.get_operations() if op in needed]
 
 
 def _memory_of(tensor: tf.Tensor) -> tf.Tensor:

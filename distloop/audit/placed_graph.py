@@ -11,12 +11,13 @@ condition is known and all side effects of the one before it are done. The modul
 
 import functools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 from tensorflow.python.framework import kernels
 
+from distloop.audit.tracing import reached
 from distloop.errors import innermost_line
 from distloop.graph_functions import called_graphs
 
@@ -121,13 +122,8 @@ class PlacedGraph:
 
     def __init__(self, step: list[Node], next_values: list[Node], condition: Node | None, effects: list[Node]):
         """Leaves out what no result of the step needs, as TensorFlow does."""
-        needed: set[Node] = set()
-        stack = [*next_values, *effects, *([condition] if condition else [])]
-        while stack:
-            node = stack.pop()
-            if node not in needed:
-                needed.add(node)
-                stack += [*(edge.producer for edge in node.edges), *node.with_it]
+        results = [*next_values, *effects, *([condition] if condition else [])]
+        needed = reached(results, lambda node: [*(edge.producer for edge in node.edges), *node.with_it])
         self.step = [node for node in step if node in needed]
         self.next_values, self.condition, self.effects = next_values, condition, effects
         self.not_followed: set[str] = set()
@@ -320,10 +316,9 @@ def _device_of_resource(handle: Any) -> str:
     if data is None or not data.is_set:
         return HOST
     asked_for = _short(getattr(handle, DEVICE, "")) or FIRST_GPU
-    dtypes = {
-        enum for kernel in _kernels("VarHandleOp") if kernel.device_type == "DEFAULT" for enum in _allowed(kernel)
-    }
-    return asked_for if data.shape_and_type[0].dtype in dtypes else HOST
+    constraints = [kernel.constraint for kernel in _kernels("VarHandleOp") if kernel.device_type == "DEFAULT"]
+    on_gpu = {dtype for of_kernel in constraints for c in of_kernel for dtype in c.allowed_values.list.type}
+    return asked_for if data.shape_and_type[0].dtype in on_gpu else HOST
 
 
 def _is_compiled(op: Any) -> bool:
@@ -352,17 +347,8 @@ def _kernel(op: Any) -> Any:
 
 
 def _fits(kernel: Any, op: Any) -> bool:
-    for constraint in kernel.constraint:
-        value = op.node_def.attr[constraint.name]
-        allowed = constraint.allowed_values.list.type
-        if allowed and not set(allowed).issuperset([value.type] if value.type else value.list.type):
-            return False
-    return True
-
-
-def _allowed(kernel: Any) -> Iterator[int]:
-    for constraint in kernel.constraint:
-        yield from constraint.allowed_values.list.type
+    pairs = [(c.allowed_values.list.type, op.node_def.attr[c.name]) for c in kernel.constraint]
+    return all(set(types).issuperset([v.type] if v.type else v.list.type) for types, v in pairs if types)
 
 
 def _host_arguments(op: Any, kernel: Any) -> tuple[list[bool], list[bool]]:
