@@ -10,6 +10,7 @@ of devices, trains two steps, and restores everything. A new check is one more f
 not know how a run goes.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -74,26 +75,19 @@ def _incomparable(collectives: set[str], is_random: bool) -> str | None:
 
 def _unsynchronized_normalizations(probe: Probe, whole: Measurement) -> list[str]:
     """Returns the paths of BatchNormalization layers that update their statistics from one replica's rows."""
-    start = probe.untrained_values()
-    paths_of = {id(v): path for path, v in named_variables(probe.state.model).items() if path in whole.written}
-    layers = []
-    for layer in probe.layers:
-        if not isinstance(layer, keras.layers.BatchNormalization) or layer.synchronized:
-            continue
-        paths = [paths_of[id(v)] for v in layer.variables if id(v) in paths_of]
-        if any(not np.array_equal(whole.written[path], start[path]) for path in paths):
-            layers.append(layer.path)
-    return layers
+    start, variables = probe.untrained_values(), named_variables(probe.state.model)
+    changed = {id(variables[path]) for path, v in whole.written.items() if not np.array_equal(v, start[path])}
+    layers = [layer for layer in probe.layers if isinstance(layer, keras.layers.BatchNormalization)]
+    return [x.path for x in layers if not x.synchronized and not changed.isdisjoint(map(id, x.variables))]
 
 
 def _written_statistics(probe: Probe, whole: Measurement, halves: Sequence[Measurement]) -> Iterator[Finding]:
     """Compares the statistics that the forward pass wrote; of floats distloop keeps the mean over the replicas."""
-    sizes = np.array([int(shards.batch_size(half)) for half in probe.halves], np.float64)
+    sizes = [int(shards.batch_size(half)) for half in probe.halves]
     for path, value in whole.written.items():
         parts = [half.written[path] for half in halves]
         if np.issubdtype(value.dtype, np.floating):
-            mean = sum(size * part for size, part in zip(sizes, parts, strict=True)) / sizes.sum()
-            if _differ(value, mean, probe.tolerance):
+            if _differ(value, np.average(parts, axis=0, weights=sizes), probe.tolerance):
                 yield Finding(
                     "statistics of one replica",
                     path,
@@ -108,11 +102,7 @@ def _values_and_gradients(
     probe: Probe, update: Update, whole: Measurement, halves: Sequence[Measurement], training: bool
 ) -> Iterator[Finding]:
     """Compares values, then gradients; names the operation from which on the rows differ."""
-    weights = [half.weight for half in halves]
-
-    def mean(parts: Sequence[Any]) -> Any:
-        return sum(weight * part for weight, part in zip(weights, parts, strict=True)) / sum(weights)
-
+    mean = functools.partial(np.average, axis=0, weights=[half.weight for half in halves])
     means = {name: mean([half.values[name] for half in halves]) for name in whole.values}
     numbers = {
         name: f"{name} is {value:.6g} on 1 and {means[name]:.6g} on {REPLICAS}"
@@ -217,7 +207,6 @@ def audit(trainer: Trainer, dataset: Data, y: Any = None) -> Audit:
     config = trainer.config
     data = as_dataset(with_labels(dataset, y), config.global_batch_size(trainer.strategy), config.seed)
     trainer.build(fresh_copy(data))
-    results: list[Finding | str]
     with devices.preserved_random_state():
         probe = Probe(trainer.state, data, seed=config.seed, microbatches=config.first_microbatches)
         results = _results([checks.data_order], probe)

@@ -1,5 +1,6 @@
 """Checks of data, code, gradients and GPU graphs: functions from a probe to findings; the audit that these make up."""
 
+import functools
 import re
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
@@ -125,8 +126,9 @@ def labels(probe: Probe) -> Iterator[Finding]:
     """Checks that the labels of the first batches are numbers of classes; -1 stands for no class in `tf.one_hot`."""
     if not probe.trace.labels:
         return
+    specs = functools.partial(tf.nest.map_structure, tf.type_spec_from_value)
     with probe.restored():
-        batches = [rows for rows in probe.dataset().take(NUM_BATCHES) if _specs(rows) == _specs(probe.rows)]
+        batches = [rows for rows in probe.dataset().take(NUM_BATCHES) if specs(rows) == specs(probe.rows)]
         ranges = np.array([probe.trace.run(rows, rows)[1] for rows in batches])  # [N, L, 2]
     for (op, _, num_classes), lowest, highest in zip(
         probe.trace.labels, ranges.min(0)[:, 0], ranges.max(0)[:, 1], strict=True
@@ -182,10 +184,6 @@ def _layers_with_modes(layers: Iterable[Any], trained: set[int]) -> Iterator[Any
             yield from _layers_with_modes(layer._flatten_layers(include_self=False, recursive=False), trained)
 
 
-def _specs(rows: Any) -> Any:
-    return tf.nest.map_structure(tf.type_spec_from_value, rows)
-
-
 def foreign_variables(probe: Probe) -> Iterator[Finding]:
     """Checks that every variable that `loss_fn` reads or writes is saved in checkpoints."""
     for variable, is_written in probe.foreign_variables:
@@ -223,11 +221,7 @@ def python_values(probe: Probe) -> Iterator[Finding]:
 
 
 def _changed_argument(one: tf.Operation, other: tf.Operation) -> tuple[str, str, list[Any]] | None:
-    """Returns an argument of a `tf.function` that has another Python value in each of two calls, or None.
-
-    Returns:
-        The function's name, the argument's name, and both values.
-    """
+    """Returns a `tf.function`, its argument that has another Python value in each of two calls, and both values."""
     types = []
     for op in (one, other):
         function = op.graph._get_function(op.node_def.attr["f"].func.name)
@@ -292,8 +286,7 @@ def gradients(probe: Probe) -> Iterator[Finding]:
 
 def host_operations(probe: Probe) -> Iterator[Finding]:
     """Checks that the forward and the backward pass stay on a GPU, where the model is on one."""
-    for update in probe.state.spec.updates:
-        yield from dict.fromkeys(_off_the_gpu(probe, update))
+    return (finding for update in probe.state.spec.updates for finding in _off_the_gpu(probe, update))
 
 
 def _off_the_gpu(probe: Probe, update: Update) -> Iterator[Finding]:

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from distloop.actions import memory
-from distloop.actions.memory import embedding_tables, held_by_device, variable_bytes
+from distloop.actions.memory import embedding_tables, held_by_device, known_bytes, variable_bytes
 from distloop.audit.tracing import as_replica, compiled, reached
 from distloop.data import shards
 from distloop.data.source import Data, Source
@@ -176,21 +176,19 @@ def _estimate(trainer: Trainer, data: FitData) -> MemoryEstimate:
         held = {device: parts | {_COPY: sum(parts.values())} for device, parts in held.items()}
     sizes = {path: variable_bytes(table) for path, table in embedding_tables(state.model).items()}
     tables = dict(sorted(((path, n) for path, n in sizes.items() if n >= _NAMED_BYTES), key=lambda item: -item[1]))
-    first = microbatches = min(settings.first_microbatches, count)
-    while True:
+
+    def estimate(microbatches: int) -> MemoryEstimate:
         peaks = [_peak_of_update(state, update, rows, microbatches) for update in state.spec.updates]
         peak = max(peaks, key=lambda peak: peak.total)
         needed = dict(zip(ledger.ESTIMATED, (batch, peak.activations, peak.gradients), strict=True))
         devices = {device: parts | needed for device, parts in held.items()}
         most = max(devices.values(), key=lambda parts: sum(parts.values()))
-        estimate = MemoryEstimate(most, available, count, microbatches, None, peak.num_unknown, devices, tables)
-        if microbatches == first:
-            asked_for = estimate
-        if estimate.fits:
-            return asked_for._replace(enough_microbatches=None if microbatches == first else microbatches)
-        if microbatches == count:
-            return asked_for
-        microbatches = min(2 * microbatches, count)
+        return MemoryEstimate(most, available, count, microbatches, None, peak.num_unknown, devices, tables)
+
+    asked_for = estimate(first := min(settings.first_microbatches, count))
+    doublings = 0 if asked_for.fits else (math.ceil(count / first) - 1).bit_length()
+    more = (min(first << i, count) for i in range(1, doublings + 1))
+    return asked_for._replace(enough_microbatches=next((n for n in more if estimate(n).fits), None))
 
 
 def _rows_of_replica(source: Source, strategy: tf.distribute.Strategy) -> Any:
@@ -301,12 +299,7 @@ def _bytes(tensor: tf.Tensor) -> int | None:
     """Returns the bytes that a tensor adds; None: its size is unknown while tracing."""
     if tensor.op.type in _NO_MEMORY or tensor.dtype in (tf.resource, tf.string):
         return 0
-    return _bytes_of_list(tensor) if tensor.dtype == tf.variant else _size(tensor)
-
-
-def _size(tensor: tf.Tensor) -> int | None:
-    elements = tensor.shape.num_elements()
-    return None if elements is None else int(elements) * int(tensor.dtype.size)
+    return _bytes_of_list(tensor) if tensor.dtype == tf.variant else known_bytes(tensor)
 
 
 def _bytes_of_list(tensor: tf.Tensor) -> int | None:
@@ -324,7 +317,7 @@ def _bytes_of_list(tensor: tf.Tensor) -> int | None:
     after = [_memory_of(b) for a, b in zip(body.inputs, body.outputs, strict=True) if a is element]
     if after and (after[0] is element or id(after[0]) in _elements(body)):
         return 0  # it is the same in all iterations, or an element of another list since the iteration before
-    size, iterations = _size(element), _most_iterations(op)
+    size, iterations = known_bytes(element), _most_iterations(op)
     return None if size is None or iterations is None else size * iterations
 
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 from tensorflow.python.framework import kernels
 
+from distloop.actions.memory import known_bytes
 from distloop.audit.tracing import reached
 from distloop.errors import innermost_line
 from distloop.graph_functions import called_graphs
@@ -217,14 +218,10 @@ class _Placer:
 
     def _device(self, op: Any, given: Sequence[_Value], device: str) -> str:
         """Returns the device that an operation is to run on."""
-        for value in given:
-            if value.tensor.dtype == tf.resource and value.node.device:
-                return value.node.device
-        if device:
-            return device
-        if op.type in _SHAPES and given:
-            return given[0].node.device
-        return FIRST_GPU
+        of_resources = [v.node.device for v in given if v.tensor.dtype == tf.resource and v.node.device]
+        if of_resources or device:
+            return [*of_resources, device][0]
+        return given[0].node.device if op.type in _SHAPES and given else FIRST_GPU
 
     def _branch(
         self, op: Any, graphs: Sequence[Any], given: list[_Value], before: list[Node], device: str, with_it: list[Node]
@@ -288,7 +285,8 @@ class _Placer:
             else:
                 target = node.memory(tensor.dtype, i, is_output=False)
                 source = producer.memory(tensor.dtype, index, is_output=True) or target
-            node.edges.append(Edge(producer, node, index, source, target, _bytes(tensor)))
+            size = None if tensor.dtype == tf.variant else known_bytes(tensor)
+            node.edges.append(Edge(producer, node, index, source, target, size))
         node.edges += [Edge(earlier, node, None, earlier.site, node.site, 0) for earlier in before]
 
 
@@ -296,12 +294,8 @@ def _is_constant(op: Any, given: Sequence[_Value]) -> bool:
     """Returns whether TensorFlow's graph optimizer replaces an operation by its result."""
     if op.type in _SHAPES and all(tensor.shape.is_fully_defined() for tensor in op.inputs):
         return True
-    return (
-        bool(op.outputs)
-        and not op.op_def.is_stateful
-        and len(given) == len(op.inputs)
-        and all(v.node.is_constant for v in given)
-    )
+    are_constant = len(given) == len(op.inputs) and all(value.node.is_constant for value in given)
+    return bool(op.outputs) and not op.op_def.is_stateful and are_constant
 
 
 def _short(device: str) -> str:
@@ -324,11 +318,6 @@ def _device_of_resource(handle: Any) -> str:
 def _is_compiled(op: Any) -> bool:
     """Returns whether XLA compiles a call as a whole."""
     return "_XlaMustCompile" in op.node_def.attr and bool(op.node_def.attr["_XlaMustCompile"].b)
-
-
-def _bytes(tensor: tf.Tensor) -> int | None:
-    count = None if tensor.dtype == tf.variant else tensor.shape.num_elements()
-    return None if count is None else int(count) * int(tensor.dtype.size)
 
 
 @functools.cache

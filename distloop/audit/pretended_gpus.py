@@ -50,15 +50,14 @@ def trace_on_gpus(model_fn: Callable[[], ModelSpec], config: Config, data: Data,
     Raises:
         ValueError: as of `Trainer` and `Trainer.fit`.
     """
-    config = dataclasses.replace(config, eager=False)
     is_several = config.strategy == "multi_worker"
-    count = 0 if config.num_stages > 1 else gpus
     here = dataclasses.replace(
         config,
         strategy="auto" if is_several else config.strategy,
         device="gpu",
-        num_devices=count,
+        num_devices=0 if config.num_stages > 1 else gpus,
         console="quiet",
+        eager=False,
         fast_dev_run=False,
     )
     with pretended_gpus(gpus):
@@ -66,7 +65,7 @@ def trace_on_gpus(model_fn: Callable[[], ModelSpec], config: Config, data: Data,
         trainer = Trainer(model_fn, here, strategy=strategy)
         trainer.build(data)
         state, arguments = trainer.state, read_arguments(data, None, {})
-        source, loop = make_training_source(arguments, state, here), make_train_loop(state, config)
+        source, loop = make_training_source(arguments, state, here), make_train_loop(state, here)
         source.iterator()
         if is_several:
             tensorflow_internals.pretend_workers(strategy, _WORKERS)

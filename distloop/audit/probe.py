@@ -116,6 +116,7 @@ class Probe:
         size = int(shards.batch_size(self.rows))
         bounds = [shards.shard_bounds(i, REPLICAS, size) for i in range(REPLICAS)]
         self.halves = [tf.nest.map_structure(lambda t, cut=slice(*cut): t[cut], self.rows) for cut in bounds]
+        self._reversed_rows = tf.nest.map_structure(lambda t: tf.gather(t, tf.range(size)[::-1]), self.rows)
         self.layers = [
             layer for layers in state.layers_of_update.values() for top in layers for layer in top._flatten_layers()
         ]
@@ -153,7 +154,7 @@ class Probe:
             return draws, [(tf.reduce_min(numbers), tf.reduce_max(numbers)) for _, numbers, _ in labels]
 
         try:
-            return CallTrace(calls, compiled(trace, self.rows, self._reversed_rows()), used, None, labels)
+            return CallTrace(calls, compiled(trace, self.rows, self._reversed_rows), used, None, labels)
         except VariableCreatedError as created:
             return CallTrace(calls, None, used, created)
 
@@ -177,7 +178,7 @@ class Probe:
     def draws(self) -> list[tuple[tf.Operation, tf.Tensor, tf.Tensor]]:
         """Operations of `loss_fn` that draw random numbers, each with what replicas 0 and 1 draw."""
         with self.restored():
-            drawn, _ = self.trace.run(self.rows, self._reversed_rows())
+            drawn, _ = self.trace.run(self.rows, self._reversed_rows)
         return list(zip(drawing_operations(self.trace.calls[0]), *drawn, strict=False))
 
     def untrained_values(self) -> dict[str, np.ndarray]:
@@ -318,10 +319,6 @@ class Probe:
     def dataset(self) -> tf.data.Dataset:
         """Returns the data, to be read from its beginning."""
         return open_batches(fresh_copy(self._data), batch_size=1)
-
-    def _reversed_rows(self) -> Any:
-        places = tf.range(int(shards.batch_size(self.rows)))[::-1]
-        return tf.nest.map_structure(lambda t: tf.gather(t, places), self.rows)
 
 
 def _variables_of(state: TrainState) -> list[Any]:

@@ -316,10 +316,8 @@ def _measure(state: TrainState, settings: Config, rows: Any, batch_size: int) ->
 
 def _is_getting_faster(trials: Sequence[BatchTrial]) -> bool:
     """Returns whether one of the last doublings was worth it, or there were too few to tell."""
-    if len(trials) <= _PATIENCE:
-        return True
-    fastest = max(trial.examples_per_sec for trial in trials[:-_PATIENCE])
-    return any(trial.examples_per_sec > _LEAST_SPEEDUP * fastest for trial in trials[-_PATIENCE:])
+    speeds = [trial.examples_per_sec for trial in trials]
+    return len(speeds) <= _PATIENCE or max(speeds[-_PATIENCE:]) > _LEAST_SPEEDUP * max(speeds[:-_PATIENCE])
 
 
 def _suggest(trials: Sequence[BatchTrial]) -> int:
@@ -346,11 +344,10 @@ def _advise(suggestion: int, current: int, reason: str) -> str:
 
 def _report(result: RateTest, settings: Config) -> None:
     """Prints the suggestion and writes the curve for TensorBoard."""
-    say = speaker(is_chief=True, console=settings.console)
-    if result.suggestion is None:
-        say("No learning rate is suggested: the loss never fell by more than its noise.")
-    else:
-        say(f"Suggested learning rate: {result.suggestion:.2g}, from where on the loss falls fastest.")
+    text = "No learning rate is suggested: the loss never fell by more than its noise."
+    if result.suggestion is not None:
+        text = f"Suggested learning rate: {result.suggestion:.2g}, from where on the loss falls fastest."
+    speaker(is_chief=True, console=settings.console)(text)
     if settings.workdir and settings.workdir == settings.local_workdir:
         with contextlib.closing(SummaryWriter(settings.workdir, ["learning_rate"])) as writer:
             for rate, loss, smoothed in zip(result.rates, result.losses, result.smoothed, strict=True):

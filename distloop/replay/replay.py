@@ -150,7 +150,7 @@ def replay(state: TrainState, config: Config, source: Source, units: Units, step
     start = _start(run, config, checkpoints, state, step)
     progress = _Steps(state, settings, source, units, run, start)
     source.skipped_batches = run.skipped_at(step)
-    say(_announcement(run, state, start, step))
+    say(_announcement(run, start, step))
     progress.take(step - 1, say)
     return progress.look(step)
 
@@ -245,7 +245,7 @@ class _Steps:
             step=number,
             batch=tf.nest.map_structure(lambda rows: _array(rows)[:size], batch.rows),
             rows=examples,
-            values=look.values(batch, source.layout),
+            values=look.values(batch),
             gradients=look.gradients_by_path,
             weights_before=weights_before,
             weights_after=weights_after,
@@ -360,16 +360,11 @@ def _start(run: _Recorded, config: Config, checkpoints: RunCheckpoints, state: T
     return 0
 
 
-def _announcement(run: _Recorded, state: TrainState, start: int, step: int) -> str:
-    """Returns a sentence on where the replay begins, how long it takes about, and how equal it will be."""
-    secs = f", about {(step - start) / run.speed:.1f} s at the run's speed" if run.speed > 0.0 else ""
+def _announcement(run: _Recorded, start: int, step: int) -> str:
+    """Returns a sentence on where the replay begins, and how long it takes about."""
     count = step - start
-    replicas = run.checkpoints.get(start, {}).get("replicas", state.strategy.num_replicas_in_sync)
-    same = "with the bits of the run"
-    if not state.virtual_replicas and replicas != state.strategy.num_replicas_in_sync:
-        same = f"equal to 1e-6{', but for random numbers such as dropout' if state.seeds else ''}"
-    steps = f"{count} step{'s' * (count != 1)}"
-    return f"replay: from {f'checkpoint {start}' if start else 'step 0'}, {steps}{secs}, {same}"
+    secs = f", about {count / run.speed:.1f} s at the run's speed" if run.speed > 0.0 else ""
+    return f"replay: from {f'checkpoint {start}' if start else 'step 0'}, {count} step{'s' * (count != 1)}{secs}"
 
 
 def _array(rows: Any) -> Any:
