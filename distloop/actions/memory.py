@@ -6,6 +6,7 @@
 What a step needs besides variables is estimated by the part `audit`.
 """
 
+import contextlib
 import os
 import pathlib
 import resource
@@ -132,11 +133,9 @@ def available_gb() -> float:
         available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):
         available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    try:
+    with contextlib.suppress(OSError, ValueError):  # no limit
         limit, used = (int(pathlib.Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
         available = min(available, limit - used)
-    except (OSError, ValueError):  # no limit
-        pass
     return max(0, available) / 1e9
 
 

@@ -77,8 +77,8 @@ def _unsynchronized_normalizations(probe: Probe, whole: Measurement) -> list[str
     """Returns the paths of BatchNormalization layers that update their statistics from one replica's rows."""
     start, variables = probe.untrained_values(), named_variables(probe.state.model)
     changed = {id(variables[path]) for path, v in whole.written.items() if not np.array_equal(v, start[path])}
-    layers = [layer for layer in probe.layers if isinstance(layer, keras.layers.BatchNormalization)]
-    return [x.path for x in layers if not x.synchronized and not changed.isdisjoint(map(id, x.variables))]
+    layers = [x for x in probe.layers if isinstance(x, keras.layers.BatchNormalization) and not x.synchronized]
+    return [layer.path for layer in layers if not changed.isdisjoint(map(id, layer.variables))]
 
 
 def _written_statistics(probe: Probe, whole: Measurement, halves: Sequence[Measurement]) -> Iterator[Finding]:

@@ -168,12 +168,11 @@ def _estimate(trainer: Trainer, data: FitData) -> MemoryEstimate:
     rows = _rows_of_replica(source, state.strategy)
     count, held = int(shards.batch_size(rows)), held_by_device(state)
     batch = sum(variable_bytes(t) for t in tf.nest.flatten(rows, expand_composites=True) if t.dtype != tf.string)
+    available = _available(state.strategy, max(sum(parts.values()) for parts in held.values()))
     if strategies.has_gpus(state.strategy):
         batch *= 2  # the next one arrives while a step computes
-    available = _available(state.strategy, max(sum(parts.values()) for parts in held.values()))
-    may_skip = settings.on_nonfinite == "skip" or bool(state.loss_scalers)
-    if may_skip and strategies.has_gpus(state.strategy):
-        held = {device: parts | {_COPY: sum(parts.values())} for device, parts in held.items()}
+        if settings.on_nonfinite == "skip" or state.loss_scalers:
+            held = {device: parts | {_COPY: sum(parts.values())} for device, parts in held.items()}
     sizes = {path: variable_bytes(table) for path, table in embedding_tables(state.model).items()}
     tables = dict(sorted(((path, n) for path, n in sizes.items() if n >= _NAMED_BYTES), key=lambda item: -item[1]))
 

@@ -113,6 +113,7 @@ def _graph_of_first_call(run: Callable[[], Any]) -> Any:
 def pretended_gpus(count: int) -> Iterator[None]:
     """Enters a scope in which distloop sees so many GPUs, and variables are said to be on those."""
     device_of = resource_variable_ops.BaseResourceVariable.device
+    asked_for = property(lambda self: getattr(self._handle, DEVICE, None) or device_of.fget(self))
     make = resource_variable_ops.ResourceVariable.__init__
 
     def note(self: Any, *arguments: Any, **settings: Any) -> None:
@@ -133,11 +134,7 @@ def pretended_gpus(count: int) -> Iterator[None]:
         stack.callback(global_state.set_global_attribute, _NAMES, names and names.copy())
         for owner, name, value in (
             (resource_variable_ops.ResourceVariable, "__init__", note),
-            (
-                resource_variable_ops.BaseResourceVariable,
-                "device",
-                property(lambda self: getattr(self._handle, DEVICE, None) or device_of.fget(self)),
-            ),
+            (resource_variable_ops.BaseResourceVariable, "device", asked_for),
             (tf.config, "list_logical_devices", listed(tf.config.list_logical_devices)),
             (tf.config, "list_physical_devices", listed(tf.config.list_physical_devices)),
             (devices, "prepare_process", lambda config: None),  # it would set memory growth, and seed

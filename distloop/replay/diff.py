@@ -65,10 +65,9 @@ class Difference:
         if self.step is not None:
             lines.append(f"  the first row that differs is of step {self.step}:")
             lines += [f"    {name}: {_shown(a)} and {_shown(b)}{_apart(a, b)}" for name, (a, b) in self.numbers.items()]
-        if self.checkpoint is not None:
+        if self.variable is not None:
             lines.append(f"  the first checkpoint that differs is of step {self.checkpoint}:")
-            name, largest = self.variable or ("the random streams or counts", 0.0)
-            lines.append(f"    {name}, by {show_number(largest)} at most")
+            lines.append(f"    {self.variable[0]}, by {show_number(self.variable[1])} at most")
         return "\n".join([*lines, "", "To look at that step in either run:", *(f"  {c}" for c in self.commands)])
 
 
@@ -104,7 +103,7 @@ def _settings(paths: Sequence[str], manifests: Sequence[Mapping[int, Any]]) -> d
     """Returns what differs of settings, flags, the program, and of versions and data as the newest checkpoints say."""
     facts: list[dict[str, Any]] = []
     for path, of_run in zip(paths, manifests, strict=True):
-        read = records.read_json(os.path.join(path, "config.json"), instead="it counts as empty")
+        read = records.read_json(os.path.join(path, "config.json"), records.as_object, instead="it counts as empty")
         known = {name: value for name, value in (read or {}).items() if name not in _PLACES}
         known |= {"program": program} if (program := program_of(path)) else {}
         notes = of_run[max(of_run)]["notes"] if of_run else {}
@@ -140,7 +139,7 @@ def manifests_of(path: str) -> dict[int, Any]:
     folder, found = os.path.join(path, "checkpoints"), {}
     for name in os.listdir(folder) if os.path.isdir(folder) else ():
         file = os.path.join(folder, name, "manifest.json")
-        if name.isdecimal() and (read := records.read_json(file, instead="it is left out")):
+        if name.isdecimal() and (read := records.read_json(file, records.as_object, instead="it is left out")):
             found[int(name)] = read
     return found
 

@@ -100,7 +100,7 @@ def _stretches(workdir: str) -> Iterator[_Stretch]:
         path = fetch_reports(workdir, root)
         notes = {step: manifest["notes"] for step, manifest in sorted(manifests_of(path).items()) if step}
         last = records.last_row(os.path.join(path, "metrics.jsonl")) or {}
-        settings = records.read_json(os.path.join(path, "config.json"), instead="it counts as empty")
+        settings = records.read_json(os.path.join(path, "config.json"), records.as_object, instead="it counts as empty")
     if not notes:
         raise ValueError(f"The run in {workdir!r} has no checkpoint, which would tell of its data: let it save one.")
     is_one_epoch = bool((settings or {}).get("overfit_batches"))
