@@ -19,6 +19,7 @@ import argparse
 import functools
 import itertools
 import os
+import pathlib
 import pickle
 import subprocess
 import sys
@@ -307,8 +308,7 @@ def _call(
             "module that is no program."
         )
     with tempfile.TemporaryDirectory() as directory:
-        with open(os.path.join(directory, _CALL), "wb") as file:
-            pickle.dump((fn, arguments), file)
+        pathlib.Path(directory, _CALL).write_bytes(pickle.dumps((fn, arguments)))
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
         done = subprocess.run(
             [*command, directory], env=environment, capture_output=True, text=True, timeout=timeout_secs, check=False
@@ -316,11 +316,7 @@ def _call(
         if done.returncode:
             output = "\n".join((done.stdout + done.stderr).splitlines()[-60:])
             raise RuntimeError(f"{name} failed with exit code {done.returncode}:\n{output}")
-        values = []
-        for i in range(num_results):
-            with open(os.path.join(directory, _RESULT.format(i)), "rb") as file:
-                values.append(pickle.load(file))
-        return values
+        return [pickle.loads(pathlib.Path(directory, _RESULT.format(i)).read_bytes()) for i in range(num_results)]
 
 
 def main() -> None:
@@ -336,11 +332,8 @@ def main() -> None:
     config = Config(device="cpu", num_devices=options.num_devices, intra_op_threads=1)
     strategies.prepare(config)  # before the function's module is imported, which may make tensors
     index = workers.worker_index(strategies.make_strategy(config))
-    with open(os.path.join(options.directory, _CALL), "rb") as file:
-        fn, arguments = pickle.load(file)
-    result = fn(*arguments)
-    with open(os.path.join(options.directory, _RESULT.format(index)), "wb") as file:
-        pickle.dump(result, file)
+    fn, arguments = pickle.loads(pathlib.Path(options.directory, _CALL).read_bytes())
+    pathlib.Path(options.directory, _RESULT.format(index)).write_bytes(pickle.dumps(fn(*arguments)))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@
 What a step needs besides variables is estimated by the part `audit`.
 """
 
+import contextlib
 import os
 import pathlib
 import resource
@@ -56,9 +57,15 @@ def embedding_tables(model: Any) -> dict[str, Any]:
     return {path: layer._embeddings for path, layer in layers if layer.built}  # one may be unused
 
 
+def known_bytes(tensor: Any) -> int | None:
+    """Returns the bytes of a tensor's numbers, or of a variable's; None: its shape is unknown while tracing."""
+    count = tensor.shape.num_elements()
+    return None if count is None else int(count) * int(tf.as_dtype(tensor.dtype).size)
+
+
 def variable_bytes(variable: Any) -> int:
     """Returns the bytes of a variable's numbers, or of a tensor's; 0 if its shape is unknown."""
-    return int(variable.shape.num_elements() or 0) * int(tf.as_dtype(variable.dtype).size)
+    return known_bytes(variable) or 0
 
 
 def peaks() -> dict[str, float]:
@@ -100,14 +107,19 @@ def describe_use(device: str) -> str:
     return f" ({info['current'] / 1e9:.1f} GB in use, {info['peak'] / 1e9:.1f} at most)"
 
 
+def query_gpus(what: str) -> list[str]:
+    """Returns what NVIDIA's tool answers for each GPU, such as its `driver_version`; nothing without GPUs."""
+    command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return []
+
+
 def gpu_memory_gb() -> float | None:
     """Returns the memory of the smallest GPU of this machine, in GB (10^9 bytes), by NVIDIA's tool; None: unknown."""
-    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    try:
-        output = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
-        return min(int(line) for line in output.splitlines()) * 2**20 / 1e9  # it counts in MiB
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return None
+    sizes = [int(size) for size in query_gpus("memory.total") if size.isdecimal()]
+    return min(sizes) * 2**20 / 1e9 if sizes else None  # it counts in MiB
 
 
 def available_gb() -> float:
@@ -121,11 +133,9 @@ def available_gb() -> float:
         available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):
         available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    try:
+    with contextlib.suppress(OSError, ValueError):  # no limit
         limit, used = (int(pathlib.Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
         available = min(available, limit - used)
-    except (OSError, ValueError):  # no limit
-        pass
     return max(0, available) / 1e9
 
 

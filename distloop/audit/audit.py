@@ -4,11 +4,13 @@
     print(result)                       # findings that differ in their names alone share a line
     assert not result.findings
 
-A check is a function from a `Probe` to findings; those that compare one replica on a whole batch with two replicas on
-its halves are here, the others in `checks`. The probe runs on any number of devices, trains two steps, and restores
-everything. A new check is one more function in the list. This module does not know how a run goes.
+A check is a function from a `Probe` to findings, and to sentences on what it could not check; those that compare one
+replica on a whole batch with two replicas on its halves are here, the others in `checks`. The probe runs on any number
+of devices, trains two steps, and restores everything. A new check is one more function in the list. This module does
+not know how a run goes.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -16,9 +18,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from distloop.audit import checks, gpu_checks
-from distloop.audit.checks import Audit, Finding, Unchecked, failure
+from distloop.audit import checks
+from distloop.audit.checks import Audit, Finding, failure
 from distloop.audit.probe import REPLICAS, Measurement, Probe
+from distloop.audit.tracing import COLLECTIVES
 from distloop.data import shards
 from distloop.data.arrays import as_dataset, with_labels
 from distloop.data.iterators import fresh_copy
@@ -33,13 +36,13 @@ from distloop.training.out_of_memory import explain_pass
 from distloop.variables import named_variables
 
 
-def dependence_on_replicas(probe: Probe) -> Iterator[Finding | Unchecked]:
+def dependence_on_replicas(probe: Probe) -> Iterator[Finding | str]:
     """Checks that no update's statistics, values or gradients depend on the number of replicas."""
     if [*checks.python_values(probe), *checks.identical_draws(probe)]:  # then no two calls compute the same
-        yield Unchecked("one replica against several, until the findings are repaired")
+        yield "one replica against several, until the findings are repaired"
         return
     for update in probe.state.spec.updates:
-        (whole,), collectives = probe.measure(update, [probe.rows], training=True)
+        (whole,), used = probe.measure(update, [probe.rows], training=True)
         unsynchronized = _unsynchronized_normalizations(probe, whole)
         # Virtual replicas have statistics of their own on any number of devices.
         for path in unsynchronized if not probe.state.virtual_replicas else ():
@@ -49,15 +52,15 @@ def dependence_on_replicas(probe: Probe) -> Iterator[Finding | Unchecked]:
                 "each replica normalizes by its own rows, so the numbers depend on how many there are: use "
                 "distloop.synchronize(model), or BatchNormalization(synchronized=True)",
             )
-        training = not (whole.is_random or unsynchronized or collectives or probe.trace.collectives)
+        training = not (whole.is_random or unsynchronized or (used | probe.trace.used) & COLLECTIVES)
         if training:
             halves, _ = probe.measure(update, probe.halves, training=True)
             yield from _written_statistics(probe, whole, halves)
         else:
-            (whole,), collectives_of_whole = probe.measure(update, [probe.rows], training=False)
-            halves, collectives_of_halves = probe.measure(update, probe.halves, training=False)
-            if reason := _incomparable(collectives_of_whole | collectives_of_halves, whole.is_random):
-                yield Unchecked(f"loss and gradients{_of(update)} on several replicas, because the loss {reason}")
+            (whole,), used_for_whole = probe.measure(update, [probe.rows], training=False)
+            halves, used_for_halves = probe.measure(update, probe.halves, training=False)
+            if reason := _incomparable((used_for_whole | used_for_halves) & COLLECTIVES, whole.is_random):
+                yield f"loss and gradients{_of(update)} on several replicas, because the loss {reason}"
                 continue
         yield from _values_and_gradients(probe, update, whole, halves, training)
 
@@ -72,26 +75,19 @@ def _incomparable(collectives: set[str], is_random: bool) -> str | None:
 
 def _unsynchronized_normalizations(probe: Probe, whole: Measurement) -> list[str]:
     """Returns the paths of BatchNormalization layers that update their statistics from one replica's rows."""
-    start = probe.untrained_values()
-    paths_of = {id(v): path for path, v in named_variables(probe.state.model).items() if path in whole.written}
-    layers = []
-    for layer in probe.layers:
-        if not isinstance(layer, keras.layers.BatchNormalization) or layer.synchronized:
-            continue
-        paths = [paths_of[id(v)] for v in layer.variables if id(v) in paths_of]
-        if any(not np.array_equal(whole.written[path], start[path]) for path in paths):
-            layers.append(layer.path)
-    return layers
+    start, variables = probe.untrained_values(), named_variables(probe.state.model)
+    changed = {id(variables[path]) for path, v in whole.written.items() if not np.array_equal(v, start[path])}
+    layers = [x for x in probe.layers if isinstance(x, keras.layers.BatchNormalization) and not x.synchronized]
+    return [layer.path for layer in layers if not changed.isdisjoint(map(id, layer.variables))]
 
 
 def _written_statistics(probe: Probe, whole: Measurement, halves: Sequence[Measurement]) -> Iterator[Finding]:
     """Compares the statistics that the forward pass wrote; of floats distloop keeps the mean over the replicas."""
-    sizes = np.array([int(shards.batch_size(half)) for half in probe.halves], np.float64)
+    sizes = [int(shards.batch_size(half)) for half in probe.halves]
     for path, value in whole.written.items():
         parts = [half.written[path] for half in halves]
         if np.issubdtype(value.dtype, np.floating):
-            mean = sum(size * part for size, part in zip(sizes, parts, strict=True)) / sizes.sum()
-            if _differ(value, mean, probe.tolerance):
+            if _differ(value, np.average(parts, axis=0, weights=sizes), probe.tolerance):
                 yield Finding(
                     "statistics of one replica",
                     path,
@@ -106,11 +102,7 @@ def _values_and_gradients(
     probe: Probe, update: Update, whole: Measurement, halves: Sequence[Measurement], training: bool
 ) -> Iterator[Finding]:
     """Compares values, then gradients; names the operation from which on the rows differ."""
-    weights = [half.weight for half in halves]
-
-    def mean(parts: Sequence[Any]) -> Any:
-        return sum(weight * part for weight, part in zip(weights, parts, strict=True)) / sum(weights)
-
+    mean = functools.partial(np.average, axis=0, weights=[half.weight for half in halves])
     means = {name: mean([half.values[name] for half in halves]) for name in whole.values}
     numbers = {
         name: f"{name} is {value:.6g} on 1 and {means[name]:.6g} on {REPLICAS}"
@@ -157,14 +149,15 @@ def same_bits(probe: Probe) -> Iterator[Finding]:
     """Checks that no virtual replica uses what others compute, or the number of a device."""
     if not probe.state.virtual_replicas:
         return
-    if collectives := probe.trace.collectives - {"all_gather"}:  # as `gather_rows` calls it
+    collectives = probe.trace.used & COLLECTIVES
+    if others := collectives - {"all_gather"}:  # as `gather_rows` calls it
         yield Finding(
             "talks to other replicas",
-            " and ".join(sorted(collectives)),
+            " and ".join(sorted(others)),
             "virtual replicas take turns, so none has what another one computes: use plain BatchNormalization, and "
             "distloop.gather_rows for the rows of others, or leave virtual_replicas out",
         )
-    elif (asked := probe.trace.asked) and not probe.trace.collectives:  # `gather_rows` asks, too
+    elif (asked := probe.trace.used) and not collectives:  # `gather_rows` asks, too
         yield Finding(
             "asks where it runs",
             " and ".join(sorted(asked)),
@@ -189,7 +182,7 @@ def _of(update: Update) -> str:
     return f" of update {update.name!r}" if update.name else ""
 
 
-Check = Callable[[Probe], Iterator[Finding | Unchecked]]
+Check = Callable[[Probe], Iterator[Finding | str]]
 
 # The other checks need steps that run, so they wait until these find nothing.
 FIRST_CHECKS: tuple[Check, ...] = (checks.created_variables, checks.unsaved_random_states, checks.labels)
@@ -203,7 +196,7 @@ CHECKS: tuple[Check, ...] = (
     drift,
     same_bits,
     checks.gradients,
-    gpu_checks.host_operations,
+    checks.host_operations,
 )
 
 
@@ -214,19 +207,18 @@ def audit(trainer: Trainer, dataset: Data, y: Any = None) -> Audit:
     config = trainer.config
     data = as_dataset(with_labels(dataset, y), config.global_batch_size(trainer.strategy), config.seed)
     trainer.build(fresh_copy(data))
-    results: list[Finding | Unchecked]
     with devices.preserved_random_state():
         probe = Probe(trainer.state, data, seed=config.seed, microbatches=config.first_microbatches)
         results = _results([checks.data_order], probe)
         obstacles = _results(FIRST_CHECKS, probe)
         results += obstacles or _results(CHECKS, probe)
     findings = dict.fromkeys(result for result in results if isinstance(result, Finding))  # each once, in order
-    return Audit(tuple(findings), tuple(result.what for result in results if isinstance(result, Unchecked)))
+    return Audit(tuple(findings), tuple(result for result in results if isinstance(result, str)))
 
 
-def _results(checks: Iterable[Check], probe: Probe) -> list[Finding | Unchecked]:
+def _results(checks: Iterable[Check], probe: Probe) -> list[Finding | str]:
     """Returns the results of checks; an error in the user's code or data is one of them and ends its check."""
-    results: list[Finding | Unchecked] = []
+    results: list[Finding | str] = []
     for check in checks:
         try:
             results += check(probe)

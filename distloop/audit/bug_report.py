@@ -12,12 +12,12 @@ import os
 import pathlib
 import platform
 import re
-import subprocess
 from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
 import distloop
+from distloop.actions.memory import query_gpus
 from distloop.distributed import environment
 from distloop.monitoring.records import show_bytes
 from distloop.monitoring.run_files import Run
@@ -35,7 +35,7 @@ def describe(runs: Sequence[Run]) -> str:
     Args:
         runs: whose settings are listed as far as they differ from the defaults.
     """
-    facts = [*_versions(), *_machine(), *_devices(), *_variables(), *_code()]
+    facts = [*_versions(), *_machine(), *_devices(), *_variables()]
     facts += [fact for run in runs for fact in _settings(run)]
     width = max(len(name) for name, _ in facts)
     return _without_names("\n".join(f"{name:<{width}}  {value}" for name, value in facts))
@@ -65,21 +65,14 @@ def _devices() -> Iterator[tuple[str, str]]:
         details = tf.config.experimental.get_device_details(device)
         yield device.name.removeprefix("/physical_device:"), details.get("device_name", device.device_type)
     built = tf.sysconfig.get_build_info()
-    driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0]
-    yield "CUDA", f"{built.get('cuda_version', '-')}, cuDNN {built.get('cudnn_version', '-')}, driver {driver or '-'}"
+    driver, *_ = [*query_gpus("driver_version"), "-"]
+    yield "CUDA", f"{built.get('cuda_version', '-')}, cuDNN {built.get('cudnn_version', '-')}, driver {driver}"
 
 
 def _variables() -> Iterator[tuple[str, str]]:
     """Yields the environment variables that change what TensorFlow or distloop do; of secrets the name alone."""
     for name in sorted(filter(_VARIABLES.match, os.environ)):
         yield name, "***" if _SECRETS.search(name) else without_credentials(os.environ[name])
-
-
-def _code() -> Iterator[tuple[str, str]]:
-    """Yields the commit of the directory that the command is run in, and how many files differ from it."""
-    if commit := _output("git", "rev-parse", "HEAD"):
-        changed = _output("git", "status", "--porcelain", "--untracked-files=no").splitlines()
-        yield "git commit", f"{commit}, files changed since: {len(changed)}"
 
 
 def _settings(run: Run) -> Iterator[tuple[str, str]]:
@@ -89,14 +82,6 @@ def _settings(run: Run) -> Iterator[tuple[str, str]]:
     for name, value in run.settings.items():
         if name in defaults and value != defaults[name]:
             yield f"--{name}", str(value)
-
-
-def _output(*command: str) -> str:
-    """Returns what a program prints; empty if it is not there or fails."""
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return ""
 
 
 def _without_names(text: str) -> str:

@@ -1,5 +1,6 @@
-"""Checks of data, code and gradients: functions from a probe to findings, and the audit that these make up."""
+"""Checks of data, code, gradients and GPU graphs: functions from a probe to findings; the audit that these make up."""
 
+import functools
 import re
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,12 +11,16 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from distloop.audit.gpu_graph import look
+from distloop.audit.placed_graph import HOST
 from distloop.audit.probe import NUM_BATCHES, REPLICAS, Probe
 from distloop.audit.tracing import as_replica, compiled
+from distloop.data import shards
 from distloop.errors import as_user_error, briefly, user_line
 from distloop.graph_functions import with_called
 from distloop.model.spec import Update
 from distloop.training import step_operations
+from distloop.training.forward_backward import ForwardBackward
 from distloop.variables import named_variables
 
 _NUM_NAMES = 3  # in a line
@@ -25,6 +30,7 @@ _NOISE_LAYERS = (
     keras.layers.GaussianDropout,
     keras.layers.GaussianNoise,
 )
+_OF_KERAS = {("Cast", "StatelessRandomGetKeyCounter"), ("BitwiseAnd", "Less")}  # of its random draws, and its argmax
 _GIVE_SEED = "give a keras.random.SeedGenerator as seed, an attribute of a layer in the model or of the model itself"
 
 
@@ -52,16 +58,6 @@ def failure(error: Exception) -> Finding:
     line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     where = user_line(traceback.extract_tb(error.__traceback__)) or type(error).__name__
     return Finding("stops with an error", where, line.strip().rstrip("."))
-
-
-class Unchecked(NamedTuple):
-    """A property that could not be checked.
-
-    Attributes:
-        what: the property, and why.
-    """
-
-    what: str
 
 
 @dataclass(frozen=True)
@@ -107,11 +103,12 @@ def data_order(probe: Probe) -> Iterator[Finding]:
 def created_variables(probe: Probe) -> Iterator[Finding]:
     """Checks that `loss_fn` creates no variable."""
     if (created := probe.trace.created) is not None:
+        assert created.__cause__ is not None, "it has the traceback"
         advice = "create it, or its layer, in model_fn, and put it into ModelSpec's model"
         yield Finding(
             "variable made in a step",
-            f"{created} ({user_line(traceback.extract_tb(created.__traceback__))})",
-            _GIVE_SEED if "seed_generator_state" in str(created) else f"each trace creates another one: {advice}",
+            f"{created.variable} ({user_line(traceback.extract_tb(created.__cause__.__traceback__))})",
+            _GIVE_SEED if "seed_generator_state" in created.variable else f"each trace creates another one: {advice}",
         )
 
 
@@ -129,8 +126,9 @@ def labels(probe: Probe) -> Iterator[Finding]:
     """Checks that the labels of the first batches are numbers of classes; -1 stands for no class in `tf.one_hot`."""
     if not probe.trace.labels:
         return
+    specs = functools.partial(tf.nest.map_structure, tf.type_spec_from_value)
     with probe.restored():
-        batches = [rows for rows in probe.dataset().take(NUM_BATCHES) if _specs(rows) == _specs(probe.rows)]
+        batches = [rows for rows in probe.dataset().take(NUM_BATCHES) if specs(rows) == specs(probe.rows)]
         ranges = np.array([probe.trace.run(rows, rows)[1] for rows in batches])  # [N, L, 2]
     for (op, _, num_classes), lowest, highest in zip(
         probe.trace.labels, ranges.min(0)[:, 0], ranges.max(0)[:, 1], strict=True
@@ -186,22 +184,15 @@ def _layers_with_modes(layers: Iterable[Any], trained: set[int]) -> Iterator[Any
             yield from _layers_with_modes(layer._flatten_layers(include_self=False, recursive=False), trained)
 
 
-def _specs(rows: Any) -> Any:
-    return tf.nest.map_structure(tf.type_spec_from_value, rows)
-
-
 def foreign_variables(probe: Probe) -> Iterator[Finding]:
     """Checks that every variable that `loss_fn` reads or writes is saved in checkpoints."""
-    for verb, is_wanted in (("writes", True), ("reads", False)):
-        variables = [v.name.removesuffix(":0") for v, is_written in probe.foreign_variables if is_written == is_wanted]
-        if variables:
-            more = f" and {len(variables) - 3} more" if len(variables) > 3 else ""
-            yield Finding(
-                "state in no checkpoint",
-                f"{', '.join(variables[:3])}{more}",
-                f"the loss {verb} a variable outside ModelSpec's model, which a resumed run starts anew: put it, or "
-                "the layer that holds it, into the model, as in ModelSpec([model, it], ...)",
-            )
+    for variable, is_written in probe.foreign_variables:
+        yield Finding(
+            "state in no checkpoint",
+            variable.name.removesuffix(":0"),
+            f"the loss {'writes' if is_written else 'reads'} a variable outside ModelSpec's model, which a resumed run "
+            "starts anew: put it, or the layer that holds it, into the model, as in ModelSpec([model, it], ...)",
+        )
 
 
 def python_values(probe: Probe) -> Iterator[Finding]:
@@ -230,11 +221,7 @@ def python_values(probe: Probe) -> Iterator[Finding]:
 
 
 def _changed_argument(one: tf.Operation, other: tf.Operation) -> tuple[str, str, list[Any]] | None:
-    """Returns an argument of a `tf.function` that has another Python value in each of two calls, or None.
-
-    Returns:
-        The function's name, the argument's name, and both values.
-    """
+    """Returns a `tf.function`, its argument that has another Python value in each of two calls, and both values."""
     types = []
     for op in (one, other):
         function = op.graph._get_function(op.node_def.attr["f"].func.name)
@@ -295,3 +282,43 @@ def gradients(probe: Probe) -> Iterator[Finding]:
                 "it is exactly 0 for a whole batch, at the start and after two steps: look for dead units, a "
                 "factor or a mask of 0 on the way to the loss",
             )
+
+
+def host_operations(probe: Probe) -> Iterator[Finding]:
+    """Checks that the forward and the backward pass stay on a GPU, where the model is on one."""
+    return (finding for update in probe.state.spec.updates for finding in _off_the_gpu(probe, update))
+
+
+def _off_the_gpu(probe: Probe, update: Update) -> Iterator[Finding]:
+    """Yields what would leave a GPU in an update's forward and backward pass, which is traced and not run."""
+    update_pass = ForwardBackward(probe.state, update)
+    count = tf.constant(shards.batch_size(probe.rows), tf.float32)
+
+    def compute(rows: Any) -> Any:
+        with as_replica(0, 1, set()), probe.state.placement.unplaced():
+            return update_pass.differentiate.by_path(rows, update_pass.loss_factor(count), training=True)
+
+    found = look(compiled(compute, probe.rows).graph, update.name)
+    for f in found.on_host:
+        yield Finding(
+            "runs on the host when this model is on a GPU",
+            f"{f.operation} ({f.line if _is_users(f.line) else f.name})",  # its own name tells the layer
+            "the GPU waits for Python in each step: write it with TensorFlow's operations, or do it in the dataset"
+            if "Python" in f.reason
+            else "TensorFlow has no GPU kernel for it: compute it in another dtype or by other operations, or do it in "
+            "the dataset, which prepares batches while the GPU computes",
+        )
+    fallen = {f.line for f in found.on_host}
+    for copy in found.through:
+        is_users = copy.bytes != 0 and _is_users(copy.line) and copy.line not in fallen
+        if copy.target == HOST and is_users and (copy.producer, copy.consumer) not in _OF_KERAS:
+            yield Finding(
+                "goes to the host and back",
+                f"{copy.producer} -> {copy.consumer} ({copy.line})",
+                "in each step the GPU waits until the host has its result, as for int32 numbers, which TensorFlow "
+                "compares and adds on the host, and within tf.device('/CPU:0'): use int64 or float32, or another place",
+            )
+
+
+def _is_users(line: str | None) -> bool:
+    return line is not None and not line.startswith("distloop/")

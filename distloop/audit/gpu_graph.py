@@ -11,11 +11,12 @@ operations as `placed_graph` does.
 """
 
 import collections
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from distloop.audit.placed_graph import HOST, Node, PlacedGraph, place
+from distloop.audit.tracing import reached
 
 _READERS = {"IteratorGetNext", "IteratorGetNextSync", "OptionalGetValue"}  # types of operations that return a batch
 _RUN_PYTHON = {"EagerPyFunc", "PyFunc", "PyFuncStateless"}  # on any device
@@ -29,14 +30,12 @@ class OnHost(NamedTuple):
     Attributes:
         operation: its type and the dtypes of its inputs, as in `Cumprod(int64)`.
         reason: why it does.
-        device: the GPU, as in `GPU:0`.
         name: of the operation, with that of its layer.
         line: of the code that made it, as in `model.py:12`.
     """
 
     operation: str
     reason: str
-    device: str
     name: str
     line: str | None
 
@@ -132,19 +131,17 @@ def look(graph: Any, name: str) -> GpuGraph:
     return GpuGraph(
         name=name,
         operations=collections.Counter(node.device for node in placed.step if node.is_operation and node.device),
-        on_host=tuple(_on_host(placed.step)),
+        on_host=tuple(filter(None, map(_on_host, placed.step))),
         copies=tuple(judge.copies()),
         waits=tuple(judge.waits()),
         not_followed=tuple(sorted(placed.not_followed)),
     )
 
 
-def _on_host(nodes: Iterable[Node]) -> Iterator[OnHost]:
-    for node in nodes:
-        reason = "it runs Python" if node.type in _RUN_PYTHON else "it has no GPU kernel"
-        if node.has_fallen_back or node.type in _RUN_PYTHON:
-            dtypes = ", ".join(tensor.dtype.name for tensor in node.op.inputs)
-            yield OnHost(f"{node.type}({dtypes})", reason, node.asked_for, node.op.name, node.line)
+def _on_host(node: Node) -> OnHost | None:
+    reason = "it runs Python" if node.type in _RUN_PYTHON else "it has no GPU kernel" if node.has_fallen_back else ""
+    dtypes = ", ".join(tensor.dtype.name for tensor in node.op.inputs) if reason else ""
+    return OnHost(f"{node.type}({dtypes})", reason, node.op.name, node.line) if reason else None
 
 
 class _Judge:
@@ -187,7 +184,7 @@ class _Judge:
         condition = self._placed.condition
         if condition is None:
             return
-        for node in _reached([condition], _before, lambda node: False):
+        for node in reached([condition], _before):
             if node.next is not None:
                 value = node.next.edges[0]
                 is_copied = value.is_copy or value.target != HOST  # to the host, where the condition is
@@ -213,23 +210,16 @@ class _Judge:
 
     def _is_computed_with(self, node: Node) -> bool:
         """Returns whether rows are computed with, and not only handed to the next step."""
-        stack, seen = [node], set[Node]()
-        while stack:
-            node = stack.pop()
-            if node not in seen:
-                seen.add(node)
-                if node.is_operation and node.type not in _PASS_ON:
-                    return True
-                stack += self._users[node]
-        return False
+        after = reached([node], lambda node: self._users[node])
+        return any(node.is_operation and node.type not in _PASS_ON for node in after)
 
     def _followers(self, nodes: Iterable[Node]) -> set[Node]:
         """Returns operations and those after them, as far as they run on the host."""
-        return _reached(nodes, lambda node: self._users[node])
+        return reached(_of_host(nodes), lambda node: _of_host(self._users[node]))
 
     def _leaders(self, nodes: Iterable[Node]) -> set[Node]:
         """Returns operations of the step and those before them, as far as they run on the host."""
-        return _reached(nodes, _before)
+        return reached(_of_host(nodes), lambda node: _of_host(_before(node)))
 
 
 def _before(node: Node) -> list[Node]:
@@ -237,22 +227,8 @@ def _before(node: Node) -> list[Node]:
     return [] if node.next else [edge.producer for edge in node.edges]
 
 
-def _is_on_gpu(node: Node) -> bool:
-    return node.is_on_gpu
-
-
-def _reached(
-    nodes: Iterable[Node], neighbours: Callable[[Node], Iterable[Node]], is_end: Callable[[Node], bool] = _is_on_gpu
-) -> set[Node]:
-    """Returns operations and all that are reached from those, without the ends."""
-    found: set[Node] = set()
-    stack = list(nodes)
-    while stack:
-        node = stack.pop()
-        if node not in found and not is_end(node):
-            found.add(node)
-            stack += neighbours(node)
-    return found
+def _of_host(nodes: Iterable[Node]) -> list[Node]:
+    return [node for node in nodes if not node.is_on_gpu]
 
 
 def _at(line: str | None) -> str:

@@ -15,8 +15,8 @@ import numpy as np
 import tensorflow as tf
 
 from distloop.actions import memory
-from distloop.actions.memory import embedding_tables, held_by_device, variable_bytes
-from distloop.audit.tracing import as_replica, compiled
+from distloop.actions.memory import embedding_tables, held_by_device, known_bytes, variable_bytes
+from distloop.audit.tracing import as_replica, compiled, reached
 from distloop.data import shards
 from distloop.data.source import Data, Source
 from distloop.distributed import strategies, workers
@@ -168,29 +168,26 @@ def _estimate(trainer: Trainer, data: FitData) -> MemoryEstimate:
     rows = _rows_of_replica(source, state.strategy)
     count, held = int(shards.batch_size(rows)), held_by_device(state)
     batch = sum(variable_bytes(t) for t in tf.nest.flatten(rows, expand_composites=True) if t.dtype != tf.string)
+    available = _available(state.strategy, max(sum(parts.values()) for parts in held.values()))
     if strategies.has_gpus(state.strategy):
         batch *= 2  # the next one arrives while a step computes
-    available = _available(state.strategy, max(sum(parts.values()) for parts in held.values()))
-    may_skip = settings.on_nonfinite == "skip" or bool(state.loss_scalers)
-    if may_skip and strategies.has_gpus(state.strategy):
-        held = {device: parts | {_COPY: sum(parts.values())} for device, parts in held.items()}
+        if settings.on_nonfinite == "skip" or state.loss_scalers:
+            held = {device: parts | {_COPY: sum(parts.values())} for device, parts in held.items()}
     sizes = {path: variable_bytes(table) for path, table in embedding_tables(state.model).items()}
     tables = dict(sorted(((path, n) for path, n in sizes.items() if n >= _NAMED_BYTES), key=lambda item: -item[1]))
-    first = microbatches = min(settings.first_microbatches, count)
-    while True:
+
+    def estimate(microbatches: int) -> MemoryEstimate:
         peaks = [_peak_of_update(state, update, rows, microbatches) for update in state.spec.updates]
         peak = max(peaks, key=lambda peak: peak.total)
         needed = dict(zip(ledger.ESTIMATED, (batch, peak.activations, peak.gradients), strict=True))
         devices = {device: parts | needed for device, parts in held.items()}
         most = max(devices.values(), key=lambda parts: sum(parts.values()))
-        estimate = MemoryEstimate(most, available, count, microbatches, None, peak.num_unknown, devices, tables)
-        if microbatches == first:
-            asked_for = estimate
-        if estimate.fits:
-            return asked_for._replace(enough_microbatches=None if microbatches == first else microbatches)
-        if microbatches == count:
-            return asked_for
-        microbatches = min(2 * microbatches, count)
+        return MemoryEstimate(most, available, count, microbatches, None, peak.num_unknown, devices, tables)
+
+    asked_for = estimate(first := min(settings.first_microbatches, count))
+    doublings = 0 if asked_for.fits else (math.ceil(count / first) - 1).bit_length()
+    more = (min(first << i, count) for i in range(1, doublings + 1))
+    return asked_for._replace(enough_microbatches=next((n for n in more if estimate(n).fits), None))
 
 
 def _rows_of_replica(source: Source, strategy: tf.distribute.Strategy) -> Any:
@@ -285,14 +282,9 @@ def peak_of(graph: Any) -> Peak:
 
 def _needed(graph: Any) -> list[tf.Operation]:
     """Returns the operations that a function runs, in order: TensorFlow leaves out those that no result needs."""
-    needed: set[int] = set()
-    stack = [*(tensor.op for tensor in graph.outputs), *graph.control_outputs]
-    while stack:
-        op = stack.pop()
-        if id(op) not in needed:
-            needed.add(id(op))
-            stack += [*(tensor.op for tensor in op.inputs), *op.control_inputs]
-    return [op for op in graph.get_operations() if id(op) in needed]
+    results = [*(tensor.op for tensor in graph.outputs), *graph.control_outputs]
+    needed = reached(results, lambda op: [*(tensor.op for tensor in op.inputs), *op.control_inputs])
+    return [op for op in graph.get_operations() if op in needed]
 
 
 def _memory_of(tensor: tf.Tensor) -> tf.Tensor:
@@ -306,12 +298,7 @@ def _bytes(tensor: tf.Tensor) -> int | None:
     """Returns the bytes that a tensor adds; None: its size is unknown while tracing."""
     if tensor.op.type in _NO_MEMORY or tensor.dtype in (tf.resource, tf.string):
         return 0
-    return _bytes_of_list(tensor) if tensor.dtype == tf.variant else _size(tensor)
-
-
-def _size(tensor: tf.Tensor) -> int | None:
-    elements = tensor.shape.num_elements()
-    return None if elements is None else int(elements) * int(tensor.dtype.size)
+    return _bytes_of_list(tensor) if tensor.dtype == tf.variant else known_bytes(tensor)
 
 
 def _bytes_of_list(tensor: tf.Tensor) -> int | None:
@@ -329,7 +316,7 @@ def _bytes_of_list(tensor: tf.Tensor) -> int | None:
     after = [_memory_of(b) for a, b in zip(body.inputs, body.outputs, strict=True) if a is element]
     if after and (after[0] is element or id(after[0]) in _elements(body)):
         return 0  # it is the same in all iterations, or an element of another list since the iteration before
-    size, iterations = _size(element), _most_iterations(op)
+    size, iterations = known_bytes(element), _most_iterations(op)
     return None if size is None or iterations is None else size * iterations
 
 

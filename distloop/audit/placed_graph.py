@@ -11,12 +11,14 @@ condition is known and all side effects of the one before it are done. The modul
 
 import functools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 from tensorflow.python.framework import kernels
 
+from distloop.actions.memory import known_bytes
+from distloop.audit.tracing import reached
 from distloop.errors import innermost_line
 from distloop.graph_functions import called_graphs
 
@@ -121,13 +123,8 @@ class PlacedGraph:
 
     def __init__(self, step: list[Node], next_values: list[Node], condition: Node | None, effects: list[Node]):
         """Leaves out what no result of the step needs, as TensorFlow does."""
-        needed: set[Node] = set()
-        stack = [*next_values, *effects, *([condition] if condition else [])]
-        while stack:
-            node = stack.pop()
-            if node not in needed:
-                needed.add(node)
-                stack += [*(edge.producer for edge in node.edges), *node.with_it]
+        results = [*next_values, *effects, *([condition] if condition else [])]
+        needed = reached(results, lambda node: [*(edge.producer for edge in node.edges), *node.with_it])
         self.step = [node for node in step if node in needed]
         self.next_values, self.condition, self.effects = next_values, condition, effects
         self.not_followed: set[str] = set()
@@ -221,14 +218,10 @@ class _Placer:
 
     def _device(self, op: Any, given: Sequence[_Value], device: str) -> str:
         """Returns the device that an operation is to run on."""
-        for value in given:
-            if value.tensor.dtype == tf.resource and value.node.device:
-                return value.node.device
-        if device:
-            return device
-        if op.type in _SHAPES and given:
-            return given[0].node.device
-        return FIRST_GPU
+        of_resources = [v.node.device for v in given if v.tensor.dtype == tf.resource and v.node.device]
+        if of_resources or device:
+            return [*of_resources, device][0]
+        return given[0].node.device if op.type in _SHAPES and given else FIRST_GPU
 
     def _branch(
         self, op: Any, graphs: Sequence[Any], given: list[_Value], before: list[Node], device: str, with_it: list[Node]
@@ -292,7 +285,8 @@ class _Placer:
             else:
                 target = node.memory(tensor.dtype, i, is_output=False)
                 source = producer.memory(tensor.dtype, index, is_output=True) or target
-            node.edges.append(Edge(producer, node, index, source, target, _bytes(tensor)))
+            size = None if tensor.dtype == tf.variant else known_bytes(tensor)
+            node.edges.append(Edge(producer, node, index, source, target, size))
         node.edges += [Edge(earlier, node, None, earlier.site, node.site, 0) for earlier in before]
 
 
@@ -300,12 +294,8 @@ def _is_constant(op: Any, given: Sequence[_Value]) -> bool:
     """Returns whether TensorFlow's graph optimizer replaces an operation by its result."""
     if op.type in _SHAPES and all(tensor.shape.is_fully_defined() for tensor in op.inputs):
         return True
-    return (
-        bool(op.outputs)
-        and not op.op_def.is_stateful
-        and len(given) == len(op.inputs)
-        and all(v.node.is_constant for v in given)
-    )
+    are_constant = len(given) == len(op.inputs) and all(value.node.is_constant for value in given)
+    return bool(op.outputs) and not op.op_def.is_stateful and are_constant
 
 
 def _short(device: str) -> str:
@@ -320,20 +310,14 @@ def _device_of_resource(handle: Any) -> str:
     if data is None or not data.is_set:
         return HOST
     asked_for = _short(getattr(handle, DEVICE, "")) or FIRST_GPU
-    dtypes = {
-        enum for kernel in _kernels("VarHandleOp") if kernel.device_type == "DEFAULT" for enum in _allowed(kernel)
-    }
-    return asked_for if data.shape_and_type[0].dtype in dtypes else HOST
+    constraints = [kernel.constraint for kernel in _kernels("VarHandleOp") if kernel.device_type == "DEFAULT"]
+    on_gpu = {dtype for of_kernel in constraints for c in of_kernel for dtype in c.allowed_values.list.type}
+    return asked_for if data.shape_and_type[0].dtype in on_gpu else HOST
 
 
 def _is_compiled(op: Any) -> bool:
     """Returns whether XLA compiles a call as a whole."""
     return "_XlaMustCompile" in op.node_def.attr and bool(op.node_def.attr["_XlaMustCompile"].b)
-
-
-def _bytes(tensor: tf.Tensor) -> int | None:
-    count = None if tensor.dtype == tf.variant else tensor.shape.num_elements()
-    return None if count is None else int(count) * int(tensor.dtype.size)
 
 
 @functools.cache
@@ -352,17 +336,8 @@ def _kernel(op: Any) -> Any:
 
 
 def _fits(kernel: Any, op: Any) -> bool:
-    for constraint in kernel.constraint:
-        value = op.node_def.attr[constraint.name]
-        allowed = constraint.allowed_values.list.type
-        if allowed and not set(allowed).issuperset([value.type] if value.type else value.list.type):
-            return False
-    return True
-
-
-def _allowed(kernel: Any) -> Iterator[int]:
-    for constraint in kernel.constraint:
-        yield from constraint.allowed_values.list.type
+    pairs = [(c.allowed_values.list.type, op.node_def.attr[c.name]) for c in kernel.constraint]
+    return all(set(types).issuperset([v.type] if v.type else v.list.type) for types, v in pairs if types)
 
 
 def _host_arguments(op: Any, kernel: Any) -> tuple[list[bool], list[bool]]:

@@ -50,15 +50,14 @@ def trace_on_gpus(model_fn: Callable[[], ModelSpec], config: Config, data: Data,
     Raises:
         ValueError: as of `Trainer` and `Trainer.fit`.
     """
-    config = dataclasses.replace(config, eager=False)
     is_several = config.strategy == "multi_worker"
-    count = 0 if config.num_stages > 1 else gpus
     here = dataclasses.replace(
         config,
         strategy="auto" if is_several else config.strategy,
         device="gpu",
-        num_devices=count,
+        num_devices=0 if config.num_stages > 1 else gpus,
         console="quiet",
+        eager=False,
         fast_dev_run=False,
     )
     with pretended_gpus(gpus):
@@ -66,7 +65,7 @@ def trace_on_gpus(model_fn: Callable[[], ModelSpec], config: Config, data: Data,
         trainer = Trainer(model_fn, here, strategy=strategy)
         trainer.build(data)
         state, arguments = trainer.state, read_arguments(data, None, {})
-        source, loop = make_training_source(arguments, state, here), make_train_loop(state, config)
+        source, loop = make_training_source(arguments, state, here), make_train_loop(state, here)
         source.iterator()
         if is_several:
             tensorflow_internals.pretend_workers(strategy, _WORKERS)
@@ -114,6 +113,7 @@ def _graph_of_first_call(run: Callable[[], Any]) -> Any:
 def pretended_gpus(count: int) -> Iterator[None]:
     """Enters a scope in which distloop sees so many GPUs, and variables are said to be on those."""
     device_of = resource_variable_ops.BaseResourceVariable.device
+    asked_for = property(lambda self: getattr(self._handle, DEVICE, None) or device_of.fget(self))
     make = resource_variable_ops.ResourceVariable.__init__
 
     def note(self: Any, *arguments: Any, **settings: Any) -> None:
@@ -134,11 +134,7 @@ def pretended_gpus(count: int) -> Iterator[None]:
         stack.callback(global_state.set_global_attribute, _NAMES, names and names.copy())
         for owner, name, value in (
             (resource_variable_ops.ResourceVariable, "__init__", note),
-            (
-                resource_variable_ops.BaseResourceVariable,
-                "device",
-                property(lambda self: getattr(self._handle, DEVICE, None) or device_of.fget(self)),
-            ),
+            (resource_variable_ops.BaseResourceVariable, "device", asked_for),
             (tf.config, "list_logical_devices", listed(tf.config.list_logical_devices)),
             (tf.config, "list_physical_devices", listed(tf.config.list_physical_devices)),
             (devices, "prepare_process", lambda config: None),  # it would set memory growth, and seed

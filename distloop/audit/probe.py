@@ -19,18 +19,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from distloop.audit.tracing import (
-    VariableCreated,
-    as_replica,
-    compiled,
-    drawing_operations,
-    hold_draws,
-    labelled_operations,
-    no_new_variables,
-)
+from distloop.audit.tracing import as_replica, compiled, drawing_operations, hold_draws, labelled_operations
 from distloop.data import shards
 from distloop.data.iterators import fresh_copy
-from distloop.data.opening import open_data
+from distloop.data.opening import open_batches
 from distloop.data.source import Data, Source
 from distloop.distributed import devices
 from distloop.graph_functions import written_resources
@@ -54,18 +46,16 @@ class CallTrace(NamedTuple):
         calls: the operations of each call.
         run: the compiled function of the rows in both orders; returns the random numbers of the first and third call,
             and the least and the largest number of each of `labels`.
-        collectives: how `loss_fn` communicates with other replicas, such as "all_reduce".
+        used: how `loss_fn` communicates with other replicas, and what it asks about where it runs, as of `as_replica`.
         created: if `loss_fn` created a variable, the error that stopped the trace; `run` is None.
         labels: the operations of the first call that take class numbers, each with these and the number of classes.
-        asked: what `loss_fn` asks about where it runs, such as "replica_id_in_sync_group".
     """
 
     calls: list[list[tf.Operation]]
     run: Any
-    collectives: set[str]
-    created: VariableCreated | None = None
+    used: Set[str]
+    created: VariableCreatedError | None = None
     labels: Sequence[tuple[tf.Operation, tf.Tensor, int]] = ()
-    asked: Set[str] = frozenset()
 
 
 class Measurement(NamedTuple):
@@ -113,10 +103,6 @@ class Probe:
 
     def __init__(self, state: TrainState, data: Data, *, seed: int = 0, microbatches: int = 1):
         """Reads the first batch; the arguments are those of `audit`."""
-        if isinstance(data, tf.distribute.DistributedDataset):
-            raise ValueError(
-                "audit was given a DistributedDataset, which TensorFlow has split already: give the plain dataset."
-            )
         self.state = state
         self._data = data
         self._seed = seed
@@ -130,6 +116,7 @@ class Probe:
         size = int(shards.batch_size(self.rows))
         bounds = [shards.shard_bounds(i, REPLICAS, size) for i in range(REPLICAS)]
         self.halves = [tf.nest.map_structure(lambda t, cut=slice(*cut): t[cut], self.rows) for cut in bounds]
+        self._reversed_rows = tf.nest.map_structure(lambda t: tf.gather(t, tf.range(size)[::-1]), self.rows)
         self.layers = [
             layer for layers in state.layers_of_update.values() for top in layers for layer in top._flatten_layers()
         ]
@@ -150,16 +137,15 @@ class Probe:
     @functools.cached_property
     def trace(self) -> CallTrace:
         """Three calls of `loss_fn`, which are traced and not run."""
-        state, calls, collectives = self.state, [], set[str]()
+        state, calls, used = self.state, [], set[str]()
         labels: list[tuple[tf.Operation, tf.Tensor, int]] = []
-        asked: set[str] = set()
 
         def trace(rows: Any, other_rows: Any) -> Any:
             first_seeds = [tf.convert_to_tensor(seed) for seed in state.seeds]
             for replica, batch in ((0, rows), (0, rows), (1, other_rows)):
                 for seed, value in zip(state.seeds, first_seeds, strict=True):
                     seed.assign(stream_of(value, replica))
-                with as_replica(replica, REPLICAS, collectives, asked) as operations, no_new_variables():
+                with as_replica(replica, REPLICAS, used) as operations:
                     for update in state.spec.updates:
                         update.loss_fn(batch, True)
                 calls.append(operations)
@@ -168,13 +154,9 @@ class Probe:
             return draws, [(tf.reduce_min(numbers), tf.reduce_max(numbers)) for _, numbers, _ in labels]
 
         try:
-            return CallTrace(calls, compiled(trace, self.rows, self._reversed_rows()), collectives, None, labels, asked)
-        except VariableCreated as created:
-            return CallTrace(calls, None, collectives, created)
-        except VariableCreatedError as error:
-            assert error.__cause__ is not None, "it has the traceback"
-            observed = VariableCreated(error.variable).with_traceback(error.__cause__.__traceback__)
-            return CallTrace(calls, None, collectives, observed)
+            return CallTrace(calls, compiled(trace, self.rows, self._reversed_rows), used, None, labels)
+        except VariableCreatedError as created:
+            return CallTrace(calls, None, used, created)
 
     @functools.cached_property
     def foreign_variables(self) -> list[tuple[tf.Variable, bool]]:
@@ -196,18 +178,14 @@ class Probe:
     def draws(self) -> list[tuple[tf.Operation, tf.Tensor, tf.Tensor]]:
         """Operations of `loss_fn` that draw random numbers, each with what replicas 0 and 1 draw."""
         with self.restored():
-            drawn, _ = self.trace.run(self.rows, self._reversed_rows())
+            drawn, _ = self.trace.run(self.rows, self._reversed_rows)
         return list(zip(drawing_operations(self.trace.calls[0]), *drawn, strict=False))
 
-    @functools.cached_property
-    def untrained_variables(self) -> dict[str, Any]:
-        """The variables by path that the forward pass may write, random streams apart."""
-        seeds = {id(seed) for seed in self.state.seeds}
-        return {self.state.paths[id(v)]: v for v in self.state.untrained_variables if id(v) not in seeds}
-
     def untrained_values(self) -> dict[str, np.ndarray]:
-        """Returns the values of `untrained_variables` on the first replica, by path."""
-        return {path: self.state.replica_variables(v)[0].numpy() for path, v in self.untrained_variables.items()}
+        """Returns the values by path that the forward pass may write on the first replica, random streams apart."""
+        state, seeds = self.state, {id(seed) for seed in self.state.seeds}
+        variables = [v for v in state.untrained_variables if id(v) not in seeds]
+        return {state.paths[id(v)]: state.replica_variables(v)[0].numpy() for v in variables}
 
     def measure(self, update: Update, batches: Sequence[Any], *, training: bool) -> tuple[list[Measurement], set[str]]:
         """Computes an update for several batches, each as a replica of its own, and each from the same start.
@@ -215,15 +193,15 @@ class Probe:
         Random numbers count as one constant, where `hold_draws` can replace them.
 
         Returns:
-            A measurement for each batch, and how `loss_fn` communicates with other replicas.
+            A measurement for each batch, and what `loss_fn` uses of a replica, as of `as_replica`.
         """
         update_pass = ForwardBackward(self.state, update)
         num_examples = tf.constant(shards.batch_size(self.rows), tf.float32)
-        collectives: set[str] = set()
+        used: set[str] = set()
         are_random: list[bool] = []  # set by tracing
 
         def compute(replica: int, rows: Any) -> Any:
-            with as_replica(replica, len(batches), collectives) as operations:
+            with as_replica(replica, len(batches), used) as operations:
                 factor = update_pass.loss_factor(num_examples)
                 results = update_pass.differentiate.by_path(rows, factor, training=training)
             are_random.append(hold_draws(operations))
@@ -245,7 +223,7 @@ class Probe:
                         are_random[replica],
                     )
                 )
-        return measurements, collectives
+        return measurements, used
 
     def compare_operations(
         self, update: Update, *, training: bool
@@ -340,15 +318,7 @@ class Probe:
 
     def dataset(self) -> tf.data.Dataset:
         """Returns the data, to be read from its beginning."""
-        data = self._data
-        if isinstance(data, tf.data.Dataset):
-            return fresh_copy(data)
-        dataset: tf.data.Dataset = open_data(data, num_workers=1, worker=0).dataset
-        return dataset
-
-    def _reversed_rows(self) -> Any:
-        places = tf.range(int(shards.batch_size(self.rows)))[::-1]
-        return tf.nest.map_structure(lambda t: tf.gather(t, places), self.rows)
+        return open_batches(fresh_copy(self._data), batch_size=1)
 
 
 def _variables_of(state: TrainState) -> list[Any]:

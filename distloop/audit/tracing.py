@@ -1,6 +1,6 @@
 """Traces of user code: calls a function in a graph as one of several replicas, and collects its operations.
 
-    with as_replica(1, 2, collectives) as operations, no_new_variables():
+    with as_replica(1, 2, used) as operations:
         loss_fn(batch, True)
 
 This module does not know what the operations are searched for.
@@ -9,31 +9,28 @@ This module does not know what the operations are searched for.
 import contextlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
 from distloop.graph_functions import graph_function, with_called
 
+_T = TypeVar("_T")
+
+COLLECTIVES = {"all_reduce", "all_gather"}
 _HELD = 0.9  # a draw; Keras's dropout then drops nothing
 _DRAWS = re.compile("Random(?!.*Get)|TruncatedNormal|Multinomial")  # types of operations
 
 
-class VariableCreated(Exception):  # noqa: N818 - an observation, not an error
-    """A variable was created where none may be; the message is its name."""
-
-
 @contextlib.contextmanager
-def as_replica(
-    replica: int, num_replicas: int, collectives: set[str], asked: set[str] | None = None
-) -> Iterator[list[tf.Operation]]:
+def as_replica(replica: int, num_replicas: int, used: set[str]) -> Iterator[list[tf.Operation]]:
     """Calls user code as a replica of several, on one device, while a graph is traced.
 
     Args:
         replica: its number.
         num_replicas: the number of replicas that the code sees.
-        collectives: gets the names of the collective operations that the code calls.
-        asked: gets what the code asks about where it runs, such as "replica_id_in_sync_group".
+        used: gets the names of the `COLLECTIVES` that the code calls, and of what it asks about where it runs, such as
+            "replica_id_in_sync_group".
 
     Yields:
         A list that holds the new operations afterwards. Placeholders are left out: only the first of two calls adds
@@ -42,7 +39,7 @@ def as_replica(
     graph = tf.compat.v1.get_default_graph()
     operations: list[tf.Operation] = []
     before = len(graph.get_operations())
-    with _ReplicaContext(replica, num_replicas, collectives, set() if asked is None else asked):
+    with _ReplicaContext(replica, num_replicas, used):
         yield operations
     operations += [op for op in graph.get_operations()[before:] if op.type != "Placeholder"]
 
@@ -50,41 +47,27 @@ def as_replica(
 class _ReplicaContext(tf.distribute.ReplicaContext):
     """Stands for one of several replicas; a collective operation returns this replica's own value."""
 
-    def __init__(self, replica: int, num_replicas: int, collectives: set[str], asked: set[str]):
+    def __init__(self, replica: int, num_replicas: int, used: set[str]):
         super().__init__(tf.distribute.get_strategy(), 0)  # TensorFlow's default one, whose variables have one part
-        self._replica = replica
-        self._num_replicas = num_replicas
-        self._collectives = collectives
-        self._asked = asked
+        self._replica, self._num_replicas, self._used = replica, num_replicas, used
 
     @property
     def replica_id_in_sync_group(self) -> int:
-        self._asked.add("replica_id_in_sync_group")
+        self._used.add("replica_id_in_sync_group")
         return self._replica
 
     @property
     def num_replicas_in_sync(self) -> int:
-        self._asked.add("num_replicas_in_sync")
+        self._used.add("num_replicas_in_sync")
         return self._num_replicas
 
     def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
-        self._collectives.add("all_reduce")
+        self._used.add("all_reduce")
         return value
 
     def all_gather(self, value: Any, axis: Any, options: Any = None) -> Any:
-        self._collectives.add("all_gather")
+        self._used.add("all_gather")
         return value
-
-
-@contextlib.contextmanager
-def no_new_variables() -> Iterator[None]:
-    """Raises VariableCreated when a variable is created."""
-
-    def refuse(next_creator: Callable[..., Any], **settings: Any) -> Any:
-        raise VariableCreated(settings.get("name") or "a variable without a name")
-
-    with tf.variable_creator_scope(refuse):
-        yield
 
 
 def drawing_operations(operations: Iterable[tf.Operation]) -> list[tf.Operation]:
@@ -128,6 +111,17 @@ def hold_draws(operations: Sequence[tf.Operation]) -> bool:
                 if tensor is drawn:
                     consumer._update_input(i, constant)  # TensorFlow has no public way to rewire an operation
     return len(held) < len(drawing_operations(with_called(operations)))
+
+
+def reached(start: Iterable[_T], neighbours: Callable[[_T], Iterable[_T]]) -> set[_T]:
+    """Returns operations, or what stands for them, and all that are reached from one neighbour to the next."""
+    found: set[_T] = set()
+    stack = list(start)
+    while stack:
+        if (operation := stack.pop()) not in found:
+            found.add(operation)
+            stack += neighbours(operation)
+    return found
 
 
 def compiled(fn: Callable[..., Any], *arguments: Any) -> Any:

@@ -14,7 +14,7 @@ import shutil
 import tempfile
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -48,20 +48,15 @@ def run_instead(trainer: Trainer, data: FitData) -> None:
     config = trainer.config
     data = _as_trained_on(data, config.global_batch_size(trainer.strategy), config.seed)
     if config.audit:
-        _audit_and_exit(trainer, data)
+        result = audit(trainer, data.train)
+        count = len(result.findings)
+        for line in [f"audit: {count} {'finding' if count == 1 else 'findings'}", *str(result).splitlines()]:
+            say(line)
+        raise SystemExit(1 if result.findings else 0)
     if config.autotune_batch:
         tuning.autotune_batch(trainer, data.train)
         raise SystemExit(0)
     memory_estimate.print_and_exit(trainer, data)
-
-
-def _audit_and_exit(trainer: Trainer, data: FitData) -> None:
-    result = audit(trainer, data.train)
-    count = len(result.findings)
-    say(f"audit: {count} {'finding' if count == 1 else 'findings'}")
-    for line in str(result).splitlines():
-        say(line)
-    raise SystemExit(1 if result.findings else 0)
 
 
 def _as_trained_on(data: FitData, batch_size: int, seed: int) -> FitData:
@@ -74,23 +69,13 @@ def _as_trained_on(data: FitData, batch_size: int, seed: int) -> FitData:
     """
     train = as_dataset(data.train, data.batch_size or batch_size, seed)
     if data.map_batch is not None:
-        train = _mapped(train, data.map_batch)
+        mapped = functools.partial(_mapped, train, data.map_batch)
+        train = mapped() if isinstance(train, tf.data.Dataset) else mapped
     return dataclasses.replace(data, train=train, map_batch=None)
 
 
-def _mapped(data: Data, map_batch: Callable[..., Any]) -> Data:
-    """Returns data with mapped batches: a dataset of a dataset, a function with the same arguments of a function."""
-    if isinstance(data, tf.data.Dataset):
-        mapped: tf.data.Dataset = open_data(data, 1, 0, map_batch=map_batch).dataset
-        return mapped
-    if not callable(data):
-        return lambda: open_data(data, 1, 0, map_batch=map_batch).dataset
-
-    @functools.wraps(data)
-    def make(*context: Any) -> tf.data.Dataset:
-        return open_data(lambda: data(*context), 1, 0, map_batch=map_batch).dataset
-
-    return make
+def _mapped(data: Data, map_batch: Callable[..., Any]) -> Any:
+    return open_data(data, 1, 0, map_batch=map_batch).dataset
 
 
 def dry_settings(config: Config, owner: object) -> Config:
@@ -129,16 +114,14 @@ def check_dry_run(
         RuntimeError: if a restored value is not the saved one.
         ValueError: from any part.
     """
-    for line in _tried(trainer, [data, *(evaluation.data for evaluation in evaluations)], another_step):
+
+    def tell(line: str) -> None:
         say(f"fast_dev_run: {line}")
 
-
-def _tried(trainer: Trainer, datasets: Sequence[Data], another_step: Callable[[], object]) -> Iterator[str]:
-    """Yields a line for each part of a run, tried or not."""
     state = trainer.state
-    yield f"step {int(state.step)} trained, all evaluations measured on a batch"
+    tell(f"step {int(state.step)} trained, all evaluations measured on a batch")
     if workers.num_workers(trainer.strategy) > 1:
-        yield "saved; not restored, as other workers do not see the directory"
+        tell("saved; not restored, as other workers do not see the directory")
     else:
         saved_state = SavedState(state)
         saved = saved_state.snapshot()
@@ -147,25 +130,25 @@ def _tried(trainer: Trainer, datasets: Sequence[Data], another_step: Callable[[]
         restored = saved_state.snapshot()
         if different := [name for name in saved if _bytes(saved[name]) != _bytes(restored[name])]:
             raise RuntimeError(f"{', '.join(different[:3])} came back from a checkpoint with other values.")
-        yield f"saved, took another step, restored: all {len(saved)} values are as they were"
+        tell(f"saved, took another step, restored: all {len(saved)} values are as they were")
     predict_fn = state.spec.predict_fn
     if predict_fn is None:
-        yield "nothing predicted or exported: ModelSpec has no predict_fn"
+        tell("nothing predicted or exported: ModelSpec has no predict_fn")
         return
     for name in predict_fn if isinstance(predict_fn, Mapping) else [DEFAULT_SIGNATURE]:
-        for data in datasets:
+        for rows in [data, *(evaluation.data for evaluation in evaluations)]:
             try:
-                outputs = next(trainer.stream_predictions(data, signature=name))
+                outputs = next(trainer.stream_predictions(rows, signature=name))
                 break
             except Exception as error:  # batches to train on may lack what predict_fn reads
                 where = f" at {line}" if (line := user_line(traceback.extract_tb(error.__traceback__))) else ""
                 reason = f"{type(error).__name__}{where}: {first_line(error)}"
         else:
-            yield f"not tried: {name} and the export, as predict_fn takes no batch of fit's data ({reason})"
+            tell(f"not tried: {name} and the export, as predict_fn takes no batch of fit's data ({reason})")
             return
-        yield f"predicted {len(tf.nest.flatten(outputs)[0])} rows with {name}"
+        tell(f"predicted {len(tf.nest.flatten(outputs)[0])} rows with {name}")
     trainer.export(os.path.join(trainer.config.workdir, "export", "dry_run"))
-    yield "exported, and read the export back"
+    tell("exported, and read the export back")
 
 
 def _bytes(value: tf.Tensor) -> bytes:

@@ -7,8 +7,9 @@ The trainer's own model trains, with its settings, on a pass of its own over the
 """
 
 import contextlib
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -16,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from distloop.actions import memory
-from distloop.actions.action import Action, Report
+from distloop.actions.action import Action, Report, StopTraining
 from distloop.data import shards
 from distloop.data.arrays import as_dataset
 from distloop.data.source import Data, Source
@@ -24,7 +25,7 @@ from distloop.distributed import strategies, workers
 from distloop.distributed.devices import HOST
 from distloop.model.saved_state import SavedState
 from distloop.model.state import TrainState
-from distloop.monitoring.console import say
+from distloop.monitoring.console import speaker
 from distloop.monitoring.tensorboard import SummaryWriter
 from distloop.optimizers import learning_rates
 from distloop.optimizers.gradients import Clipping
@@ -109,10 +110,9 @@ def find_learning_rate(
     factor = (highest / lowest) ** (1 / (steps - 1))
     first, watch = int(state.step), _WatchLoss(f"{update}/loss" if update else "loss")
     dataset = as_dataset(dataset, settings.global_batch_size(state.strategy), settings.seed)
-    source = _source(dataset, state, settings, may_go_back=True)
-    with _restored(state, {update: _Sweep(state.step, first, lowest, factor)}):
-        with contextlib.suppress(_Exploded, Diverged):
-            _make_loop(state, settings, log_every=1).train(source, first + steps, [watch])
+    train = _make_training(state, settings, dataset, log_every=1, may_go_back=True)
+    with _restored(state, {update: _Sweep(state.step, first, lowest, factor)}), contextlib.suppress(Diverged):
+        train(steps, [watch])
     finite = np.isfinite(watch.losses)  # float16 skips steps while it looks for a loss scale
     rates = (lowest * factor ** np.arange(len(watch.losses)))[finite]
     losses = np.array(watch.losses)[finite]
@@ -151,9 +151,6 @@ class BatchTest(NamedTuple):
     suggestion: int
     reason: str
 
-    def __repr__(self) -> str:
-        return f"BatchTest(suggestion={self.suggestion}, {len(self.trials)} trials, {self.reason})"
-
 
 def autotune_batch(trainer: Trainer, dataset: Data, *, memory_share: float = 0.5) -> BatchTest:
     """Measures batch sizes for the one that processes most examples a second and fits into memory.
@@ -186,8 +183,8 @@ def autotune_batch(trainer: Trainer, dataset: Data, *, memory_share: float = 0.5
     batch_size = int(shards.batch_size(rows)) * (state.strategy.num_replicas_in_sync if is_split else 1)
     max_rows = source.info.num_certain_rows
     memory_before, max_memory = memory.peaks()["host_memory_gb"], memory_share * memory.available_gb()
+    say, reason = speaker(is_chief=True, console=settings.console), ""
     trials: list[BatchTrial] = []
-    reason = ""
     # Rates of 0: steps on the same batch again and again change no weight.
     standing = {update: _Sweep(state.step, 0, 0.0, 1.0) for update in state.plain_optimizers}
     with _restored(state, standing):
@@ -197,7 +194,7 @@ def autotune_batch(trainer: Trainer, dataset: Data, *, memory_share: float = 0.5
             except tf.errors.ResourceExhaustedError:
                 reason = f"a batch of {batch_size} does not fit"
                 break
-            _say(settings, _describe(trials[-1], state.strategy.num_replicas_in_sync))
+            say(_describe(trials[-1], state.strategy.num_replicas_in_sync))
             batch_size *= 2
             if max_rows is not None and batch_size > max_rows:
                 reason = f"a batch of {batch_size} is more than the dataset has"
@@ -211,7 +208,7 @@ def autotune_batch(trainer: Trainer, dataset: Data, *, memory_share: float = 0.5
             "more microbatches."
         )
     suggestion = _suggest(trials)
-    _say(settings, _advise(suggestion, trials[0].batch_size, reason))
+    say(_advise(suggestion, trials[0].batch_size, reason))
     return BatchTest(tuple(trials), suggestion, reason)
 
 
@@ -234,15 +231,25 @@ def _restored(state: TrainState, rates: Mapping[str, "_Sweep"]) -> Iterator[None
         saved_state.restore(before)
 
 
-def _make_loop(state: TrainState, settings: Config, log_every: int = 0) -> TrainLoop:
-    """Returns a new loop, so that the run's loop keeps its traces."""
+def _make_training(
+    state: TrainState, settings: Config, dataset: Any, log_every: int = 0, may_go_back: bool = False
+) -> Callable[..., dict[str, float]]:
+    """Returns a function that trains some steps on a dataset, in a loop of its own: the run's loop keeps its traces."""
     step = TrainStep(
         state,
         microbatches=settings.first_microbatches,
         clipping=Clipping.from_settings(settings),
         jit_compile=settings.jit_compile,
     )
-    return TrainLoop(state, step, log_every=log_every, eager=settings.eager)
+    loop = TrainLoop(state, step, log_every=log_every, eager=settings.eager)
+    source = Source(
+        *(dataset, state.strategy),
+        microbatches=settings.first_microbatches,
+        virtual_replicas=state.virtual_replicas,
+        may_go_back=may_go_back,
+    )
+    host = Host(executor=strategies.choose_executor(state.strategy, settings.executor, None))
+    return lambda steps, actions=(): loop.train(source, int(state.step) + steps, actions, host)
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
@@ -251,12 +258,8 @@ def smooth(values: np.ndarray) -> np.ndarray:
     It is divided by the sum of the weights and so has no bias towards 0 (Kingma and Ba 2014, arXiv:1412.6980, section
     3).
     """
-    total, weight, averages = 0.0, 0.0, []
-    for value in values:
-        total = _SMOOTHING * total + (1 - _SMOOTHING) * float(value)
-        weight = _SMOOTHING * weight + (1 - _SMOOTHING)
-        averages.append(total / weight)
-    return np.array(averages)
+    sums = itertools.accumulate(values, lambda total, v: _SMOOTHING * total + (1 - _SMOOTHING) * v, initial=0.0)
+    return np.array([*sums])[1:] / (1 - _SMOOTHING ** np.arange(1, len(values) + 1))
 
 
 def steepest_fall(losses: np.ndarray, window: int) -> int | None:
@@ -273,12 +276,8 @@ def steepest_fall(losses: np.ndarray, window: int) -> int | None:
     return int(falls.argmax()) if falls.any() else None
 
 
-class _Exploded(Exception):  # noqa: N818 - the regular end of the test
-    """The loss is so large that higher rates are of no interest."""
-
-
 class _WatchLoss(Action):
-    """Records the loss of each step; raises _Exploded when it has exploded."""
+    """Records the loss of each step; ends the test when it is so large that higher rates are of no interest."""
 
     every: int | None = 1
 
@@ -290,7 +289,7 @@ class _WatchLoss(Action):
         self.losses.append(report.metrics[self._name])
         smoothed = smooth(np.array([loss for loss in self.losses if math.isfinite(loss)]))
         if len(smoothed) and smoothed[-1] > smoothed.min() + (_MAX_LOSS_RATIO - 1) * abs(smoothed.min()):
-            raise _Exploded
+            raise StopTraining("the loss has exploded")
 
 
 class _Sweep(keras.optimizers.schedules.LearningRateSchedule):
@@ -303,22 +302,12 @@ class _Sweep(keras.optimizers.schedules.LearningRateSchedule):
         return self._lowest * self._factor ** tf.cast(self._step - self._first, tf.float32)
 
 
-def _source(dataset: Any, state: TrainState, settings: Config, **options: Any) -> Source:
-    options |= {"microbatches": settings.first_microbatches, "virtual_replicas": state.virtual_replicas}
-    return Source(dataset, state.strategy, **options)
-
-
 def _measure(state: TrainState, settings: Config, rows: Any, batch_size: int) -> BatchTrial:
     """Measures how fast a model trains on rows; raises ResourceExhaustedError if a device runs out of memory."""
     positions = tf.range(batch_size) % shards.batch_size(rows)
     with tf.device(HOST):
         batch = tf.nest.map_structure(lambda t: tf.gather(t, positions), rows)
-    source, loop = _source(tf.data.Dataset.from_tensors(batch), state, settings), _make_loop(state, settings)
-    executor = strategies.choose_executor(state.strategy, settings.executor, None)
-
-    def train(steps: int) -> dict[str, float]:
-        return loop.train(source, int(state.step) + steps, [], Host(executor=executor))
-
+    train = _make_training(state, settings, tf.data.Dataset.from_tensors(batch))
     steps = int(_MEASURED_SECS * train(_WARM_UP_STEPS)["steps_per_sec"])
     speed = train(min(max(_WARM_UP_STEPS, steps), _MAX_STEPS))["examples_per_sec"]
     levels = memory.peaks()
@@ -327,10 +316,8 @@ def _measure(state: TrainState, settings: Config, rows: Any, batch_size: int) ->
 
 def _is_getting_faster(trials: Sequence[BatchTrial]) -> bool:
     """Returns whether one of the last doublings was worth it, or there were too few to tell."""
-    if len(trials) <= _PATIENCE:
-        return True
-    fastest = max(trial.examples_per_sec for trial in trials[:-_PATIENCE])
-    return any(trial.examples_per_sec > _LEAST_SPEEDUP * fastest for trial in trials[-_PATIENCE:])
+    speeds = [trial.examples_per_sec for trial in trials]
+    return len(speeds) <= _PATIENCE or max(speeds[-_PATIENCE:]) > _LEAST_SPEEDUP * max(speeds[:-_PATIENCE])
 
 
 def _suggest(trials: Sequence[BatchTrial]) -> int:
@@ -355,17 +342,12 @@ def _advise(suggestion: int, current: int, reason: str) -> str:
     )
 
 
-def _say(settings: Config, text: str) -> None:
-    if settings.console != "quiet":
-        say(text)
-
-
 def _report(result: RateTest, settings: Config) -> None:
     """Prints the suggestion and writes the curve for TensorBoard."""
-    if result.suggestion is None:
-        _say(settings, "No learning rate is suggested: the loss never fell by more than its noise.")
-    else:
-        _say(settings, f"Suggested learning rate: {result.suggestion:.2g}, from where on the loss falls fastest.")
+    text = "No learning rate is suggested: the loss never fell by more than its noise."
+    if result.suggestion is not None:
+        text = f"Suggested learning rate: {result.suggestion:.2g}, from where on the loss falls fastest."
+    speaker(is_chief=True, console=settings.console)(text)
     if settings.workdir and settings.workdir == settings.local_workdir:
         with contextlib.closing(SummaryWriter(settings.workdir, ["learning_rate"])) as writer:
             for rate, loss, smoothed in zip(result.rates, result.losses, result.smoothed, strict=True):

@@ -9,11 +9,10 @@ TensorFlow is imported where two checkpoints differ, to name the first variable 
 
 import contextlib
 import dataclasses
-import functools
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distloop.monitoring import records
@@ -66,10 +65,9 @@ class Difference:
         if self.step is not None:
             lines.append(f"  the first row that differs is of step {self.step}:")
             lines += [f"    {name}: {_shown(a)} and {_shown(b)}{_apart(a, b)}" for name, (a, b) in self.numbers.items()]
-        if self.checkpoint is not None:
+        if self.variable is not None:
             lines.append(f"  the first checkpoint that differs is of step {self.checkpoint}:")
-            name, largest = self.variable or ("the random streams or counts", 0.0)
-            lines.append(f"    {name}, by {show_number(largest)} at most")
+            lines.append(f"    {self.variable[0]}, by {show_number(self.variable[1])} at most")
         return "\n".join([*lines, "", "To look at that step in either run:", *(f"  {c}" for c in self.commands)])
 
 
@@ -119,47 +117,21 @@ def _settings(paths: Sequence[str], manifests: Sequence[Mapping[int, Any]]) -> d
 
 
 def _compare_rows(paths: Sequence[str], found: Difference) -> None:
-    """Finds the first row that differs; reads both files side by side, and takes apart only lines that differ."""
+    """Finds the first row that differs, times and what belongs to the machine apart; reads both files side by side."""
     with contextlib.ExitStack() as stack:
-        rows = [_rows(stack.enter_context(open(os.path.join(path, "metrics.jsonl"), "rb"))) for path in paths]
+        files = [stack.enter_context(open(os.path.join(path, "metrics.jsonl"), encoding="utf-8")) for path in paths]
+        rows = [map(json.loads, (line for line in file if line.endswith("}\n"))) for file in files]  # whole ones
         a, b = next(rows[0], None), next(rows[1], None)
         while a is not None and b is not None:
-            if a[0] != b[0]:
-                if a[0] < b[0]:
-                    a = next(rows[0], None)
-                else:
-                    b = next(rows[1], None)
-                continue
-            found.num_rows += 1
-            if found.step is None and (numbers := _different(a[1], b[1])):
-                found.step, found.numbers = a[0], numbers
-                return
-            a, b = next(rows[0], None), next(rows[1], None)
-
-
-def _rows(lines: Any) -> Iterator[tuple[int, list[bytes]]]:
-    """Yields the step of each whole row of a file, and its entries as texts."""
-    for line in lines:
-        if line.endswith(b"}\n"):
-            entries = line[1:-2].split(b", ")
-            yield int(entries[0].partition(b":")[2]), entries
-
-
-def _different(a: list[bytes], b: list[bytes]) -> dict[str, tuple[Any, Any]]:
-    """Returns the numbers that differ in two rows, but for times and what belongs to the machine."""
-    entries = [x for x, y in zip(a, b, strict=True) if x != y] if len(a) == len(b) else [*a, *b]
-    changed = {name for entry in entries if not _is_time(name := entry.partition(b":")[0])}
-    if not changed:
-        return {}
-    both = [json.loads(b"{" + b", ".join(row) + b"}") for row in (a, b)]
-    names = [json.loads(name) for name in changed]
-    pairs = {name: (both[0][name], both[1][name]) for name in both[0] if name in names and name in both[1]}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-
-
-@functools.cache
-def _is_time(name: bytes) -> bool:
-    return name.decode().strip('"').rpartition("/")[2] in _TIMES
+            steps = a["step"], b["step"]
+            if steps[0] == steps[1]:
+                found.num_rows += 1
+                names = [name for name in a if name in b and a[name] != b[name]]
+                if names := [name for name in names if name.rpartition("/")[2] not in _TIMES]:
+                    found.step, found.numbers = steps[0], {name: (a[name], b[name]) for name in names}
+                    return
+            a = next(rows[0], None) if steps[0] <= steps[1] else a
+            b = next(rows[1], None) if steps[1] <= steps[0] else b
 
 
 def manifests_of(path: str) -> dict[int, Any]:

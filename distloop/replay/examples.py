@@ -7,6 +7,7 @@ The order of the examples is a function of what each checkpoint notes of the dat
 """
 
 import dataclasses
+import itertools
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -26,14 +27,14 @@ class _Stretch(NamedTuple):
 
     Attributes:
         first, last: its steps.
-        batches: the numbers of their batches, one a step.
+        batches: the numbers of their batches.
         order: of the examples.
         is_one_epoch: whether every epoch is the first.
     """
 
     first: int
     last: int
-    batches: range | list[int]
+    batches: list[int]
     order: Order
     is_one_epoch: bool
 
@@ -102,20 +103,17 @@ def _stretches(workdir: str) -> Iterator[_Stretch]:
         settings = records.read_json(os.path.join(path, "config.json"), records.as_object, instead="it counts as empty")
     if not notes:
         raise ValueError(f"The run in {workdir!r} has no checkpoint, which would tell of its data: let it save one.")
-    before, newest = 0, max(notes)
     is_one_epoch = bool((settings or {}).get("overfit_batches"))
-    for step in notes:
-        taken, skipped = notes[step]["input"]["batches"], set(notes[step]["input"]["skipped"])
-        batches: range | list[int] = range(taken - (step - before), taken)
-        if not skipped.isdisjoint(range(taken)):
-            batches = [batch for batch in range(taken) if batch not in skipped][before - step :]
-        yield _Stretch(before + 1, step, batches, _order(workdir, notes[step]["input"]), is_one_epoch)
+    before = 0
+    for step, position in ((step, of["input"]) for step, of in notes.items()):
+        taken, skipped = position["batches"], set(position["skipped"])
+        batches = [batch for batch in range(taken) if batch not in skipped][before - step :]
+        yield _Stretch(before + 1, step, batches, _order(workdir, position), is_one_epoch)
         before = step
-    if (furthest := int(last.get("step", 0))) > newest:
-        taken, skipped = notes[newest]["input"]["batches"], set(notes[newest]["input"]["skipped"])
-        count = furthest - newest
-        rest = [batch for batch in range(taken, taken + count + len(skipped)) if batch not in skipped][:count]
-        yield _Stretch(newest + 1, furthest, rest, _order(workdir, notes[newest]["input"]), is_one_epoch)
+    if (furthest := int(last.get("step", 0))) > before:
+        rest = (batch for batch in itertools.count(taken) if batch not in skipped)
+        batches = list(itertools.islice(rest, furthest - before))
+        yield _Stretch(before + 1, furthest, batches, _order(workdir, position), is_one_epoch)
 
 
 def _order(workdir: str, position: Mapping[str, Any]) -> Order:

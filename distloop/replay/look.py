@@ -3,7 +3,7 @@
     look = Look(state)
     step = look.watch(lambda: TrainStep(state, look=look.gradients))
     ...                                                 # the step runs
-    look.values(batch, layout), look.gradients_by_path
+    look.values(batch), look.gradients_by_path
 
 Nothing of the step changes: it computes what it computes, and the host is handed copies.
 """
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from distloop.data.shards import Batch, BatchLayout, batch_size, shard_bounds
+from distloop.data.shards import Batch, batch_size, shard_bounds
 from distloop.model.metrics import Weighted
 from distloop.model.state import TrainState
 from distloop.monitoring.records import show_number
@@ -125,16 +125,13 @@ class Look:
 
         _hand_over(keep, list(gradients))
 
-    def values(self, batch: Batch, layout: BatchLayout) -> dict[str, np.ndarray]:
+    def values(self, batch: Batch) -> dict[str, np.ndarray]:
         """Returns the values of each example by name, in the order of the batch."""
         total, replicas = int(batch_size(batch.rows)), self._state.strategy.num_replicas_in_sync
+        bounds = [shard_bounds(replica, replicas, total) for replica in range(replicas)]
         values = {}
-        for name, of_replicas in self._parts.items():
-            pieces = []
-            for replica in range(replicas):
-                start, _ = shard_bounds(replica * layout.turns, replicas * layout.turns, total)
-                _, end = shard_bounds((replica + 1) * layout.turns - 1, replicas * layout.turns, total)
-                pieces.append(np.concatenate(of_replicas[replica])[: int(end) - int(start)])  # of the first pass
+        for name, of_replicas in self._parts.items():  # of the first pass
+            pieces = [np.concatenate(of_replicas[i])[: end - start] for i, (start, end) in enumerate(bounds)]
             values[name] = np.concatenate(pieces)[: None if batch.size is None else int(batch.size)]
         return values
 

@@ -35,6 +35,7 @@ from distloop.monitoring import notebook, records
 from distloop.monitoring.console import speaker
 from distloop.monitoring.directory import fetch_reports
 from distloop.optimizers import learning_rates
+from distloop.replay.diff import manifests_of
 from distloop.replay.look import Look, Replay
 from distloop.settings import durations
 from distloop.settings.config import Config
@@ -48,6 +49,11 @@ from distloop.training.window import Row, Window
 from distloop.variables import named_variables
 
 _TOLERANCE = 1e-6  # of a row, relative, where the bits need not be those of the run
+# Settings about numbers.
+_OF_NUMBERS = (
+    *("batch_size", "seed", "precision", "microbatches", "clip_norm", "clip_variable_norm", "clip_value"),
+    *("average_decay", "on_nonfinite", "log_every", "virtual_replicas", "jit_compile", "limit_train_batches"),
+)
 _LOOP_SECS = 1.0  # after which a loop of steps ends, to show the progress
 
 
@@ -143,9 +149,8 @@ def replay(state: TrainState, config: Config, source: Source, units: Units, step
     checkpoints = RunCheckpoints(state, settings)
     start = _start(run, config, checkpoints, state, step)
     progress = _Steps(state, settings, source, units, run, start)
-    progress.restore()
     source.skipped_batches = run.skipped_at(step)
-    say(_announcement(run, state, start, step))
+    say(_announcement(run, start, step))
     progress.take(step - 1, say)
     return progress.look(step)
 
@@ -154,8 +159,9 @@ class _Steps:
     """The steps from a checkpoint on, in loops as those of the run, without its actions."""
 
     def __init__(self, state: TrainState, config: Config, source: Source, units: Units, run: _Recorded, start: int):
+        """Restores the position in the data, the log window and the constants of a step."""
         self._state, self._config, self._source, self._run, self._at = state, config, source, run, start
-        self._units, self._log_steps = units, units.period(run_length.log_every(config, units)).steps
+        self._log_steps = units.period(run_length.log_every(config, units)).steps
         self._step = make_step(state, dataclasses.replace(config, locate_nonfinite=False))
         self._loop, self._start = CompiledLoop(state, self._step, keeps_batch=True), start
         graph = ForwardPass(state, config).trace(source.info.element_spec, source.info.batch_size)
@@ -163,17 +169,13 @@ class _Steps:
         flops = flops and TRAINING_PASSES * flops
         self._executor = state.placement.choose_executor(state.strategy, config.executor, flops)
         self._window, self._differences = Window(), list[str]()
-        self._notes = run.checkpoints.get(start, {})
-
-    def restore(self) -> None:
-        """Restores the position in the data, the log window and the constants of a step."""
-        state, units = self._state, self._units
-        units = units_at(self._notes, units)
+        self._notes = notes = run.checkpoints.get(start, {})
+        units = units_at(notes, units)
         learning_rates.resolve(state.plain_optimizers.values(), units, lambda: None, state.count_tokens)
         if state.average is not None:
-            state.average.begin_at(run_length.first_averaged(self._config, units), lambda: None)
-        if notes := self._run.checkpoints.get(self._start):
-            self._source.restore_position(notes["input"])
+            state.average.begin_at(run_length.first_averaged(config, units), lambda: None)
+        if notes:
+            source.restore_position(notes["input"])
             self._window = Window(notes["window"])
             if state.token_count is not None:
                 state.token_count.assign(notes.get("tokens", 0.0))
@@ -243,7 +245,7 @@ class _Steps:
             step=number,
             batch=tf.nest.map_structure(lambda rows: _array(rows)[:size], batch.rows),
             rows=examples,
-            values=look.values(batch, source.layout),
+            values=look.values(batch),
             gradients=look.gradients_by_path,
             weights_before=weights_before,
             weights_after=weights_after,
@@ -274,16 +276,12 @@ class _Steps:
             if before is None or name.rpartition("/")[2] in records.OF_THE_MACHINE:
                 continue
             is_same = before == value or (np.isnan(before) and np.isnan(value))
-            if not is_same and (self._is_exact or not np.isclose(value, before, _TOLERANCE, 0.0)):
+            if not is_same and (self._state.virtual_replicas or not np.isclose(value, before, _TOLERANCE, 0.0)):
                 reasons = self._reasons()
                 why = f": {', '.join(reasons)}" if reasons else ""
                 there = f"in the row of step {self._at}: {name} was {before!r} and is {value!r}"
                 return f"The replay parts from the run {there}{why}."
         return ""
-
-    @property
-    def _is_exact(self) -> bool:
-        return bool(self._state.virtual_replicas)
 
     def _reasons(self) -> list[str]:
         """Returns what is known to make a difference."""
@@ -296,38 +294,25 @@ class _Steps:
         for name, version in notes.get("versions", {}).items():
             if versions.get(name, version) != version:
                 reasons.append(f"the run had {name} {version}, and this is {versions[name]}")
-        return reasons + different_settings(self._run.settings, self._config)
-
-
-def different_settings(recorded: Mapping[str, Any], config: Config) -> list[str]:
-    """Returns the settings about numbers that were others in the run, each as a part of a sentence."""
-    names = "batch_size seed precision microbatches clip_norm clip_variable_norm clip_value average_decay on_nonfinite"
-    names += " log_every virtual_replicas jit_compile limit_train_batches"
-    pairs = {name: (recorded.get(name), getattr(config, name)) for name in names.split() if name in recorded}
-    return [
-        f"the run had {name}={before!r}, and this is {now!r}" for name, (before, now) in pairs.items() if before != now
-    ]
+        for name in _OF_NUMBERS:
+            before, setting = self._run.settings.get(name), getattr(self._config, name)
+            if name in self._run.settings and before != setting:
+                reasons.append(f"the run had {name}={before!r}, and this is {setting!r}")
+        return reasons
 
 
 def _read(directory: str, step: int) -> _Recorded:
     """Reads what the files of a run tell of it."""
-    folder, notes = os.path.join(directory, "checkpoints"), {}
-    names = os.listdir(folder) if os.path.isdir(folder) else []
-    for at in sorted(int(name) for name in names if name.isdecimal()):
-        path = os.path.join(folder, str(at), "manifest.json")
-        manifest = records.read_json(path, records.as_object, instead="the checkpoint is not used")
-        if manifest is not None and "notes" in manifest:
-            notes[at] = manifest["notes"]
+    notes = {at: manifest["notes"] for at, manifest in sorted(manifests_of(directory).items()) if "notes" in manifest}
     path = os.path.join(directory, "metrics.jsonl")
     before = max((at for at in notes if at < step), default=0)
     rows = {int(row["step"]): records.as_metrics(row) for row in records.rows_between(path, before, step)}
-    progress = records.read_json(os.path.join(directory, "progress.json"), records.as_object, instead="it is not read")
+    progress = records.read_json(os.path.join(directory, "progress.json"), instead="it is not read")
     last = records.last_row(path) or {}
     furthest = max(int((told or {}).get("step", 0)) for told in (last, progress))
     incidents = records.read_rows_if_any(os.path.join(directory, "incidents.jsonl"), instead="it counts as empty")
     starts = records.read_rows_if_any(os.path.join(directory, "starts.jsonl"), instead="it counts as empty")
-    path = os.path.join(directory, "config.json")
-    settings = records.read_json(path, records.as_object, instead="it is not compared")
+    settings = records.read_json(os.path.join(directory, "config.json"), instead="it is not compared")
     began = int(starts[0]["step"]) if starts else 0
     speed = float(last.get("steps_per_sec") or 0.0)
     return _Recorded(rows, furthest, speed, incidents, notes, settings or {}, read_told(directory), began)
@@ -375,16 +360,11 @@ def _start(run: _Recorded, config: Config, checkpoints: RunCheckpoints, state: T
     return 0
 
 
-def _announcement(run: _Recorded, state: TrainState, start: int, step: int) -> str:
-    """Returns a sentence on where the replay begins, how long it takes about, and how equal it will be."""
-    secs = f", about {(step - start) / run.speed:.1f} s at the run's speed" if run.speed > 0.0 else ""
+def _announcement(run: _Recorded, start: int, step: int) -> str:
+    """Returns a sentence on where the replay begins, and how long it takes about."""
     count = step - start
-    replicas = run.checkpoints.get(start, {}).get("replicas", state.strategy.num_replicas_in_sync)
-    same = "with the bits of the run"
-    if not state.virtual_replicas and replicas != state.strategy.num_replicas_in_sync:
-        same = f"equal to 1e-6{', but for random numbers such as dropout' if state.seeds else ''}"
-    steps = f"{count} step{'s' * (count != 1)}"
-    return f"replay: from {f'checkpoint {start}' if start else 'step 0'}, {steps}{secs}, {same}"
+    secs = f", about {count / run.speed:.1f} s at the run's speed" if run.speed > 0.0 else ""
+    return f"replay: from {f'checkpoint {start}' if start else 'step 0'}, {count} step{'s' * (count != 1)}{secs}"
 
 
 def _array(rows: Any) -> Any:
