@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from distloop.actions.action import Action, Report
 from distloop.distributed.devices import HOST
-from distloop.monitoring.media import Histogram, Images, Media
+from distloop.monitoring.media import Histogram, Images, Media, are_pictures
 from distloop.settings.durations import parse, shown, whole_number
 
 _number: contextvars.ContextVar[Any] = contextvars.ContextVar("number", default=None)
@@ -109,7 +109,7 @@ def _store(kept: Mapping[str, Kept], name: str, rows: tf.Tensor) -> tf.Tensor:
 
 
 def _as_media(rows: np.ndarray) -> Media:
-    return Images(rows) if rows.ndim == 4 and rows.shape[-1] in (1, 3, 4) else Histogram(rows)
+    return Images(rows) if are_pictures(rows, channels=(1, 3, 4)) else Histogram(rows)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from distloop.actions.action import Action, Report
 from distloop.data.arrays import are_arrays
 from distloop.data.opening import open_batches
 from distloop.graph_functions import graph_function
-from distloop.monitoring.media import Images, Media, Text
+from distloop.monitoring.media import Images, Media, Text, are_pictures
 from distloop.monitoring.records import show_number
 
 
@@ -67,7 +67,7 @@ class WorstExamples(Summary):
     Numbers of a row, such as its label, are beside its loss.
     """
 
-    def __init__(self, name: str, dataset: Any = None, *, most: int = 16, every: int | str = 0, batch_size: int = 256):
+    def __init__(self, name: str, dataset: Any, *, most: int = 16, every: int | str = 0, batch_size: int = 256):
         """Stores the dataset.
 
         Args:
@@ -80,12 +80,6 @@ class WorstExamples(Summary):
         Raises:
             ValueError: if the data is something else.
         """
-        if not isinstance(name, str) or dataset is None:
-            found = "no data" if isinstance(name, str) else f"a {type(name).__name__} as a name"
-            raise ValueError(
-                f"WorstExamples was given {found}: give the name of the evaluation and its data, as in "
-                "WorstExamples('test', test, every=500)."
-            )
         super().__init__(f"{name}/worst_examples", self._show, every)
         self._open = functools.partial(open_batches, dataset, batch_size, again=every != 0)
         self._batches = None if are_arrays(dataset) else self._open()  # arrays may change in place
@@ -152,9 +146,7 @@ def _row(batch: Any, i: int) -> list[tuple[str, np.ndarray]]:
 
 
 def _images(row: list[tuple[str, np.ndarray]]) -> Iterator[np.ndarray]:
-    for _, value in row:
-        if value.ndim == 3 and value.shape[-1] in (1, 3, 4) and (value.dtype == np.uint8 or value.dtype.kind == "f"):
-            yield value
+    return (value for _, value in row if are_pictures(value[None], channels=(1, 3, 4)))
 
 
 def _texts(row: list[tuple[str, np.ndarray]]) -> list[str]:

@@ -149,8 +149,9 @@ def _write_trained_weights(state: TrainState, path: str, suffix: str) -> None:
                 changed |= {id(v) for v in layer.non_trainable_variables}
     save_file = _safetensors(path).save_file if suffix == ".safetensors" else None
     with writing(path, state.strategy, suffix) as temporary, state.averaged():
-        names = portable_names(state.model)
-        values = {name: _portable(v.numpy()) for name, v in names.items() if id(v) in changed}
+        values = {name: v.numpy() for name, v in portable_names(state.model).items() if id(v) in changed}
+        # NumPy does not read back bfloat16 and others that it does not know: they become float32, exactly.
+        values = {n: value.astype(np.float32) if value.dtype.kind == "V" else value for n, value in values.items()}
         if save_file is None:
             np.savez(temporary, **values)
         else:
@@ -162,11 +163,6 @@ def _safetensors(path: str) -> Any:
         return importlib.import_module("safetensors.numpy")
     except ImportError:
         raise ValueError(f"{path!r} needs the package safetensors: pip install safetensors, or give .npz.") from None
-
-
-def _portable(value: np.ndarray) -> Any:
-    """Returns an array that NumPy reads back: bfloat16 and others that it does not know become float32, exactly."""
-    return value.astype(np.float32) if value.dtype.kind == "V" else value
 
 
 def _require_built(state: TrainState, name: str) -> None:
@@ -198,11 +194,11 @@ def _write_keras_file(state: TrainState, path: str) -> None:
         merged(model) as left_out,
         quiet_logging(),
     ):
+        random_state = random.getstate()  # Keras draws seeds from it for the layers that it makes
         try:
             with _uncompiled(model):
                 keras.saving.save_model(model, temporary)
-            with _python_random_kept():
-                copy = keras.models.load_model(temporary)
+            copy = keras.models.load_model(temporary)
         except OSError:  # of the disk, not of the model
             raise
         except Exception as error:  # Keras raises whatever a layer's code does
@@ -211,6 +207,8 @@ def _write_keras_file(state: TrainState, path: str) -> None:
                 "functions of your own with @keras.saving.register_keras_serializable(), give them a get_config, and "
                 "use no lambda."
             ) from error
+        finally:
+            random.setstate(random_state)
         _compare_weights(model, copy, left_out)
         with state.random_streams.preserved():
             _compare_outputs(model, copy)
@@ -248,35 +246,20 @@ def _uncompiled(model: keras.Model) -> Iterator[None]:
         model.optimizer, model.compiled = optimizer, True
 
 
-@contextlib.contextmanager
-def _python_random_kept() -> Iterator[None]:
-    """Restores Python's random state: Keras draws seeds from it for the layers that it makes."""
-    before = random.getstate()
-    try:
-        yield
-    finally:
-        random.setstate(before)
-
-
 def _compare_weights(model: keras.Model, copy: keras.Model, left_out: Collection[int]) -> None:
     """Raises ValueError unless a copy has the weights of the model, but for those left out, bit for bit."""
     weights = [weight for weight in model.weights if id(tensorflow_variable(weight)) not in left_out]
     names = [weight.path for weight in weights]
     expected, actual = ([weight.numpy() for weight in one] for one in (weights, copy.weights))
-    if len(actual) != len(expected):
-        wrong = f"{len(actual)} instead of {len(expected)}"
-    elif different := [
-        name
-        for name, a, b in zip(names, actual, expected, strict=True)
-        if (a.shape, a.dtype) != (b.shape, b.dtype) or a.tobytes() != b.tobytes()
-    ]:
-        wrong = ", ".join(different[:3])
-    else:
-        return
-    raise ValueError(
-        f"The model {model.name!r}, written and read back, has other weights ({wrong}): make all of its layers and "
-        "variables in __init__ or build, where Keras finds them."
-    )
+    different = [f"{len(actual)} instead of {len(expected)}"] if len(actual) != len(expected) else []
+    for name, a, b in zip(names, actual, expected, strict=False):
+        if (a.shape, a.dtype) != (b.shape, b.dtype) or a.tobytes() != b.tobytes():
+            different.append(name)
+    if different:
+        raise ValueError(
+            f"The model {model.name!r}, written and read back, has other weights ({', '.join(different[:3])}): make "
+            "all of its layers and variables in __init__ or build, where Keras finds them."
+        )
 
 
 def _compare_outputs(model: keras.Model, copy: keras.Model) -> None:

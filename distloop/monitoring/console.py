@@ -318,14 +318,9 @@ def _place(step: int, steps: float) -> str:
     return f"step {step}/{steps}" if steps < math.inf else f"step {step}"
 
 
-def show_parts(parts: Mapping[str, int], most: int = 8) -> str:
-    """Returns the parts of a sum as text, such as `conv2d 288 + dense 650`; small parts are added up if there are many.
-
-    Args:
-        parts: name -> count.
-        most: the largest number of summands.
-    """
-    largest = set(sorted(parts, key=lambda name: -parts[name])[: most if len(parts) <= most else most - 1])
+def show_parts(parts: Mapping[str, int]) -> str:
+    """Returns the parts of a sum by name, such as `conv2d 288 + dense 650`; of more than 8 the least are added up."""
+    largest = set(sorted(parts, key=lambda name: -parts[name])[: 8 if len(parts) <= 8 else 7])
     named = [f"{name} {count:,}" for name, count in parts.items() if name in largest]
     rest = [count for name, count in parts.items() if name not in largest]
     return " + ".join([*named, *([f"{len(rest)} others {sum(rest):,}"] if rest else [])])

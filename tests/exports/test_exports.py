@@ -96,7 +96,7 @@ def test_a_rollback_to_a_checkpoint_of_before_the_first_export_forgets_the_best_
     action = Export(write, tmp_path, metric="loss")
     states = action_state.states_of({action.name: action})
     action(report(10, loss=1.0))
-    action_state.restore([action], states)
+    action_state.RunStates().attach([action], states)
     assert action.best is None
 
 
