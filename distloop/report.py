@@ -61,6 +61,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+import rich.console
 from rich.cells import cell_len
 
 from distloop.actions.tells import tell
@@ -127,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         print(json.dumps(_as_json(runs), indent=2, allow_nan=False))
         return 0
-    console = text_tables.make_console()
+    console = rich.console.Console(highlight=False)
     width = console.width if text_tables.is_terminal(console) else math.inf
     metrics = _metrics(runs, width, console.options.ascii_only)
     for table in (_runs(runs), metrics, _incidents(runs), _time(runs), _memory(runs), _settings(runs)):

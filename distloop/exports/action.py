@@ -154,11 +154,6 @@ class Export(Action):
         name = os.path.basename(os.path.normpath(self.directory)) + self._suffix
         return [(name, self._path(step), step) for step in self.written]
 
-    @property
-    def best(self) -> float | None:
-        """The best value of the metric among those that were exported; None: there was none."""
-        return self._best.value
-
     def _path(self, step: int) -> str:
         return os.path.join(self.directory, f"{step}{self._suffix}")
 

@@ -112,9 +112,7 @@ def _write_onnx(state: TrainState, path: str) -> None:
     Raises:
         ValueError: if there is not exactly one Keras model, the packages that Keras needs are missing, or it fails.
     """
-    model = unwrap_model(state.model)
-    _require_keras(model)
-    _require_built(state, f"The model {model.name!r}")
+    model = _built_keras_model(state)
     path = prepare_path(path, state.strategy, "an ONNX model is a file")
     with writing(path, state.strategy, ".onnx") as temporary, state.averaged(), merged(model), quiet_logging():
         try:
@@ -147,7 +145,10 @@ def _write_trained_weights(state: TrainState, path: str, suffix: str) -> None:
         for layer in layers_of(state.model):
             if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable:
                 changed |= {id(v) for v in layer.non_trainable_variables}
-    save_file = _safetensors(path).save_file if suffix == ".safetensors" else None
+    try:
+        save_file = importlib.import_module("safetensors.numpy").save_file if suffix == ".safetensors" else None
+    except ImportError:
+        raise ValueError(f"{path!r} needs the package safetensors: pip install safetensors, or give .npz.") from None
     with writing(path, state.strategy, suffix) as temporary, state.averaged():
         values = {name: v.numpy() for name, v in portable_names(state.model).items() if id(v) in changed}
         # NumPy does not read back bfloat16 and others that it does not know: they become float32, exactly.
@@ -156,13 +157,6 @@ def _write_trained_weights(state: TrainState, path: str, suffix: str) -> None:
             np.savez(temporary, **values)
         else:
             save_file(values, temporary)
-
-
-def _safetensors(path: str) -> Any:
-    try:
-        return importlib.import_module("safetensors.numpy")
-    except ImportError:
-        raise ValueError(f"{path!r} needs the package safetensors: pip install safetensors, or give .npz.") from None
 
 
 def _require_built(state: TrainState, name: str) -> None:
@@ -184,9 +178,7 @@ def _write_keras_file(state: TrainState, path: str) -> None:
         ValueError: if a file cannot hold this model, a directory is in the way, or the file cannot be read back or has
             other weights or outputs than the model.
     """
-    model = unwrap_model(state.model)
-    _require_keras(model)
-    _require_built(state, f"The model {model.name!r}")
+    model = _built_keras_model(state)
     path = prepare_path(path, state.strategy, "a Keras model is a file")
     with (
         writing(path, state.strategy, ".keras") as temporary,
@@ -214,13 +206,10 @@ def _write_keras_file(state: TrainState, path: str) -> None:
             _compare_outputs(model, copy)
 
 
-def _require_keras(model: Any) -> None:
-    """Raises ValueError unless there is exactly one Keras model."""
-    models: Mapping[Any, Any] = {}
-    if isinstance(model, Mapping):
-        models = model
-    elif isinstance(model, (list, tuple)):
-        models = dict(enumerate(model))
+def _built_keras_model(state: TrainState) -> keras.Model:
+    """Returns the model; raises ValueError unless it is exactly one of Keras, and built."""
+    model = unwrap_model(state.model)
+    models = dict(enumerate(model)) if isinstance(model, (list, tuple)) else model if isinstance(model, Mapping) else {}
     if models and all(isinstance(one, keras.Model) for one in models.values()):
         raise ValueError(
             f"A .keras file holds one model, and there is a {type(model).__name__} of {len(models)}, each to be saved "
@@ -231,6 +220,8 @@ def _require_keras(model: Any) -> None:
             f"A .keras file holds a Keras model, and the model is a {type(model).__name__}, no keras.Model: give a "
             "path without .keras, for a SavedModel of predict_fn."
         )
+    _require_built(state, f"The model {model.name!r}")
+    return model
 
 
 @contextlib.contextmanager

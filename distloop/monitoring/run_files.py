@@ -248,10 +248,8 @@ def load_all(paths: Sequence[str], leave_out: Callable[[str], None] = lambda sen
     for path in workdirs.values():
         try:
             runs.append(_load(path, os.path.relpath(path, root), leave_out))
-        except OSError as error:
-            sentences.append(_unreadable(error))
-        except ValueError as error:
-            sentences.append(str(error))
+        except (OSError, ValueError) as error:
+            sentences.append(_unreadable(error) if isinstance(error, OSError) else str(error))
     if not runs:
         raise ValueError(sentences[0])
     for sentence in sentences:

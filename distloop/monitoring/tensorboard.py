@@ -116,7 +116,12 @@ class SummaryWriter:
         from tensorboard.plugins.hparams.summary_v2 import hparams_pb  # imports clients of buckets
 
         event = Event(wall_time=now, step=step, summary=hparams_pb(values, trial_id="", start_time_secs=now))
-        event.summary.MergeFromString(custom_scalars.pb(_layout(charts)).SerializeToString())
+        layout = layout_pb2.Layout()
+        for title, named in charts.items():
+            category = layout.category.add(title=title)
+            for name, tag in named.items():
+                category.chart.add(title=name, multiline=layout_pb2.MultilineChartContent(tag=[tag]))
+        event.summary.MergeFromString(custom_scalars.pb(layout).SerializeToString())
         self._file(_HPARAMS).write(event)
         self.flush()
 
@@ -288,16 +293,6 @@ class _EventFile:
             return function(*arguments)
         except tf.errors.OpError as error:
             raise OSError(None, error.message.rpartition("; ")[2] or error.message, self._path) from error
-
-
-def _layout(charts: Mapping[str, Mapping[str, str]]) -> layout_pb2.Layout:
-    """Returns charts for the custom-scalars plugin."""
-    layout = layout_pb2.Layout()
-    for title, named in charts.items():
-        category = layout.category.add(title=title)
-        for name, tag in named.items():
-            category.chart.add(title=name, multiline=layout_pb2.MultilineChartContent(tag=[tag]))
-    return layout
 
 
 def group_tag(name: str) -> str:

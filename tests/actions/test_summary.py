@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.actions.action import Report
+from distloop.actions.action import Report, run
 from distloop.actions.summary import Summary
 from distloop.monitoring.media import Text
 from tests import problems
@@ -40,8 +40,9 @@ def test_the_function_takes_the_state():
 
 
 def test_a_result_that_cannot_be_shown_is_refused():
-    with pytest.raises(ValueError, match=r"'shown'\) returned a ndarray as 'shown'; it returns numbers, or media"):
-        summarize(np.zeros([3]))
+    state = types.SimpleNamespace(random_streams=types.SimpleNamespace(preserved=contextlib.nullcontext))
+    with pytest.raises(ValueError, match=r"The action 'shown' returned array.* under 'shown', which is no number"):
+        run([Summary("shown", lambda state: np.zeros([3]), every=1)], Report(10, 100, {}, state))
 
 
 def show(action, loss_fn, model="model"):
