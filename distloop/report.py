@@ -58,9 +58,10 @@ import math
 import signal
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+import rich.console
 from rich.cells import cell_len
 
 from distloop.actions.tells import tell
@@ -122,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         print(json.dumps(_as_json(runs), indent=2, allow_nan=False))
         return 0
-    console = text_tables.make_console()
+    console = rich.console.Console(highlight=False)
     width = console.width if text_tables.is_terminal(console) else math.inf
     metrics = _metrics(runs, width, console.options.ascii_only)
     for table in (_runs(runs), metrics, _incidents(runs), _time(runs), _memory(runs), _settings(runs)):
@@ -235,14 +236,14 @@ def _runs(runs: Sequence[Run]) -> Table:
             run.name,
             run.status,
             f"{run.step}/{run.until}" if run.until else str(run.step),
-            _show_secs(run.training_secs),
+            show_secs(run.training_secs),
             _show_known(run.steps_per_sec),
             _show_known(run.examples_per_sec),
-            "-" if run.busy_share is None else show_share(run.busy_share),
+            _show_known(run.busy_share, show_share),
             _show_examples(run.seen),
             _show_known(run.seen.get("epochs_seen")),
             _show_known(run.device_hours),
-            "-" if run.status in ("complete", "stopped") else _show_secs(run.silent_secs),
+            "-" if run.status in ("complete", "stopped") else show_secs(run.silent_secs),
             *[_show_known(flops[run.name])] * are_known,
         ]
         for run in runs
@@ -305,10 +306,12 @@ def _memory(runs: Sequence[Run]) -> Table:
             taken = {device: taken[ledger.HOST]}
         for device, held in memory.devices.items():
             known = [show_bytes(held[part]) if part in held else "-" for part in parts]
-            rows.append([name, device, *known, show_bytes(sum(held.values())), _show_taken(taken.get(device))])
+            rows.append(
+                [name, device, *known, show_bytes(sum(held.values())), _show_known(taken.get(device), show_bytes)]
+            )
         if ledger.HOST in taken:  # virtual CPUs share its memory
             known = ["-" for _ in parts]
-            rows.append([name, "host", *known, show_bytes(together), _show_taken(taken[ledger.HOST])])
+            rows.append([name, "host", *known, show_bytes(together), show_bytes(taken[ledger.HOST])])
     return Table("Memory", ["run", "device", *parts, "together", "taken"], rows)
 
 
@@ -323,12 +326,8 @@ def _settings(runs: Sequence[Run]) -> Table:
     return Table("Settings that differ", header, rows if different else [])
 
 
-def _show_known(value: float | None) -> str:
-    return "-" if value is None else show_number(value)
-
-
-def _show_taken(count: int | None) -> str:
-    return "-" if count is None else show_bytes(count)
+def _show_known(value: float | None, show: Callable[[float], str] = show_number) -> str:
+    return "-" if value is None else show(value)
 
 
 def _show_examples(seen: Mapping[str, float]) -> str:
@@ -340,14 +339,6 @@ def _show_examples(seen: Mapping[str, float]) -> str:
 
 def _show_value(value: Any) -> str:
     return "-" if value is None else str(value) or "''"
-
-
-def _show_secs(secs: float) -> str:
-    if not math.isfinite(secs):
-        return "-"
-    if secs < 60:
-        return f"{secs:.1f}s"
-    return f"{int(secs) // 3600}:{int(secs) // 60 % 60:02}:{int(secs) % 60:02}"
 
 
 if __name__ == "__main__":

@@ -80,8 +80,15 @@ def test_a_pipe_gets_one_line_per_run(sweep, capsys):
     assert float(second.pop("silent").replace(":", "")) == pytest.approx(10000, abs=100)  # 1:00:00
     common = {"steps/s": "50", "examples/s": "3200", "examples": "-", "epochs": "-", "device-hours": "-"}
     assert first.pop("busy") == "-" and second.pop("busy") == "75 %"
-    assert first == {"run": "a", "status": "complete", "step": "300/300", "training": "6.0s", "silent": "-", **common}
-    assert second == {"run": "b", "status": "interrupted", "step": "200/300", "training": "4.0s", **common}
+    assert first == {
+        "run": "a",
+        "status": "complete",
+        "step": "300/300",
+        "training": "0:00:06",
+        "silent": "-",
+        **common,
+    }
+    assert second == {"run": "b", "status": "interrupted", "step": "200/300", "training": "0:00:04", **common}
 
 
 def test_device_hours_are_those_of_all_starts_with_the_steps_that_were_lost_and_without_pauses(tmp_path, capsys):
@@ -161,7 +168,7 @@ def test_a_single_run_has_no_settings_table(sweep, capsys):
 
 def test_a_run_without_metrics_is_shown(tmp_path, capsys):
     report.main([str(write_run(tmp_path / "a", []))])
-    assert capsys.readouterr().out.splitlines()[1].split()[:6] == ["a", "running", "0", "0.0s", "-", "-"]
+    assert capsys.readouterr().out.splitlines()[1].split()[:6] == ["a", "running", "0", "0:00:00", "-", "-"]
 
 
 def test_a_pipe_gets_whole_lines_without_colors(sweep):

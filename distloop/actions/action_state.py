@@ -9,16 +9,16 @@ another one (a tuple, a dict with integer keys) is refused. This module does not
 """
 
 import copy
-import functools
 import json
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from distloop.actions.action import Action, member, name_of
 from distloop.log import log
+from distloop.settings.durations import shown
 
 _MAX_BITS = 10_000  # Python converts larger integers neither to text nor back
 
@@ -47,8 +47,7 @@ class RunStates:
 
         Args:
             actions: all actions of a `fit`, in the order in which they were given.
-            saved: the states of the checkpoint that was restored, by name, or of versions that named a state by class
-                and position: `StopEarly/0`; None: none was restored.
+            saved: the states of the checkpoint that was restored, by name; None: none was restored.
             is_written: whether the states go into checkpoints.
 
         Raises:
@@ -56,22 +55,21 @@ class RunStates:
         """
         named = by_name(actions, must_differ=is_written)
         self._keep()
-        states = self._states if saved is None else dict(saved)
-        keys = {name: name if name in states else _earlier_key(it, actions, states) for name, it in named.items()}
+        states = self._states if saved is None else saved
         for name, action in named.items():
-            use, key = _use_of(action), keys[name]
+            use = _use_of(action)
             first = _look(action) if use is None else use.first
             run = None if use is None else use.run()
             if run is self and saved is None:
                 continue  # it goes on
             if run is not None:
                 run._keep()
-            if key is not None:
-                member(action, "set_state")(copy.deepcopy(states[key]))
+            if name in states:
+                member(action, "set_state")(copy.deepcopy(states[name]))
             elif use is not None:
                 _begin_anew(action, name, first)
             _note(action, self, first)
-        absent = {name: state for name, state in states.items() if name not in {*keys, *keys.values()}}
+        absent = {name: state for name, state in states.items() if name not in named}
         if absent and saved is not None:
             log.warning(
                 "The checkpoint holds the state of %s, which is no action of this run: it is kept for a later start.",
@@ -81,8 +79,8 @@ class RunStates:
             if (take_over := getattr(action, "take_over", None)) is not None:
                 take_over(absent)
         self._states, self._actions = absent, named
-        if is_written:
-            check(named)
+        for name in named if is_written else ():
+            _copy(_look(named[name]), name)
 
     def read(self) -> dict[str, Any]:
         """Returns the states by name, for a checkpoint: those of the present actions, and what earlier ones have left.
@@ -138,19 +136,7 @@ def states_of(named: Mapping[str, Action]) -> dict[str, Any]:
         ValueError: if a state holds a value that JSON does not give back as it was.
     """
     states = {name: member(action, "get_state")() for name, action in named.items()}
-    return {name: _copy(state, name, "") for name, state in states.items() if state is not None}
-
-
-def check(named: Mapping[str, Action]) -> None:
-    """Checks the states that the actions have before the first step, as `states_of` does."""
-    for name, action in named.items():
-        if (state := _look(action)) is not None:
-            _copy(state, name, "")
-
-
-def restore(actions: Sequence[Action], states: Mapping[str, Any]) -> None:
-    """Gives each action its state of a checkpoint, as `RunStates.attach` of a new run."""
-    RunStates().attach(actions, states, is_written=False)
+    return {name: _copy(state, name) for name, state in states.items() if state is not None}
 
 
 def _look(action: Action) -> Any:
@@ -172,7 +158,7 @@ def _note(action: Action, run: RunStates, first: Any) -> None:
     try:
         reference: Callable[[], Any] = weakref.ref(action, lambda _: _uses.pop(key, None))
     except TypeError:  # of a class with slots
-        reference = functools.partial(lambda it: it, action)
+        reference = lambda: action  # noqa: E731
     _uses[key] = _Use(reference, first, weakref.ref(run))
 
 
@@ -183,7 +169,6 @@ def _begin_anew(action: Action, name: str, first: Any) -> None:
     except Exception:
         if first is not None:
             raise
-    if first is None and _look(action) is not None:
         log.warning(
             "The action %r was used by another run and keeps its state, as it had none when it was new: give each run "
             "its own.",
@@ -196,59 +181,32 @@ def _has_state(action: Action) -> bool:
     return method is not None and getattr(method, "__func__", None) is not Action.get_state
 
 
-def _earlier_key(action: Action, actions: Sequence[Action], states: Mapping[str, Any]) -> str | None:
-    """Returns the key, by class and position, of an action's state; None if there is none.
-
-    If there is a state for each action of the class, they belong together in order, whatever their positions: another
-    action may have been inserted since.
-    """
-    kind = type(action).__name__
-    parts = [key.rpartition("/") for key in states]
-    positions = sorted(int(position) for name, _, position in parts if name == kind and position.isdecimal())
-    alike = [i for i, other in enumerate(actions) if type(other).__name__ == kind and _has_state(other)]
-    index = next(i for i in alike if actions[i] is action)
-    position = positions[alike.index(index)] if len(positions) == len(alike) else index
-    return f"{kind}/{position}" if position in positions else None
-
-
-def _copy(value: Any, name: str, entry: str) -> Any:
+def plain(value: Any) -> Any:
     """Returns the value that JSON gives back; it is equal to the one given.
 
-    Args:
-        value: a state, or an entry of one.
-        name: of the action, for the message.
-        entry: where the value is in the state, such as `['counts'][0]`; empty for the state itself.
-
     Raises:
-        ValueError: if JSON gives back another value.
+        TypeError: if JSON gives back another value; with the part of the value that it changes.
     """
-    if isinstance(value, dict):
-        for key in value:
-            if type(key) is not str:
-                _refuse(f"the key {key!r} of type {type(key).__name__}", name, entry)
-        return {key: _copy(item, name, f"{entry}[{key!r}]") for key, item in value.items()}
+    if isinstance(value, dict) and all(type(key) is str for key in value):
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_copy(item, name, f"{entry}[{i}]") for i, item in enumerate(value)]
-    plain = value.item() if isinstance(value, np.generic) else value
-    is_short = not isinstance(plain, int) or plain.bit_length() <= _MAX_BITS
-    if plain is None or isinstance(plain, (int, float, str)) and is_short:
-        plain = json.loads(json.dumps(plain))
-        if plain == value or plain != plain:
-            return plain
-    _refuse(_brief(value), name, entry)
+        return [plain(item) for item in value]
+    scalar = value.item() if isinstance(value, np.generic) else value
+    is_short = not isinstance(scalar, int) or scalar.bit_length() <= _MAX_BITS
+    if scalar is None or isinstance(scalar, (int, float, str)) and is_short:
+        scalar = json.loads(json.dumps(scalar))
+        if scalar == value or scalar != scalar:
+            return scalar
+    raise TypeError(f"{' '.join(shown(value).split())} of type {type(value).__name__}")
 
 
-def _brief(value: Any) -> str:
-    if isinstance(value, int):
-        return f"an integer of {value.bit_length()} bits"
-    text = " ".join(repr(value).split())
-    return f"{text if len(text) <= 60 else f'{text[:57]}...'} of type {type(value).__name__}"
-
-
-def _refuse(what: str, name: str, entry: str) -> NoReturn:
-    place = f"at {entry} " if entry else ""
-    raise ValueError(
-        f"get_state of the action {name!r} returned {place}{what}, which a checkpoint cannot give back as it was: "
-        "return dicts with strings as keys, lists, numbers, strings, booleans and None, and convert others, by "
-        "str(key), list(tuple) or array.tolist(), and back in set_state."
-    )
+def _copy(state: Any, name: str) -> Any:
+    """Returns what `plain` makes of an action's state; raises a ValueError with the action's name."""
+    try:
+        return plain(state)
+    except TypeError as error:
+        raise ValueError(
+            f"get_state of the action {name!r} returned {error}, which a checkpoint cannot give back as it was: return "
+            "dicts with strings as keys, lists, numbers, strings, booleans and None, and convert others, by str(key), "
+            "list(tuple) or array.tolist(), and back in set_state."
+        ) from None

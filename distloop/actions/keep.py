@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from distloop.actions.action import Action, Report
 from distloop.distributed.devices import HOST
-from distloop.monitoring.media import Histogram, Images, Media
+from distloop.monitoring.media import Histogram, Images, Media, are_pictures
 from distloop.settings.durations import parse, shown, whole_number
 
 _number: contextvars.ContextVar[Any] = contextvars.ContextVar("number", default=None)
@@ -109,7 +109,7 @@ def _store(kept: Mapping[str, Kept], name: str, rows: tf.Tensor) -> tf.Tensor:
 
 
 def _as_media(rows: np.ndarray) -> Media:
-    return Images(rows) if rows.ndim == 4 and rows.shape[-1] in (1, 3, 4) else Histogram(rows)
+    return Images(rows) if are_pictures(rows, channels=(1, 3, 4)) else Histogram(rows)
 
 
 @contextlib.contextmanager
@@ -148,17 +148,6 @@ class KeptTensors(Action):
         return math.gcd(*(kept.every for kept in self._state.kept.values()))
 
     def __call__(self, report: Report) -> dict[str, Any]:
-        """Returns the media of the tensors that are due, on the worker that has them.
-
-        Raises:
-            ValueError: if `show` returned something else.
-        """
+        """Returns the media of the tensors that are due, on the worker that has them."""
         due = {name: kept for name, kept in self._state.kept.items() if report.step % kept.every == 0}
-        media = {name: kept.show(kept.array) for name, kept in due.items() if kept.array is not None}
-        for name, value in media.items():
-            if not isinstance(value, Media):
-                raise ValueError(
-                    f"The function show of keep({name!r}) returned a {type(value).__name__}; it returns media, such as "
-                    "distloop.Images(array) or distloop.Histogram(array)."
-                )
-        return media
+        return {name: kept.show(kept.array) for name, kept in due.items() if kept.array is not None}

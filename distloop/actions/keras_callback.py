@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import keras
-import numpy as np
 
 from distloop.actions.action import Action, Report, StopTraining
+from distloop.actions.action_state import plain
 from distloop.actions.save import choose_mode
 from distloop.settings import durations
 
@@ -49,7 +49,9 @@ class FromCallback(Action):
         self.name = f"from_callback({type(callback).__name__})"
         self._callback = callback
         if hasattr(callback, "_set_monitor_op") and callback.monitor_op is None:
-            _choose_direction(callback)
+            # Whether smaller is better, which Keras finds out at the first epoch's end.
+            callback.mode = choose_mode(type(callback).__name__, callback.monitor, callback.mode)
+            callback._set_monitor_op()  # negates min_delta, too: once, and not again after a resume
             self.required_metric = callback.monitor
         self._settings = self._attributes()  # and the counters at the start
         self._model: _Model | None = None
@@ -113,7 +115,7 @@ class FromCallback(Action):
         for name, value in vars(self._callback).items():
             if name not in _SET_BY_KERAS:
                 with contextlib.suppress(TypeError):
-                    attributes[name] = _plain(value)
+                    attributes[name] = plain(value)
         return attributes
 
     def _epoch(self, report: Report) -> int:
@@ -122,29 +124,6 @@ class FromCallback(Action):
             self._epochs += 1
             return self._epochs - 1
         return -(-report.step // self.every) - 1 if self.every else 0
-
-
-def _plain(value: Any) -> Any:
-    """Returns a copy of a value that JSON can hold; raises TypeError for others."""
-    if isinstance(value, np.generic):
-        value = value.item()
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    if isinstance(value, dict) and all(type(key) is str for key in value):
-        return {key: _plain(item) for key, item in value.items()}
-    raise TypeError
-
-
-def _choose_direction(callback: Any) -> None:
-    """Has a callback with a monitor know whether smaller is better, which Keras finds out at the first epoch's end.
-
-    Raises:
-        ValueError: if neither its mode nor the name of its monitor says so.
-    """
-    callback.mode = choose_mode(type(callback).__name__, callback.monitor, callback.mode)
-    callback._set_monitor_op()  # negates min_delta, too: once, and not again after a resume
 
 
 class _Model:

@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from distloop.actions.action import Action, Report, Saves, member, name_of
+from distloop.actions.action import Action, Report, Saves, member, name_of, phase_of
 from distloop.actions.evaluate import Evaluate
 from distloop.log import log
 from distloop.monitoring import records
-from distloop.monitoring.run_files import better, word_like
+from distloop.monitoring.run_files import better
 from distloop.settings.durations import Plan, shown, whole_number
 
 
@@ -87,12 +87,11 @@ class SaveBest(Action):
     phase = "saving"
     has_fixed_metrics = True
 
-    def __init__(self, metric: str, *others: Any, mode: str = "auto", keep: int = 1, restore: bool = False):
+    def __init__(self, metric: str, *, mode: str = "auto", keep: int = 1, restore: bool = False):
         """Stores the rule.
 
         Args:
             metric: name of a metric in the report, such as "test/accuracy".
-            *others: none: what follows is given by name.
             mode: "min" if smaller is better, "max" if larger is; "auto": as the metric's name says.
             keep: number of the best checkpoints to keep.
             restore: whether the best one is restored when the run has ended, for `evaluate`, `predict`, `export` and
@@ -101,7 +100,6 @@ class SaveBest(Action):
         Raises:
             ValueError: for another mode, a name that does not say what is better, or if `keep` is below 1.
         """
-        refuse_positional("SaveBest", metric, others, "mode='max'")
         check_keep("SaveBest", keep)
         self.name = f"SaveBest({metric})"
         self.metric = self.required_metric = metric
@@ -197,19 +195,25 @@ class BestSoFar:
         return self.value is None or (value < self.value if self.mode == "min" else value > self.value)
 
 
-class WhenBetter(Action):
-    """Calls another action where a metric is better than ever; `when_better` makes it."""
+class WhenBetter:
+    """Calls another action where a metric is better than ever; `when_better` makes it.
 
-    every = None
+    All members of `Action` that are not defined here are those of the other action.
+    """
+
+    every, only_writes, has_fixed_metrics, between_loops_secs = None, False, False, 0.0
 
     def __init__(self, metric: str, action: Action, mode: str):
         """Stores the rule; the arguments are those of `when_better`."""
         self.name = f"when_better({metric}, {name_of(action)})"
-        self.required_metric = metric
-        self.phase, self.chief_only = member(action, "phase") or name_of(action), member(action, "chief_only")
-        self.metric_to_restore = member(action, "metric_to_restore")
+        self.phase, self.required_metric = phase_of(action), metric
         self._best, self._action = BestSoFar("when_better", metric, mode), action
         self._was_called = False  # at this boundary
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return member(self._action, name)
 
     def __call__(self, report: Report) -> Any:
         """Calls the action if the metric is better than ever, and returns what the action does."""
@@ -235,27 +239,6 @@ class WhenBetter(Action):
         if state["action"] is not None:
             member(self._action, "set_state")(state["action"])
 
-    def on_start(self, report: Report) -> None:
-        """Calls the action's."""
-        member(self._action, "on_start")(report)
-
-    def on_end(self, report: Report) -> None:
-        """Calls the action's."""
-        member(self._action, "on_end")(report)
-
-    def on_error(self, error: Exception) -> None:
-        """Calls the action's."""
-        member(self._action, "on_error")(error)
-
-    def set_saves(self, saves: Saves | None) -> None:
-        """Calls the action's."""
-        member(self._action, "set_saves")(saves)
-
-    def run_files(self) -> Sequence[tuple[str, str, int]]:
-        """Returns the action's."""
-        files: Sequence[tuple[str, str, int]] = member(self._action, "run_files")()
-        return files
-
 
 def when_better(metric: str, action: Action, *, mode: str = "auto") -> WhenBetter:
     """Returns an action that calls another one at the boundaries where a metric is better than ever.
@@ -270,7 +253,6 @@ def when_better(metric: str, action: Action, *, mode: str = "auto") -> WhenBette
     Raises:
         ValueError: for another mode, a name that does not say what is better, or something that cannot be called.
     """
-    refuse_positional("when_better", metric, (), "action")
     if not callable(action):
         raise ValueError(f"when_better was given {action!r}; its second argument is an action: give a callable.")
     return WhenBetter(metric, action, mode)
@@ -288,16 +270,14 @@ def choose_mode(action_name: str, metric: str, mode: str) -> str:
         )
     if mode != "auto":
         return mode
-    if (known := better(metric)) is not None:
-        return "min" if known == "smaller" else "max"
-    if len(metric.rpartition("/")[2]) > 1:
-        hint = f"did you mean {meant!r}? Else " if (meant := word_like(metric)) else ""
+    if not isinstance(metric, str) or not metric:
+        raise ValueError(f"{action_name} was given {metric!r}; give the name of a metric, such as 'test/accuracy'.")
+    if (known := better(metric)) is None:
         raise ValueError(
-            f"{action_name} was given the metric {metric!r}, whose name does not say what is better: {hint}give "
-            "mode='min' or mode='max'."
+            f"{action_name} was given the metric {metric!r}, whose name does not say what is better: give mode='min' "
+            "or mode='max'."
         )
-    log.warning("%s was given the metric %r: smaller counts as better; mode='max' is for larger.", action_name, metric)
-    return "min"
+    return "min" if known == "smaller" else "max"
 
 
 def require_metrics(actions: Sequence[Action], evaluations: Sequence[Evaluate], names: Collection[str]) -> None:
@@ -362,20 +342,6 @@ def _may_report(action: Action) -> bool:
 
 def _normal(name: str) -> str:
     return name.lower().replace("/", "_").replace("-", "_")
-
-
-def refuse_positional(action_name: str, metric: Any, others: tuple[Any, ...], example: str) -> None:
-    """Checks that an action got its metric alone without a name.
-
-    Raises:
-        ValueError: if it got more, or the metric is no name.
-    """
-    if others or not isinstance(metric, str) or not metric:
-        given = ", ".join(repr(value) for value in (metric, *others))
-        raise ValueError(
-            f"{action_name} was given {given}; it takes the metric's name, and the rest by name: "
-            f"{action_name}('test/accuracy', {example})."
-        )
 
 
 def check_keep(action_name: str, keep: int) -> None:

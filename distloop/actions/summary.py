@@ -1,8 +1,7 @@
 """Summary: the actions that show media computed from the training state, such as the worst examples."""
 
 import functools
-import numbers
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
@@ -13,7 +12,7 @@ from distloop.actions.action import Action, Report
 from distloop.data.arrays import are_arrays
 from distloop.data.opening import open_batches
 from distloop.graph_functions import graph_function
-from distloop.monitoring.media import Images, Media, Text
+from distloop.monitoring.media import Images, Media, Text, are_pictures
 from distloop.monitoring.records import show_number
 
 
@@ -40,22 +39,11 @@ class Summary(Action):
         self._fn = fn
 
     def __call__(self, report: Report) -> dict[str, float | Media]:
-        """Returns the function's result, with the name before each entry; random streams are as before.
-
-        Raises:
-            ValueError: if the result is neither a number nor media.
-        """
+        """Returns the function's result, with the name before each entry; random streams are as before."""
         with report.state.random_streams.preserved():
             result = self._fn(report.state)
         entries = result.items() if isinstance(result, Mapping) else [("", result)]
-        named = {f"{self.name}/{key}" if key else self.name: value for key, value in entries}
-        for name, value in named.items():
-            if not isinstance(value, (Media, numbers.Real)) and not getattr(value, "shape", None) == ():
-                raise ValueError(
-                    f"The function of Summary({self.name!r}) returned a {type(value).__name__} as {name!r}; it returns "
-                    "numbers, or media: distloop.Images(array), Video, Text, Audio, Histogram, Embeddings and others."
-                )
-        return {name: value if isinstance(value, Media) else float(value) for name, value in named.items()}
+        return {f"{self.name}/{key}" if key else self.name: value for key, value in entries}
 
 
 class WorstExamples(Summary):
@@ -67,7 +55,7 @@ class WorstExamples(Summary):
     Numbers of a row, such as its label, are beside its loss.
     """
 
-    def __init__(self, name: str, dataset: Any = None, *, most: int = 16, every: int | str = 0, batch_size: int = 256):
+    def __init__(self, name: str, dataset: Any, *, most: int = 16, every: int | str = 0, batch_size: int = 256):
         """Stores the dataset.
 
         Args:
@@ -80,12 +68,6 @@ class WorstExamples(Summary):
         Raises:
             ValueError: if the data is something else.
         """
-        if not isinstance(name, str) or dataset is None:
-            found = "no data" if isinstance(name, str) else f"a {type(name).__name__} as a name"
-            raise ValueError(
-                f"WorstExamples was given {found}: give the name of the evaluation and its data, as in "
-                "WorstExamples('test', test, every=500)."
-            )
         super().__init__(f"{name}/worst_examples", self._show, every)
         self._open = functools.partial(open_batches, dataset, batch_size, again=every != 0)
         self._batches = None if are_arrays(dataset) else self._open()  # arrays may change in place
@@ -104,7 +86,7 @@ class WorstExamples(Summary):
                 largest = sorted(np.flatnonzero(losses != -np.inf), key=lambda i: _rank(losses[i]))[: self._most]
                 rows = [(float(losses[i]), _row(batch, int(i))) for i in largest]
                 worst = sorted([*worst, *rows], key=lambda row: _rank(row[0]))[: self._most]
-        pictures = [next(_images(row), None) for _, row in worst]
+        pictures = [next((v for _, v in row if are_pictures(v[None], (1, 3, 4))), None) for _, row in worst]
         if pictures and all(picture is not None and picture.shape == pictures[0].shape for picture in pictures):  # type: ignore[union-attr]
             captions = ["  ".join([f"loss {show_number(loss)}", *_numbers(row)]) for loss, row in worst]
             return Images(np.stack(pictures), max=self._most, captions=captions)  # type: ignore[arg-type]
@@ -149,12 +131,6 @@ def _row(batch: Any, i: int) -> list[tuple[str, np.ndarray]]:
     """Returns the entries of one row with their names."""
     entries = keras.tree.flatten_with_path(batch)
     return [("/".join(map(str, path)), np.asarray(value[i])) for path, value in entries if isinstance(value, tf.Tensor)]
-
-
-def _images(row: list[tuple[str, np.ndarray]]) -> Iterator[np.ndarray]:
-    for _, value in row:
-        if value.ndim == 3 and value.shape[-1] in (1, 3, 4) and (value.dtype == np.uint8 or value.dtype.kind == "f"):
-            yield value
 
 
 def _texts(row: list[tuple[str, np.ndarray]]) -> list[str]:

@@ -75,16 +75,6 @@ def _check(command: str, takes: Mapping[str, Sequence[str]]) -> None:
         raise ValueError(f"{given}, and the run has no constant {name} ({rates}): stop it, and start it with another.")
 
 
-def _is_taken(command: str, takes: Mapping[str, Sequence[str]]) -> bool:
-    """Returns whether a run takes a command; warns of one that has come into its file in another way."""
-    try:
-        _check(command, takes)
-    except ValueError as error:
-        log.warning("%s The run does not act on it.", error)
-        return False
-    return True
-
-
 class Tells:
     """Acts on the commands of a run's workdir; an action, called behind the evaluations.
 
@@ -151,13 +141,18 @@ class Tells:
     def take(self, step: int) -> None:
         """Reads new commands, notes them, and schedules them for the end of a step. All workers call it."""
         new: list[tuple[int, str]] = []
+        rows = _read(self._paths[0]) if self._is_looked_at else []
         try:
-            for row in _read(self._paths[0]) if self._is_looked_at else ():
-                if row["id"] not in self._seen and _is_taken(row["command"], self.takes):
-                    records.append_row(self._paths[1], {**row, "step": step})
-                    sync(self._paths[1])
-                    self._seen.add(row["id"])
-                    new.append((step, row["command"]))
+            for row in (row for row in rows if row["id"] not in self._seen):
+                try:
+                    _check(row["command"], self.takes)
+                except ValueError as error:  # it has come into the file in another way
+                    log.warning("%s The run does not act on it.", error)
+                    continue
+                records.append_row(self._paths[1], {**row, "step": step})
+                sync(self._paths[1])
+                self._seen.add(row["id"])
+                new.append((step, row["command"]))
         except OSError as error:
             log.error("%s cannot be written (%s): what it should note is not acted on.", self._paths[1], error.strerror)
         self._schedule(new)

@@ -11,6 +11,7 @@ import collections
 import itertools
 import math
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -200,19 +201,15 @@ class JsonWriter:
         self._rows = b""  # not flushed yet
         directory = os.path.dirname(path) or "."
         make_directory(directory)
-        if start is not None and os.path.isfile(path):
-            if start or goes_on:
-                drop_rows(path, start - is_written_again)
+        if os.path.isfile(path):
+            if start != 0 or goes_on:  # half a row at the end, of a killed run, goes too
+                drop_rows(path, sys.maxsize if start is None else start - is_written_again)
             elif os.path.getsize(path):
                 self.renamed = next(p for i in itertools.count(1) if not os.path.exists(p := f"{path}.{i}"))
                 os.replace(path, self.renamed)
         self._file = open(path, "r+b", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_CREAT, 0o666))
         sync(directory)  # the name of a new file, too
         self._size = self._file.seek(0, os.SEEK_END)  # the end of the last whole row
-        if self._size:
-            self._file.seek(-1, os.SEEK_END)
-            if self._file.read(1) != b"\n":  # a killed run left half a row: the next one begins on a new line
-                self._rows = b"\n"
 
     def write(self, step: int, metrics: Mapping[str, float], when: float | None = None) -> None:
         """Adds a row to those of the next flush; `when` is Unix time in seconds, None: now."""

@@ -128,7 +128,13 @@ class Export(Action):
         if workers.is_chief(report.state.strategy) and os.path.exists(path):  # a dry run exports elsewhere
             self.written = [*(step for step in self.written if step < report.step), report.step]
             while len(self.written) > self.keep:
-                _remove(self._path(self.written.pop(0)))
+                path = self._path(self.written.pop(0))
+                try:
+                    atomic_files.delete(path)  # in one step, as seen by a server
+                except FileNotFoundError:
+                    pass
+                except OSError as error:
+                    log.warning("The old export %s could not be removed: %s.", path, error.strerror or error)
 
     def on_end(self, report: Report) -> None:
         """Raises the error of the last export, if that failed, when the run has been saved.
@@ -148,11 +154,6 @@ class Export(Action):
         name = os.path.basename(os.path.normpath(self.directory)) + self._suffix
         return [(name, self._path(step), step) for step in self.written]
 
-    @property
-    def best(self) -> float | None:
-        """The best value of the metric among those that were exported; None: there was none."""
-        return self._best.value
-
     def _path(self, step: int) -> str:
         return os.path.join(self.directory, f"{step}{self._suffix}")
 
@@ -171,13 +172,3 @@ class Export(Action):
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Restores a state that `get_state` returned."""
         self._best.value, self.written = state["best"], list(state.get("written", []))  # older versions noted none
-
-
-def _remove(path: str) -> None:
-    """Removes an export in one step as seen by a server; logs it if the disk refuses."""
-    try:
-        atomic_files.delete(path)
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        log.warning("The old export %s could not be removed: %s.", path, error.strerror or error)

@@ -112,9 +112,7 @@ def _write_onnx(state: TrainState, path: str) -> None:
     Raises:
         ValueError: if there is not exactly one Keras model, the packages that Keras needs are missing, or it fails.
     """
-    model = unwrap_model(state.model)
-    _require_keras(model)
-    _require_built(state, f"The model {model.name!r}")
+    model = _built_keras_model(state)
     path = prepare_path(path, state.strategy, "an ONNX model is a file")
     with writing(path, state.strategy, ".onnx") as temporary, state.averaged(), merged(model), quiet_logging():
         try:
@@ -147,26 +145,18 @@ def _write_trained_weights(state: TrainState, path: str, suffix: str) -> None:
         for layer in layers_of(state.model):
             if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable:
                 changed |= {id(v) for v in layer.non_trainable_variables}
-    save_file = _safetensors(path).save_file if suffix == ".safetensors" else None
+    try:
+        save_file = importlib.import_module("safetensors.numpy").save_file if suffix == ".safetensors" else None
+    except ImportError:
+        raise ValueError(f"{path!r} needs the package safetensors: pip install safetensors, or give .npz.") from None
     with writing(path, state.strategy, suffix) as temporary, state.averaged():
-        names = portable_names(state.model)
-        values = {name: _portable(v.numpy()) for name, v in names.items() if id(v) in changed}
+        values = {name: v.numpy() for name, v in portable_names(state.model).items() if id(v) in changed}
+        # NumPy does not read back bfloat16 and others that it does not know: they become float32, exactly.
+        values = {n: value.astype(np.float32) if value.dtype.kind == "V" else value for n, value in values.items()}
         if save_file is None:
             np.savez(temporary, **values)
         else:
             save_file(values, temporary)
-
-
-def _safetensors(path: str) -> Any:
-    try:
-        return importlib.import_module("safetensors.numpy")
-    except ImportError:
-        raise ValueError(f"{path!r} needs the package safetensors: pip install safetensors, or give .npz.") from None
-
-
-def _portable(value: np.ndarray) -> Any:
-    """Returns an array that NumPy reads back: bfloat16 and others that it does not know become float32, exactly."""
-    return value.astype(np.float32) if value.dtype.kind == "V" else value
 
 
 def _require_built(state: TrainState, name: str) -> None:
@@ -188,9 +178,7 @@ def _write_keras_file(state: TrainState, path: str) -> None:
         ValueError: if a file cannot hold this model, a directory is in the way, or the file cannot be read back or has
             other weights or outputs than the model.
     """
-    model = unwrap_model(state.model)
-    _require_keras(model)
-    _require_built(state, f"The model {model.name!r}")
+    model = _built_keras_model(state)
     path = prepare_path(path, state.strategy, "a Keras model is a file")
     with (
         writing(path, state.strategy, ".keras") as temporary,
@@ -198,11 +186,11 @@ def _write_keras_file(state: TrainState, path: str) -> None:
         merged(model) as left_out,
         quiet_logging(),
     ):
+        random_state = random.getstate()  # Keras draws seeds from it for the layers that it makes
         try:
             with _uncompiled(model):
                 keras.saving.save_model(model, temporary)
-            with _python_random_kept():
-                copy = keras.models.load_model(temporary)
+            copy = keras.models.load_model(temporary)
         except OSError:  # of the disk, not of the model
             raise
         except Exception as error:  # Keras raises whatever a layer's code does
@@ -211,18 +199,17 @@ def _write_keras_file(state: TrainState, path: str) -> None:
                 "functions of your own with @keras.saving.register_keras_serializable(), give them a get_config, and "
                 "use no lambda."
             ) from error
+        finally:
+            random.setstate(random_state)
         _compare_weights(model, copy, left_out)
         with state.random_streams.preserved():
             _compare_outputs(model, copy)
 
 
-def _require_keras(model: Any) -> None:
-    """Raises ValueError unless there is exactly one Keras model."""
-    models: Mapping[Any, Any] = {}
-    if isinstance(model, Mapping):
-        models = model
-    elif isinstance(model, (list, tuple)):
-        models = dict(enumerate(model))
+def _built_keras_model(state: TrainState) -> keras.Model:
+    """Returns the model; raises ValueError unless it is exactly one of Keras, and built."""
+    model = unwrap_model(state.model)
+    models = dict(enumerate(model)) if isinstance(model, (list, tuple)) else model if isinstance(model, Mapping) else {}
     if models and all(isinstance(one, keras.Model) for one in models.values()):
         raise ValueError(
             f"A .keras file holds one model, and there is a {type(model).__name__} of {len(models)}, each to be saved "
@@ -233,6 +220,8 @@ def _require_keras(model: Any) -> None:
             f"A .keras file holds a Keras model, and the model is a {type(model).__name__}, no keras.Model: give a "
             "path without .keras, for a SavedModel of predict_fn."
         )
+    _require_built(state, f"The model {model.name!r}")
+    return model
 
 
 @contextlib.contextmanager
@@ -248,35 +237,20 @@ def _uncompiled(model: keras.Model) -> Iterator[None]:
         model.optimizer, model.compiled = optimizer, True
 
 
-@contextlib.contextmanager
-def _python_random_kept() -> Iterator[None]:
-    """Restores Python's random state: Keras draws seeds from it for the layers that it makes."""
-    before = random.getstate()
-    try:
-        yield
-    finally:
-        random.setstate(before)
-
-
 def _compare_weights(model: keras.Model, copy: keras.Model, left_out: Collection[int]) -> None:
     """Raises ValueError unless a copy has the weights of the model, but for those left out, bit for bit."""
     weights = [weight for weight in model.weights if id(tensorflow_variable(weight)) not in left_out]
     names = [weight.path for weight in weights]
     expected, actual = ([weight.numpy() for weight in one] for one in (weights, copy.weights))
-    if len(actual) != len(expected):
-        wrong = f"{len(actual)} instead of {len(expected)}"
-    elif different := [
-        name
-        for name, a, b in zip(names, actual, expected, strict=True)
-        if (a.shape, a.dtype) != (b.shape, b.dtype) or a.tobytes() != b.tobytes()
-    ]:
-        wrong = ", ".join(different[:3])
-    else:
-        return
-    raise ValueError(
-        f"The model {model.name!r}, written and read back, has other weights ({wrong}): make all of its layers and "
-        "variables in __init__ or build, where Keras finds them."
-    )
+    different = [f"{len(actual)} instead of {len(expected)}"] if len(actual) != len(expected) else []
+    for name, a, b in zip(names, actual, expected, strict=False):
+        if (a.shape, a.dtype) != (b.shape, b.dtype) or a.tobytes() != b.tobytes():
+            different.append(name)
+    if different:
+        raise ValueError(
+            f"The model {model.name!r}, written and read back, has other weights ({', '.join(different[:3])}): make "
+            "all of its layers and variables in __init__ or build, where Keras finds them."
+        )
 
 
 def _compare_outputs(model: keras.Model, copy: keras.Model) -> None:

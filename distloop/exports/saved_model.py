@@ -142,7 +142,7 @@ def make_signature(
     return graph_function(serve, input_signature=list(flat_specs.values())), list(read.values())
 
 
-def entry_specs(element_spec: Any) -> dict[str, tf.TensorSpec]:
+def entry_specs(element_spec: Any) -> dict[str, Any]:
     """Returns the spec of each entry of a batch, with a free first axis, by its path in the structure.
 
     `{"a": {"b": x}}` is named a_b; the entries of a tuple are named x0, x1.
@@ -150,12 +150,16 @@ def entry_specs(element_spec: Any) -> dict[str, tf.TensorSpec]:
     Raises:
         ValueError: if two entries would get the same name.
     """
-    specs: dict[str, tf.TensorSpec] = {}
+    specs: dict[str, Any] = {}
     for name, spec in nest.flatten_with_joined_string_paths(element_spec, separator="_"):
         name = f"x{name}" if name[:1].isdigit() or not name else name
         if name in specs:
             raise ValueError(_same_name(name))
-        specs[name] = _with_free_batch_axis(spec, name)
+        shape = [None, *spec.shape[1:]]
+        if isinstance(spec, tf.RaggedTensorSpec):
+            specs[name] = tf.RaggedTensorSpec(shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype)
+        else:
+            specs[name] = tf.TensorSpec(shape, spec.dtype, name=name)
     return specs
 
 
@@ -180,12 +184,6 @@ def title(name: str) -> str:
 
 def _same_name(name: str) -> str:
     return f"Two entries of a batch would both be named {name!r} in the signature: rename one."
-
-
-def _with_free_batch_axis(spec: Any, name: str) -> Any:
-    if isinstance(spec, tf.RaggedTensorSpec):
-        return tf.RaggedTensorSpec([None, *spec.shape[1:]], spec.dtype, spec.ragged_rank, spec.row_splits_dtype)
-    return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype, name=name)
 
 
 def _zeros(spec: Any, rows: tf.Tensor) -> Any:

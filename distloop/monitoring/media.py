@@ -125,15 +125,12 @@ class Images(Media):
     captions: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
-        shape = np.shape(self.array)
-        if len(shape) != 4 or shape[-1] not in (1, 3, 4) or 0 in shape:
+        if not are_pictures(self.array, channels=(1, 3, 4)):
             raise ValueError(
-                f"Images was given an array of shape {list(shape)}; it takes [N, H, W, C] with C in 1, 3, 4, none of "
-                "them 0: add an axis with array[..., None] or array[None]."
+                f"Images was given {np.asarray(self.array).dtype} of shape {list(np.shape(self.array))}; it takes "
+                "uint8, or floats in 0..1, [N, H, W, C] with C in 1, 3, 4, none of them 0: convert it, or add an axis "
+                "with array[..., None] or array[None]."
             )
-        dtype = np.asarray(self.array).dtype
-        if dtype != np.uint8 and dtype.kind != "f":
-            raise ValueError(f"Images was given an array of {dtype}; it takes uint8, or floats in 0..1: convert it.")
 
     def encode(self) -> Encoded:
         """Returns width, height and one PNG for the image plugin."""
@@ -153,12 +150,11 @@ class Video(Media):
     fps: float = 10.0
 
     def __post_init__(self) -> None:
-        shape, dtype = np.shape(self.array), np.asarray(self.array).dtype
-        is_number = dtype == np.uint8 or dtype.kind == "f"
-        if len(shape) != 4 or shape[-1] not in (1, 3) or 0 in shape or not is_number or not 0 < self.fps <= 50:
+        if not are_pictures(self.array, channels=(1, 3)) or not 0 < self.fps <= 50:
             raise ValueError(
-                f"Video was given {dtype} of shape {list(shape)} and fps={self.fps}; it takes uint8, or floats in 0..1"
-                ", [T, H, W, C] with C in 1, 3, none of them 0, and up to 50 frames a second: give one video at a time."
+                f"Video was given {np.asarray(self.array).dtype} of shape {list(np.shape(self.array))} and "
+                f"fps={self.fps}; it takes uint8, or floats in 0..1, [T, H, W, C] with C in 1, 3, none of them 0, and "
+                "up to 50 frames a second: give one video at a time."
             )
 
     def encode(self) -> Encoded:
@@ -349,6 +345,12 @@ def _tensor(dtype: Any, shape: Sequence[int], **values: Any) -> TensorProto:
     """Returns a tensor; importing TensorBoard's own function for this imports clients of buckets, too."""
     dims = [TensorShapeProto.Dim(size=size) for size in shape]
     return TensorProto(dtype=dtype, tensor_shape=TensorShapeProto(dim=dims), **values)
+
+
+def are_pictures(array: Any, channels: Sequence[int]) -> bool:
+    """Returns whether an array holds images that can be shown: uint8 or floats, `[N, H, W, C]`."""
+    shape, dtype = np.shape(array), np.asarray(array).dtype
+    return len(shape) == 4 and shape[-1] in channels and 0 not in shape and (dtype == np.uint8 or dtype.kind == "f")
 
 
 def _pictures(array: Any) -> list[Image.Image]:

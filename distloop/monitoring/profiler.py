@@ -78,19 +78,16 @@ class Profile:
             yield
             return
         if not self._is_on:
-            self._start()
+            try:
+                tf.profiler.experimental.start(self.directory)
+                self._is_on = True
+            except tf.errors.OpError as error:  # another profiler is running, or a GPU's tools are missing
+                log.warning("These steps are not profiled: %s", error.message)
+                self._writes = False
         with tf.profiler.experimental.Trace("train", step_num=step + 1, _r=1):  # _r=1: a step, for the plugin
             yield
         if step + 1 == stop:
             self.close()
-
-    def _start(self) -> None:
-        try:
-            tf.profiler.experimental.start(self.directory)
-            self._is_on = True
-        except tf.errors.OpError as error:  # another profiler is running, or a GPU's tools are missing
-            log.warning("These steps are not profiled: %s", error.message)
-            self._writes = False
 
     def close(self) -> None:
         """Stops the profiler and writes the profile, also if the run ends inside the window."""

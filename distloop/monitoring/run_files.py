@@ -7,7 +7,6 @@ A run can be read while it trains. This module does not know how runs are displa
 """
 
 import dataclasses
-import difflib
 import functools
 import math
 import os
@@ -29,16 +28,9 @@ _FRESH_GAPS = 5  # or this many times the median time between two rows.
 
 # Words in a metric's name that say whether smaller or larger is better; the last one in a name counts.
 _HIDDEN = records.ABOUT_THE_RUN - {"gradient_noise_scale"}  # numbers of a row that are not compared
-_SMALLER = "loss error mae mse rmse nll perplexity crossentropy cross_entropy".split()
-_LARGER = r"accuracy acc auc precision recall f1(?!\d) r2(?!\d) iou bleu".split()
-_KNOWN = re.compile(rf"(?<![a-z])(?:(?P<smaller>{'|'.join(_SMALLER)})|(?P<larger>{'|'.join(_LARGER)}))(?![a-z])")
-
-
-def word_like(name: str) -> str | None:
-    """Returns a word that says what is better and that the last part of a metric's name may have meant; None: none."""
-    last = name.lower().rpartition("/")[2].removeprefix("val_")
-    words = [word for word in _SMALLER + _LARGER if word.isalpha() and len(word) > 3]
-    return next(iter(difflib.get_close_matches(last, words, 1)), None)
+_SMALLER = "loss|error|mae|mse|rmse|nll|perplexity|crossentropy|cross_entropy"
+_LARGER = r"accuracy|acc|auc|precision|recall|f1(?!\d)|r2(?!\d)|iou|bleu"
+_KNOWN = re.compile(rf"(?<![a-z])(?:(?P<smaller>{_SMALLER})|(?P<larger>{_LARGER}))(?![a-z])")
 
 
 def better(name: str) -> str | None:
@@ -256,10 +248,8 @@ def load_all(paths: Sequence[str], leave_out: Callable[[str], None] = lambda sen
     for path in workdirs.values():
         try:
             runs.append(_load(path, os.path.relpath(path, root), leave_out))
-        except OSError as error:
-            sentences.append(_unreadable(error))
-        except ValueError as error:
-            sentences.append(str(error))
+        except (OSError, ValueError) as error:
+            sentences.append(_unreadable(error) if isinstance(error, OSError) else str(error))
     if not runs:
         raise ValueError(sentences[0])
     for sentence in sentences:

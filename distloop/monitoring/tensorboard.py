@@ -88,7 +88,7 @@ class SummaryWriter:
         self,
         hyperparameters: Mapping[str, object],
         media: Mapping[str, Media],
-        charts: Mapping[str, Mapping[str, Sequence[str]]],
+        charts: Mapping[str, Mapping[str, str]],
         graph: bytes | None = None,
     ) -> None:
         """Writes hyperparameters, media, chart layout and graph before the first step.
@@ -96,7 +96,7 @@ class SummaryWriter:
         Args:
             hyperparameters: values for the HParams page, by name.
             media: name -> media.
-            charts: of the custom-scalars page: category -> title -> regular expressions of tags.
+            charts: of the custom-scalars page: category -> title -> regular expression of tags.
             graph: a serialized GraphDef; None: no graph.
 
         Raises:
@@ -111,11 +111,17 @@ class SummaryWriter:
         self._add("", step, now, media)
         if graph is not None:
             self._file("").write(Event(wall_time=now, step=step, graph_def=graph))
-        values = {name: value if _is_plain(value) else str(value) for name, value in hyperparameters.items()}
+        plain = (bool, int, float, str)
+        values = {name: value if isinstance(value, plain) else str(value) for name, value in hyperparameters.items()}
         from tensorboard.plugins.hparams.summary_v2 import hparams_pb  # imports clients of buckets
 
         event = Event(wall_time=now, step=step, summary=hparams_pb(values, trial_id="", start_time_secs=now))
-        event.summary.MergeFromString(custom_scalars.pb(_layout(charts)).SerializeToString())
+        layout = layout_pb2.Layout()
+        for title, named in charts.items():
+            category = layout.category.add(title=title)
+            for name, tag in named.items():
+                category.chart.add(title=name, multiline=layout_pb2.MultilineChartContent(tag=[tag]))
+        event.summary.MergeFromString(custom_scalars.pb(layout).SerializeToString())
         self._file(_HPARAMS).write(event)
         self.flush()
 
@@ -287,20 +293,6 @@ class _EventFile:
             return function(*arguments)
         except tf.errors.OpError as error:
             raise OSError(None, error.message.rpartition("; ")[2] or error.message, self._path) from error
-
-
-def _is_plain(value: object) -> bool:
-    return isinstance(value, (bool, int, float, str))
-
-
-def _layout(charts: Mapping[str, Mapping[str, Sequence[str]]]) -> layout_pb2.Layout:
-    """Returns charts for the custom-scalars plugin."""
-    layout = layout_pb2.Layout()
-    for title, named in charts.items():
-        category = layout.category.add(title=title)
-        for name, tags in named.items():
-            category.chart.add(title=name, multiline=layout_pb2.MultilineChartContent(tag=tags))
-    return layout
 
 
 def group_tag(name: str) -> str:

@@ -1,6 +1,6 @@
 """Text tables: prints a table, within the width of a terminal or with one line per row in a pipe.
 
-    console = make_console()
+    console = rich.console.Console(highlight=False)
     show(Table("Runs", ["run", "step"], [["a", "100"]]), console)
 
 It does not know what a table is about.
@@ -32,11 +32,6 @@ class Table(NamedTuple):
     rows: list[list[str]]
     is_grouped: bool = False
     styles: Mapping[tuple[str, str], str] = {}  # by column and text
-
-
-def make_console() -> rich.console.Console:
-    """Returns the console on standard output."""
-    return rich.console.Console(highlight=False)
 
 
 def is_terminal(console: rich.console.Console) -> bool:

@@ -12,8 +12,6 @@ import json
 import os
 import platform
 import shlex
-import shutil
-import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -78,7 +76,7 @@ def introduce(
     writer.begin(flags.hyperparameters(settings), texts, make_charts(settings), graph)
 
 
-def make_charts(settings: Config) -> dict[str, dict[str, list[str]]]:
+def make_charts(settings: Config) -> dict[str, dict[str, str]]:
     """Returns the charts of the custom-scalars page; none of them stays empty."""
     # A tag is the same in training and evaluation, so their lines share a chart.
     charts = {
@@ -107,7 +105,7 @@ def make_charts(settings: Config) -> dict[str, dict[str, list[str]]]:
     if settings.histograms_every:
         charts["Steps"]["update norm"] = r"optimizer/(.*/)?update_norm$"
         charts["Steps"]["update norm over weight norm"] = r"optimizer/(.*/)?update_ratio$"
-    return {title: {name: [tag] for name, tag in part.items()} for title, part in charts.items()}
+    return charts
 
 
 def layer_graphs(models: Any) -> dict[str, LayerGraph]:
@@ -188,10 +186,7 @@ def describe_environment(state: TrainState, settings: Config) -> str:
 
 def describe_incidents(workdir: str) -> str:
     """Returns a table of the divergences after which the run went back; empty if there are none."""
-    try:
-        rows = records.read_rows(os.path.join(workdir, "incidents.jsonl"))
-    except FileNotFoundError:
-        return ""
+    rows = records.read_rows_if_any(os.path.join(workdir, "incidents.jsonl"), instead="TensorBoard lacks the incidents")
     names = ["step", "batch", "action", "checkpoint", "left_out", "reason"]
     return _table(names, [[row.get(name, "") for name in names] for row in rows]) if rows else ""
 
@@ -340,26 +335,17 @@ def console_lines(state: TrainState, settings: Config, source: Source) -> list[s
     if virtual and strategies.has_gpus(state.strategy):
         lines.append("virtual replicas are untested on GPUs; TensorFlow's deterministic operations are on")
     lines += state.slot_placement.describe(state)
-    if settings.average_from:
-        lines.append(f"averaged weights, from {settings.average_from} on: evaluate, predict and export use them")
-    if settings.average_decay:
-        lines.append(f"averaged weights, decay {settings.average_decay:g}: evaluate, predict and export use them")
+    if settings.average_from or settings.average_decay:
+        how = f"from {settings.average_from} on" if settings.average_from else f"decay {settings.average_decay:g}"
+        lines.append(f"averaged weights, {how}: evaluate, predict and export use them")
     if settings.microbatches != 1:
         lines.append(f"microbatches {settings.microbatches}")
     if settings.workdir and not settings.fast_dev_run:
         if source.resume:
             lines.append(f"data {type(source.data).__name__}: {source.resume}")
         lines.append(f"workdir {absolute(settings.workdir)}")
-        lines.append(f"{_tensorboard()} --logdir {shlex.quote(settings.local_workdir)}")
+        lines.append(f"tensorboard --logdir {shlex.quote(settings.local_workdir)}")
     return lines
-
-
-def _tensorboard() -> str:
-    """Returns the command that starts TensorBoard; an environment that is not activated has none on the PATH."""
-    if shutil.which("tensorboard") or not sys.executable:
-        return "tensorboard"
-    relative = os.path.relpath(sys.executable)
-    return f"{shlex.quote(sys.executable if relative.startswith(os.pardir) else relative)} -m tensorboard.main"
 
 
 def report_whole_tables(updates: Iterable[Any], state: TrainState, *, is_shown: bool) -> None:

@@ -31,7 +31,7 @@ def test_the_best_and_the_last_values_go_through_a_checkpoint():
         {"step": 4, "test/other": 0.75},
     ]
     again(Report(5, 9, {}, None))
-    action_state.restore([evaluate], at_start)  # as a rollback does
+    action_state.RunStates().attach([evaluate], at_start)  # as a rollback does
     assert evaluate.rows == []
     assert again.rows == [{"step": 5, "test/loss": 0.125}, {"step": 5, "test/other": 1.0}]
 

@@ -67,7 +67,7 @@ def test_after_a_best_export_that_failed_the_next_is_compared_with_the_last_one_
     for step, accuracy in [(10, 0.5), (20, 0.9), (30, 0.7)]:
         action(report(step, accuracy=accuracy))
     action.on_end(report(30))  # the last one was written
-    assert names_in(tmp_path) == ["10", "30"] and action.best == 0.7
+    assert names_in(tmp_path) == ["10", "30"] and action.get_state()["best"] == 0.7
 
 
 def test_with_a_metric_the_newest_export_is_the_best(tmp_path):
@@ -89,15 +89,15 @@ def test_an_export_that_fails_on_one_worker_leaves_the_best_value_of_all_as_it_w
     monkeypatch.setattr("distloop.exports.action.workers.gather", gather)
     action = Export(write, tmp_path, metric="loss")
     action(report(10, loss=1.0))
-    assert failed == [False] and action.best is None
+    assert failed == [False] and action.get_state()["best"] is None
 
 
 def test_a_rollback_to_a_checkpoint_of_before_the_first_export_forgets_the_best_value(tmp_path):
     action = Export(write, tmp_path, metric="loss")
     states = action_state.states_of({action.name: action})
     action(report(10, loss=1.0))
-    action_state.restore([action], states)
-    assert action.best is None
+    action_state.RunStates().attach([action], states)
+    assert action.get_state()["best"] is None
 
 
 def test_other_workers_export_and_remove_nothing(tmp_path, monkeypatch):

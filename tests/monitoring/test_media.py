@@ -77,9 +77,9 @@ def test_float_images_are_clipped_and_nan_is_black():
 
 
 def test_images_of_another_shape_or_dtype_are_refused():
-    with pytest.raises(ValueError, match=r"shape \[8, 8\]; it takes \[N, H, W, C\] .*: add an axis"):
+    with pytest.raises(ValueError, match=r"float64 of shape \[8, 8\]; it takes .*\[N, H, W, C\] .*, or add an axis"):
         distloop.Images(np.zeros([8, 8]))
-    with pytest.raises(ValueError, match="array of int64; it takes uint8, or floats in 0..1: convert"):
+    with pytest.raises(ValueError, match="int64 of shape .*; it takes uint8, or floats in 0..1, .*: convert"):
         distloop.Images(np.zeros([1, 8, 8, 1], np.int64))
 
 

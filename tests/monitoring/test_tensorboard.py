@@ -191,7 +191,7 @@ def test_a_crash_before_the_first_metric_counts_as_failure(tmp_path):
 
 def test_hyperparameters_keep_their_types_and_charts_their_tags(tmp_path):
     writer = SummaryWriter(str(tmp_path), [], 0)
-    writer.begin({"rate": 1e-3, "on": True, "name": "x", "sizes": [1]}, {}, {"a": {"b": ["c$"]}})
+    writer.begin({"rate": 1e-3, "on": True, "name": "x", "sizes": [1]}, {}, {"a": {"b": "c$"}})
     writer.close(True)
     events = EventAccumulator(str(tmp_path))
     events.Reload()
