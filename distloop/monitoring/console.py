@@ -31,6 +31,7 @@ from distloop.monitoring.text_tables import Table, is_terminal, show
 _SILENT_SECS = 30.0  # after which a line shows the progress where there is no display
 _DRAW_SECS = 0.1  # the least time between two drawings, which take 1.7 ms each
 _MAX_METRICS = 20  # in the closing table
+_MAX_IN_LINE = 12  # metrics in a line above the display
 _BAR_WIDTHS = (8, 40)
 
 
@@ -131,7 +132,11 @@ class Console:
             return
         if any(self._is_eval(name) for name in shown):
             self._start_display()
-            self._console.print("  ".join([*about, *shown.values()]), markup=False)
+            named = list(shown.values())
+            if len(named) > _MAX_IN_LINE:
+                evals = [text for name, text in shown.items() if self._is_eval(name)][:_MAX_IN_LINE]
+                named = [*evals, f"and {len(named) - len(evals)} more"]
+            self._console.print("  ".join([*about, *named]), markup=False)
         names = sorted((name for name in shown if not self._is_eval(name)), key=lambda name: not name.endswith("loss"))
         training = [shown[name] for name in names]  # the terminal's width cuts it off
         self._shown = ([*self._progress(step), *speed, *left, *self._bottleneck], training)
@@ -195,6 +200,10 @@ class Console:
             lines[_MAX_METRICS + 1 :] = [left_out] if left_out else []
             for text in [*lines, *filter(None, [timing.show_shares(seconds)])]:
                 print(f"distloop: {text}", file=self._console.file)
+        if busy := {name: v for name, v in self._last.items() if name.endswith("pu_utilization")}:
+            names = {"cpu_utilization": "CPU", "gpu_utilization": "GPUs"}
+            each = [f"{names.get(n) or n.rpartition('/')[0]} {timing.show_share(v)}" for n, v in busy.items()]
+            self._console.print(f"distloop: busy at the last log: {', '.join(each)}", markup=False, soft_wrap=True)
         if advice := clock.advice(against_waiting):
             # On a terminal lines are wrapped between words; elsewhere each stays whole, for grep.
             self._console.print(f"distloop: {advice}", markup=False, soft_wrap=not self._is_terminal)

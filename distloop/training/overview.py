@@ -12,6 +12,8 @@ import json
 import os
 import platform
 import shlex
+import shutil
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -344,8 +346,16 @@ def console_lines(state: TrainState, settings: Config, source: Source) -> list[s
         if source.resume:
             lines.append(f"data {type(source.data).__name__}: {source.resume}")
         lines.append(f"workdir {absolute(settings.workdir)}")
-        lines.append(f"tensorboard --logdir {shlex.quote(settings.local_workdir)}")
+        lines.append(f"{_tensorboard()} --logdir {shlex.quote(settings.local_workdir)}")
     return lines
+
+
+def _tensorboard() -> str:
+    """Returns the command that starts TensorBoard; an environment that is not activated has none on the PATH."""
+    if shutil.which("tensorboard") or not sys.executable:
+        return "tensorboard"
+    relative = os.path.relpath(sys.executable)
+    return f"{shlex.quote(sys.executable if relative.startswith(os.pardir) else relative)} -m tensorboard.main"
 
 
 def report_whole_tables(updates: Iterable[Any], state: TrainState, *, is_shown: bool) -> None:

@@ -1,6 +1,7 @@
 """Tests what TensorBoard is told of a run before its first step."""
 
 import json
+import os
 import re
 from types import SimpleNamespace
 
@@ -177,3 +178,13 @@ def test_the_layers_of_keras_models_are_a_graph_of_their_own():
 
     assert overview.layer_graphs(Subclass()) == {}
     assert [*overview.layer_graphs(models["a"])] == ["keras"]
+
+
+def test_the_command_for_tensorboard_works_where_none_is_on_the_path(monkeypatch):
+    monkeypatch.setattr(overview.shutil, "which", lambda name: f"/usr/bin/{name}")
+    assert overview._tensorboard() == "tensorboard"
+    monkeypatch.setattr(overview.shutil, "which", lambda name: None)
+    monkeypatch.setattr(overview.sys, "executable", os.path.abspath(".venv/bin/python"))
+    assert overview._tensorboard() == ".venv/bin/python -m tensorboard.main"
+    monkeypatch.setattr(overview.sys, "executable", "/opt/my python")
+    assert overview._tensorboard() == "'/opt/my python' -m tensorboard.main"
