@@ -149,7 +149,7 @@ def test_each_device_of_a_pipeline_counts_once(tmp_path):
         config = distloop.Config(device="cpu", num_stages=3, strategy="none")
         state = distloop.Trainer(lambda devices=devices: model_fn(devices), config).state
         assert overview.peak_flops(state, distloop.Config(device="cpu", peak_flops=5.0)) == 10.0
-        fit._begin_in(str(tmp_path), state, None, {}, {})
+        fit._begin_in(str(tmp_path), state, None, {})
     assert [start["devices"] for start in ledger.read_starts(str(tmp_path))] == [2, 2]
 
 
