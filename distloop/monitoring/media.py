@@ -161,7 +161,7 @@ class Video(Media):
         """Returns width, height and a GIF for the image plugin."""
         file, (first, *others) = io.BytesIO(), _pictures(self.array)
         first.save(file, "GIF", save_all=True, append_images=others, duration=1000 / self.fps, loop=0)
-        return _as_image(first, file.getvalue())
+        return _encode_image(first, file.getvalue())
 
     def as_file(self) -> MediaFile:
         """Returns the GIF."""
@@ -391,12 +391,10 @@ def _draw_upright(picture: Image.Image, bottom: tuple[int, int], text: str, font
     picture.paste(strip.rotate(90, expand=True), (bottom[0] - height // 2, bottom[1] - strip.width))
 
 
-def _encode_image(picture: Image.Image) -> Encoded:
-    file = io.BytesIO()
-    picture.save(file, "PNG")
-    return _as_image(picture, file.getvalue())
-
-
-def _as_image(picture: Image.Image, content: bytes) -> Encoded:
+def _encode_image(picture: Image.Image, content: bytes = b"") -> Encoded:
+    """Returns a picture for the image plugin, as a PNG unless the content of another file is given."""
+    if not content:
+        picture.save(file := io.BytesIO(), "PNG")
+        content = file.getvalue()
     parts = [str(side).encode() for side in picture.size] + [content]
     return _tensor(DT_STRING, [len(parts)], string_val=parts), images.create_summary_metadata(None, None)
