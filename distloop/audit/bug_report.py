@@ -12,6 +12,7 @@ import os
 import pathlib
 import platform
 import re
+import subprocess
 from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
@@ -35,7 +36,7 @@ def describe(runs: Sequence[Run]) -> str:
     Args:
         runs: whose settings are listed as far as they differ from the defaults.
     """
-    facts = [*_versions(), *_machine(), *_devices(), *_variables()]
+    facts = [*_versions(), *_machine(), *_devices(), *_variables(), *_code()]
     facts += [fact for run in runs for fact in _settings(run)]
     width = max(len(name) for name, _ in facts)
     return _without_names("\n".join(f"{name:<{width}}  {value}" for name, value in facts))
@@ -73,6 +74,17 @@ def _variables() -> Iterator[tuple[str, str]]:
     """Yields the environment variables that change what TensorFlow or distloop do; of secrets the name alone."""
     for name in sorted(filter(_VARIABLES.match, os.environ)):
         yield name, "***" if _SECRETS.search(name) else without_credentials(os.environ[name])
+
+
+def _code() -> Iterator[tuple[str, str]]:
+    """Yields the commit of the directory that the command is run in, and how many files differ from it."""
+    commands = (["git", "rev-parse", "HEAD"], ["git", "status", "--porcelain", "--untracked-files=no"])
+    with contextlib.suppress(OSError, subprocess.SubprocessError):  # there is no git, or no repository
+        commit, changed = (
+            subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+            for command in commands
+        )
+        yield "git commit", f"{commit.strip()}, files changed since: {len(changed.splitlines())}"
 
 
 def _settings(run: Run) -> Iterator[tuple[str, str]]:

@@ -91,6 +91,9 @@ class _Delivery:
 
     def _open(self, settings: Mapping[str, Any]) -> None:
         writer, note = self._writer, self.note
+        if note["id"] is None and hasattr(writer, "new_run_id"):
+            note["id"] = writer.new_run_id()
+            self._save()
         if hasattr(writer, "open"):
             note["id"] = writer.open(settings, note["id"])
         if (last_step := getattr(writer, "last_step", None)) is not None:

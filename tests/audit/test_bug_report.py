@@ -2,7 +2,10 @@
 
 import getpass
 import os
+import shutil
+import subprocess
 
+import pytest
 import tensorflow as tf
 
 import distloop
@@ -32,3 +35,16 @@ def test_no_run_is_needed_and_nothing_private_is_shown(monkeypatch, capsys):
     text = capsys.readouterr().out
     assert "DISTLOOP_SECRET" in text and "~/cache" in text and "of USER" in text
     assert "hidden" not in text and home not in text.replace("~", "")
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_the_commit_of_the_users_code_and_whether_files_differ_from_it_are_listed(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "program.py").write_text("1")
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for command in (["init", "-q"], ["add", "."], [*identity, "commit", "-qm", "first"]):
+        subprocess.run(["git", *command], check=True)
+    (tmp_path / "program.py").write_text("2")
+    assert report.main(["--environment"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("git commit")]
+    assert len(line.split()[2]) == 41 and line.endswith(", files changed since: 1")

@@ -496,6 +496,21 @@ def test_a_writer_that_is_down_when_a_run_resumes_is_opened_later(tmp_path, caps
     assert errors.count("no route") == 1 and "Rows takes rows again." in errors
 
 
+def test_a_run_that_a_writer_has_not_begun_has_an_id_before_it_does(tmp_path):
+    class Named(Rows):
+        def new_run_id(self):
+            return "new"
+
+    class Killed(Named):
+        def open(self, settings, run_id):
+            raise RuntimeError("killed")
+
+    with pytest.raises(ValueError, match="cannot be opened"):
+        deliver([Killed("x")], [1], tmp_path)
+    deliver([writer := Named("x")], [1], tmp_path)
+    assert writer.opened[0][1] == "new"
+
+
 def test_a_new_writer_that_takes_long_to_open_holds_up_no_run(monkeypatch, capsys):
     monkeypatch.setattr(deliveries, "_OPEN_SECS", 0.1)
     opens, trained = threading.Event(), []

@@ -35,6 +35,8 @@ def run(workdir, tracker, killed_at, start_secs):
 
     if tracker == "wandb":
         writer = distloop.WandbWriter("digits", mode="offline", name="mine")
+        if killed_at == "begin":
+            writer._wandb.init = lambda init=writer._wandb.init, **arguments: (init(**arguments), kill())
     else:
         writer = distloop.MLflowWriter("digits", tracking_uri=tracker, run_name="mine", tags={"team": "a"})
         client = writer._mlflow.MlflowClient
@@ -138,7 +140,7 @@ def history(workdir):
 @pytest.mark.slow
 def test_wandb_has_each_row_image_and_file_over_kills(tmp_path):
     pytest.importorskip("wandb", reason='needs wandb: pip install "distloop[wandb]"')
-    run_killed(tmp_path, "wandb", "6", "12", "end")
+    run_killed(tmp_path, "wandb", "begin", "6", "12", "end")
     assert len({run.run_id for run in records(tmp_path, "run")}) == 1
     rows = history(tmp_path)
     assert list(dict.fromkeys(row["_step"] for row in rows)) == list(range(1, 13))  # after a kill, the last come again
