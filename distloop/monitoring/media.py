@@ -59,7 +59,8 @@ class Media(abc.ABC):
             left, right, counts = np.frombuffer(tensor.tensor_content).reshape(-1, 3).T.tolist()
             return MediaFile(".json", json.dumps({"edges": [*left, right[-1]], "counts": counts}).encode())
         suffix, place = _FILES.get(kind, ("", 0))
-        return MediaFile(suffix, tensor.string_val[place]) if suffix else None
+        data = tensor.string_val[place] if suffix else b""
+        return MediaFile(".gif" if data.startswith(b"GIF8") else suffix, data) if suffix else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,10 +163,6 @@ class Video(Media):
         file, (first, *others) = io.BytesIO(), _pictures(self.array)
         first.save(file, "GIF", save_all=True, append_images=others, duration=1000 / self.fps, loop=0)
         return _encode_image(first, file.getvalue())
-
-    def as_file(self) -> MediaFile:
-        """Returns the GIF."""
-        return MediaFile(".gif", self.encode()[0].string_val[2])
 
 
 @dataclass(frozen=True, eq=False)
