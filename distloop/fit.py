@@ -19,7 +19,7 @@ from typing import Any
 from distloop.actions.action import Action, Report, member, metrics_to_restore, started
 from distloop.actions.action import run as run_actions
 from distloop.actions.built_in import CheckReplicas, DataSeen, Goodput, PipelineUsage, Utilization
-from distloop.actions.evaluate import Evaluate
+from distloop.actions.evaluate import Evaluate, earlier_rows
 from distloop.actions.gradient_noise import GradientNoise
 from distloop.actions.keep import KeptTensors
 from distloop.actions.memory import MemoryUse
@@ -301,8 +301,8 @@ class Fit:
             run, may_draw = self.units.run, self.config.console == "auto"
             options: dict[str, Any] = {"evals": evals, "secs_left": max(0.0, run.secs - self._loop.secs)}
             console = notebook.make_console(run.last_step, self._step, may_draw=may_draw, began=self._began, **options)
-            rows = [row for evaluation in self.evaluations for row in evaluation.rows]
-            console.remember(sorted(rows, key=lambda row: row["step"]))  # the best value may have been before
+            if workdir and self._step and evals:
+                console.remember(earlier_rows(workdir, self.evaluations))  # the best value may have been before
             writers.append(console)
         return writers
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import numbers
+import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -14,9 +15,12 @@ from distloop.data.feeds import Feed
 from distloop.data.source import Data, Source
 from distloop.distributed.preemption import StopRequests
 from distloop.errors import first_line
+from distloop.monitoring.records import read_metrics
 from distloop.monitoring.run_files import Series
 from distloop.settings import durations
 from distloop.settings.durations import Plan
+
+_SHORT_BYTES = 1_000_000  # of metrics.jsonl, which are read in some ten milliseconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,6 +187,14 @@ def with_rows(
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) or np.ndim(value) == 0 and hasattr(value, "__float__")
+
+
+def earlier_rows(workdir: str, evaluations: Sequence[Evaluate]) -> list[Mapping[str, float]]:
+    """Returns the rows of a run that goes on; of a long one only the best and the last values of its evaluations."""
+    if os.path.getsize(os.path.join(workdir, "metrics.jsonl")) < _SHORT_BYTES:
+        return list(read_metrics(workdir))
+    rows = [row for evaluation in evaluations for row in evaluation.rows]
+    return sorted(rows, key=lambda row: row["step"])
 
 
 def _best_and_last(rows: Sequence[dict[str, float]], name: str) -> list[dict[str, float]]:

@@ -273,11 +273,10 @@ class Source:
         """Returns all that training needs from a batch or an earlier one on, and the number of batches between them."""
         with tf.device(HOST):
             if (feed := self._starting_feed) is not None:
-                begin, behind = (first, 0) if feed.goes_on else (0, first)
-                dataset = feed.dataset(begin, state if feed.goes_on else None, repeat=self._repeat)
+                begin, state, behind = (first, state, 0) if feed.goes_on else (0, None, first)
+                dataset = feed.dataset(begin, state, repeat=self._repeat)
                 are_alike = isinstance(feed, NumberedDataset) and feed.are_rows_alike
-                options = dataset.options()
-                return _prepared(dataset, self.info, options, repeat=False, are_alike=are_alike), behind
+                return _prepared(dataset, self.info, dataset.options(), repeat=False, are_alike=are_alike), behind
             dataset = fresh_copy(self._dataset) if self._may_go_back else self._dataset
             are_alike, options = are_rows_alike(dataset), self._dataset.options()
             return _prepared(dataset, self.info, options, repeat=self._repeat, are_alike=are_alike), first
