@@ -87,11 +87,12 @@ class SaveBest(Action):
     phase = "saving"
     has_fixed_metrics = True
 
-    def __init__(self, metric: str, *, mode: str = "auto", keep: int = 1, restore: bool = False):
+    def __init__(self, metric: str, *others: Any, mode: str = "auto", keep: int = 1, restore: bool = False):
         """Stores the rule.
 
         Args:
             metric: name of a metric in the report, such as "test/accuracy".
+            *others: none: what follows is given by name.
             mode: "min" if smaller is better, "max" if larger is; "auto": as the metric's name says.
             keep: number of the best checkpoints to keep.
             restore: whether the best one is restored when the run has ended, for `evaluate`, `predict`, `export` and
@@ -100,6 +101,7 @@ class SaveBest(Action):
         Raises:
             ValueError: for another mode, a name that does not say what is better, or if `keep` is below 1.
         """
+        refuse_positional("SaveBest", metric, others, "mode='max'")
         check_keep("SaveBest", keep)
         self.name = f"SaveBest({metric})"
         self.metric = self.required_metric = metric
@@ -342,6 +344,20 @@ def _may_report(action: Action) -> bool:
 
 def _normal(name: str) -> str:
     return name.lower().replace("/", "_").replace("-", "_")
+
+
+def refuse_positional(action_name: str, metric: Any, others: tuple[Any, ...], example: str) -> None:
+    """Checks that an action got its metric alone without a name.
+
+    Raises:
+        ValueError: if it got more, or the metric is no name.
+    """
+    if others or not isinstance(metric, str) or not metric:
+        given = ", ".join(repr(value) for value in (metric, *others))
+        raise ValueError(
+            f"{action_name} was given {given}; it takes the metric's name, and the rest by name: "
+            f"{action_name}('test/accuracy', {example})."
+        )
 
 
 def check_keep(action_name: str, keep: int) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from distloop.actions.action import Action, Report, Saves, StopPoint, StopTraining
-from distloop.actions.save import SaveBest, choose_mode
+from distloop.actions.save import SaveBest, choose_mode, refuse_positional
 from distloop.settings.durations import Plan, finite_number, shown, whole_number
 
 
@@ -18,7 +18,7 @@ class StopEarly(Action):
     def __init__(
         self,
         metric: str,
-        *,
+        *others: Any,
         mode: str = "auto",
         patience: int = 3,
         min_delta: float = 0.0,
@@ -28,6 +28,7 @@ class StopEarly(Action):
 
         Args:
             metric: name of a metric in the report, such as "test/loss"; checked whenever it was measured.
+            *others: none: what follows is given by name.
             mode: "min" if smaller is better, "max" if larger is; "auto": as the metric's name says.
             patience: number of consecutive measurements without improvement that end the run; if that goes on
                 nevertheless, with more steps, they are counted anew.
@@ -38,6 +39,7 @@ class StopEarly(Action):
         Raises:
             ValueError: for another mode, a name that does not say what is better, or a patience below 1.
         """
+        refuse_positional("StopEarly", metric, others, "patience=5")
         if (whole_number(patience) or 0) < 1:
             raise ValueError(f"patience={shown(patience)} was given to StopEarly; it waits for 1 measurement at least.")
         if (delta := finite_number(min_delta)) is None or delta < 0:

@@ -55,7 +55,7 @@ class WorstExamples(Summary):
     Numbers of a row, such as its label, are beside its loss.
     """
 
-    def __init__(self, name: str, dataset: Any, *, most: int = 16, every: int | str = 0, batch_size: int = 256):
+    def __init__(self, name: str, dataset: Any = None, *, most: int = 16, every: int | str = 0, batch_size: int = 256):
         """Stores the dataset.
 
         Args:
@@ -68,6 +68,12 @@ class WorstExamples(Summary):
         Raises:
             ValueError: if the data is something else.
         """
+        if not isinstance(name, str) or dataset is None:
+            found = "no data" if isinstance(name, str) else f"a {type(name).__name__} as a name"
+            raise ValueError(
+                f"WorstExamples was given {found}: give the name of the evaluation and its data, as in "
+                "WorstExamples('test', test, every=500)."
+            )
         super().__init__(f"{name}/worst_examples", self._show, every)
         self._open = functools.partial(open_batches, dataset, batch_size, again=every != 0)
         self._batches = None if are_arrays(dataset) else self._open()  # arrays may change in place

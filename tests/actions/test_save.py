@@ -117,7 +117,7 @@ def test_a_rule_that_makes_no_sense_is_refused(settings, words):
 
 def test_the_mode_is_by_name_and_follows_from_the_metrics_name():
     assert SaveBest("test/accuracy").mode == "max" and SaveBest("test/loss").mode == "min"
-    with pytest.raises(TypeError, match="positional"):
+    with pytest.raises(ValueError, match="SaveBest was given 'test/accuracy', 'max'; it takes the metric's name, and"):
         SaveBest("test/accuracy", "max")
 
 

@@ -77,7 +77,8 @@ def test_the_reason_names_the_metric_and_its_best_value(values, mode, best):
         (["m"], {"mode": "biggest"}, "mode='biggest' was given to StopEarly; say 'min' .* 'max'"),
         (["loss"], {"patience": 0}, "patience=0 was given to StopEarly; it waits for 1 measurement at least"),
         (["val/reward"], {}, "StopEarly was given the metric 'val/reward'.*give mode='min' or mode='max'"),
-        ([3], {}, "StopEarly was given 3; give the name of a metric"),
+        (["val/auc", "max"], {}, r"was given 'val/auc', 'max'; .*StopEarly\('test/accuracy', patience=5"),
+        ([3], {}, "StopEarly was given 3; it takes the metric's name"),
     ],
 )
 def test_a_rule_that_makes_no_sense_is_refused(arguments, settings, message):

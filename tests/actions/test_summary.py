@@ -116,6 +116,12 @@ def test_arrays_that_change_in_place_are_shown_as_they_are():
     assert [line.split(" | ")[0] for line in media.text.splitlines()[2:]] == ["5", "2"]
 
 
+@pytest.mark.parametrize("arguments", [["test"], [np.zeros(3)]])
+def test_the_name_and_the_data_are_both_needed(arguments):
+    with pytest.raises(ValueError, match=r"WorstExamples\('test', test, every=500\)"):
+        distloop.WorstExamples(*arguments)
+
+
 @pytest.mark.wide
 @pytest.mark.slow
 def test_a_loss_that_draws_numbers_leaves_the_random_streams_of_the_replicas_as_they_were():
