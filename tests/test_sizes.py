@@ -10,7 +10,7 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FILES = {str(path.relative_to(ROOT / "distloop")): path for path in sorted((ROOT / "distloop").rglob("*.py"))}
 MAX_FILE_LINES, MAX_CLASS_LINES, MAX_FUNCTION_LINES, MAX_POSITIONAL = 400, 250, 45, 6
-MAX_GUIDE_LINES = 289
+MAX_GUIDE_LINES = 285
 MAX_FOLDER_FILES = 16
 MAX_PACKAGE_FILES, MAX_PACKAGE_LINES = 193, 41641  # lower them when the package has become smaller
 
