@@ -91,6 +91,21 @@ def test_a_pipe_gets_one_line_per_run(sweep, capsys):
     assert second == {"run": "b", "status": "interrupted", "step": "200/300", "training": "0:00:04", **common}
 
 
+def test_the_operations_of_an_example_are_those_of_the_last_row_that_has_them(tmp_path, capsys):
+    rows = [
+        {"step": 1, "model_flops_per_sec": 9e6, "examples_per_sec": 3.0},
+        {"step": 2, "model_flops_per_sec": 8e6, "examples_per_sec": 4.0},
+        {"step": 3, "loss": 0.5},
+    ]
+    write_run(tmp_path / "a", rows)
+    write_run(tmp_path / "b", [{"step": 1, "loss": 0.5}])
+    assert report.main([str(tmp_path)]) == 0
+    first, second = table(capsys.readouterr().out.splitlines(), "run")
+    assert (first["FLOPs/example"], second["FLOPs/example"]) == ("2000000", "-")
+    report.main([str(tmp_path / "b")])
+    assert "FLOPs" not in capsys.readouterr().out
+
+
 def test_device_hours_are_those_of_all_starts_with_the_steps_that_were_lost_and_without_pauses(tmp_path, capsys):
     path = write_run(tmp_path / "a", [{"step": 100, "loss": 1.0}, {"step": 200, "loss": 1.0}], age_secs=0)
     (row,) = (row for row in read_metrics(path) if row["step"] == 100)
