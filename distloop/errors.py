@@ -171,14 +171,16 @@ def briefly(error: tf.errors.OpError) -> tf.errors.OpError | None:
     root = re.search(r"^ +\(0\) [A-Z_]+: +(.*)", message, re.MULTILINE)  # of several, of as many replicas
     others = (line for line in message.splitlines()[1:] if not re.match(r"\s|$|Detected at|File |<stack", line))
     reason = re.sub(r"\{\{\w+ [^}]*\}\} ?| ?\[Op:\w+\]", "", root[1] if root else next(others, "")).rstrip(" .:")
-    stack = message.partition("Detected at node ")[2].partition("Detected at node ")[0]
-    frames = re.findall(r'^  File "([^"]+)", line (\d+)', stack, re.MULTILINE)
-    first = next((i for i, (path, _) in enumerate(frames) if path.startswith(_DISTLOOP)), len(frames))
+    of_python = message.partition("Traceback (most recent call last):")[2].partition("[[{{node")[0]
+    stack = of_python or message.partition("Detected at node ")[2].partition("Detected at node ")[0]
+    frames = re.findall(r'^ +File "([^"]+)", line (\d+)', stack, re.MULTILINE)
+    first = next((i for i, (path, _) in enumerate(frames) if path.startswith(_DISTLOOP) or of_python), len(frames))
     users = [frame for frame in frames[first:] if not frame[0].startswith((*_NOT_OF_USERS, threading.__file__))]
     name = re.search(r"\{\{node (?:.*while/)?(?:replica_\d+/)?([^}]+)\}\}", message)
     place = f"at its operation {name[1]}" if name else "within TensorFlow"
     place = f"at {os.path.basename(users[-1][0])}:{users[-1][1]}" if users else place
-    sentence = f"A compiled function failed {place}: {reason}; Config(eager=True) shows the line where it does."
+    advice = "" if of_python and users else "; Config(eager=True) shows the line where it does"
+    sentence = f"A compiled function failed {place}: {reason}{advice}."
     return type(error)(None, None, sentence)
 
 

@@ -244,6 +244,21 @@ def test_an_error_of_a_compiled_function_is_one_sentence_with_the_users_line(rea
     assert str(error).startswith(f"A compiled function failed {place}: Incompatible shapes: [10] vs. [10,4]; Config")
 
 
+def test_an_error_of_a_python_function_in_the_data_names_the_line_of_that_function():
+    def fail(x):
+        raise RuntimeError("boom")
+
+    def model_fn():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        return distloop.ModelSpec(model, keras.optimizers.SGD(), lambda batch, training: {"loss": model(batch)[:, 0]})
+
+    data = tf.data.Dataset.from_tensors(tf.ones([1])).repeat(8)
+    data = data.map(lambda x: tf.ensure_shape(tf.py_function(fail, [x], tf.float32), [1])).batch(4)
+    error = caught(lambda: distloop.Trainer(model_fn, on(1)).fit(data, steps=1), tf.errors.UnknownError)
+    line = fail.__code__.co_firstlineno + 1
+    assert str(error) == f"A compiled function failed at test_errors.py:{line}: RuntimeError: boom."
+
+
 def test_errors_of_devices_and_workers_and_outside_compiled_functions_stay():
     for kind, message in (
         (tf.errors.UnavailableError, "Graph execution error:\nSocket closed"),
