@@ -24,6 +24,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from distloop.log import IN_GRAPH, reason_of
+
 _Class = TypeVar("_Class", bound=type)
 
 USER_ERROR = "distloop: "  # marks the beginning and the end of the sentence in the operation's message
@@ -39,7 +41,6 @@ _CARRIED = "distloop carries error "
 _MOST_CARRIED = 8
 _LABEL = re.compile(r"Received a label value of (-?\d+) which is outside the valid range of \[0, (\d+)\)")
 _carried: list[Exception] = []  # the latest
-_IN_GRAPH = "Graph execution error:"  # the first line of TensorFlow's errors in a compiled function
 _OF_OPERATIONS = (
     tf.errors.InvalidArgumentError,
     tf.errors.UnknownError,
@@ -109,8 +110,8 @@ def carry(error: Exception) -> RuntimeError:
 
 
 def raise_as_user_error(error: tf.errors.OpError) -> NoReturn:
-    """Raises the sentence of `as_user_error` or `briefly` for an error that was caught, else the error itself."""
-    explained = as_user_error(error) or briefly(error)
+    """Raises what `as_user_error` or `as_operation_error` returns for a caught error, else the error itself."""
+    explained = as_user_error(error) or as_operation_error(error)
     if explained is None:
         raise error
     raise explained from error
@@ -154,7 +155,7 @@ def as_user_error(error: tf.errors.OpError) -> Exception | None:
     return None
 
 
-def briefly(error: tf.errors.OpError) -> tf.errors.OpError | None:
+def as_operation_error(error: tf.errors.OpError) -> tf.errors.OpError | None:
     """Returns the error of an operation in a compiled function as one sentence, with the user's line if it has one.
 
     TensorFlow's own message shows the line of each function on the way to the operation, distloop's too.
@@ -166,22 +167,20 @@ def briefly(error: tf.errors.OpError) -> tf.errors.OpError | None:
         An error of the same type; None if it is about devices or workers, or of no compiled function.
     """
     message = error.message or ""
-    if not isinstance(error, _OF_OPERATIONS) or not message.startswith(_IN_GRAPH):
+    if not isinstance(error, _OF_OPERATIONS) or not message.startswith(IN_GRAPH):
         return None
-    root = re.search(r"^ +\(0\) [A-Z_]+: +(.*)", message, re.MULTILINE)  # of several, of as many replicas
-    others = (line for line in message.splitlines()[1:] if not re.match(r"\s|$|Detected at|File |<stack", line))
-    reason = re.sub(r"\{\{\w+ [^}]*\}\} ?| ?\[Op:\w+\]", "", root[1] if root else next(others, "")).rstrip(" .:")
+    # Of a Python function, as of `py_function` or a generator, there is Python's own traceback.
     of_python = message.partition("Traceback (most recent call last):")[2].partition("[[{{node")[0]
-    stack = of_python or message.partition("Detected at node ")[2].partition("Detected at node ")[0]
-    frames = re.findall(r'^ +File "([^"]+)", line (\d+)', stack, re.MULTILINE)
-    first = next((i for i, (path, _) in enumerate(frames) if path.startswith(_DISTLOOP) or of_python), len(frames))
-    users = [frame for frame in frames[first:] if not frame[0].startswith((*_NOT_OF_USERS, threading.__file__))]
-    name = re.search(r"\{\{node (?:.*while/)?(?:replica_\d+/)?([^}]+)\}\}", message)
-    place = f"at its operation {name[1]}" if name else "within TensorFlow"
-    place = f"at {os.path.basename(users[-1][0])}:{users[-1][1]}" if users else place
-    advice = "" if of_python and users else "; Config(eager=True) shows the line where it does"
-    sentence = f"A compiled function failed {place}: {reason}{advice}."
-    return type(error)(None, None, sentence)
+    of_operation = message.partition("Detected at node ")[2].partition("Detected at node ")[0]
+    frames = re.findall(r'^ +File "([^"]+)", line (\d+)', of_python or of_operation, re.MULTILINE)
+    if not of_python:  # the line that called distloop made no operation
+        frames = frames[next((i for i, (path, _) in enumerate(frames) if path.startswith(_DISTLOOP)), len(frames)) :]
+    lines = [(path, line) for path, line in frames if not path.startswith((*_NOT_OF_USERS, threading.__file__))]
+    operation = re.search(r"\{\{node (?:.*while/)?(?:replica_\d+/)?([^}]+)\}\}", message)
+    where = f"its operation {operation[1]}" if operation else "an operation of TensorFlow's"
+    where = f"{os.path.basename(lines[-1][0])}:{lines[-1][1]}" if lines else where
+    advice = "" if of_python and lines else "; Config(eager=True) shows the line where it does"
+    return type(error)(None, None, f"A compiled function failed at {where}: {reason_of(message)}{advice}.")
 
 
 @contextlib.contextmanager

@@ -8,7 +8,10 @@ run prints about its progress belongs to `monitoring.console`.
 """
 
 import logging
+import re
 import sys
+
+IN_GRAPH = "Graph execution error:"  # the first line of TensorFlow's errors in a compiled function
 
 
 class StderrLines(logging.Handler):
@@ -30,6 +33,19 @@ def printable(text: str, keep: str = "\n\t") -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
+
+
+def reason_of(message: str) -> str:
+    """Returns the first line of an error's message; of one of TensorFlow's, why an operation failed.
+
+    In an error of a compiled function, the operations and the lines that made them come before the reason.
+    """
+    line, *others = message.strip().splitlines() or [""]
+    if line.endswith(IN_GRAPH):
+        first_of_several = re.search(r"^ +\(0\) [A-Z_]+: +(.*)", message, re.MULTILINE)
+        reasons = (other for other in others if not re.match(r"\s|$|Detected at|File |<stack", other))
+        line = first_of_several[1] if first_of_several else next(reasons, line)
+    return re.sub(r"\{\{\w+ [^}]*\}\} ?| ?\[Op:\w+\]", "", line).rstrip(" .:")
 
 
 log = logging.getLogger("distloop")

@@ -239,7 +239,7 @@ TWO = (
 )
 def test_an_error_of_a_compiled_function_is_one_sentence_with_the_users_line(reasons, users, place):
     message = IN_GRAPH.format(distloop=os.path.dirname(errors.__file__), users=users, reasons=reasons)
-    error = errors.briefly(tf.errors.InvalidArgumentError(None, None, message))
+    error = errors.as_operation_error(tf.errors.InvalidArgumentError(None, None, message))
     assert type(error) is tf.errors.InvalidArgumentError
     assert str(error).startswith(f"A compiled function failed {place}: Incompatible shapes: [10] vs. [10,4]; Config")
 
@@ -265,7 +265,7 @@ def test_errors_of_devices_and_workers_and_outside_compiled_functions_stay():
         (tf.errors.InternalError, "Graph execution error:\nno CUDA"),
         (tf.errors.InvalidArgumentError, "Matrix size-incompatible"),
     ):
-        assert errors.briefly(kind(None, None, message)) is None
+        assert errors.as_operation_error(kind(None, None, message)) is None
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from distloop.log import printable
+from distloop.log import printable, reason_of
 
 
 def test_a_warning_is_one_line_on_stderr_beside_absls_handler():
@@ -37,3 +37,25 @@ def test_a_text_of_somebody_else_cannot_command_the_terminal(keep):
 def test_a_warning_with_such_a_name_is_shown_with_escapes(capsys):
     logging.getLogger("distloop").warning("No file %s.", "\x1b[2J")
     assert capsys.readouterr().err == "distloop: warning: No file \\x1b[2J.\n"
+
+
+IN_GRAPH = (
+    "UnknownError: Graph execution error:\n\nDetected at node EagerPyFunc defined at (most recent call last):\n"
+    '  File "program.py", line 3, in <module>\n<stack traces unavailable>\n'
+)
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ("", ""),
+        ("ValueError: Give {{node a/b}} rows.\nmore", "ValueError: Give rows"),
+        (f"{IN_GRAPH}RuntimeError: boom\nTraceback (most recent call last):", "RuntimeError: boom"),
+        (
+            f"{IN_GRAPH}2 root error(s) found.\n  (0) UNKNOWN:  boom [Op:f_1]\n\t [[{{node x}}]]\n  (1) UNKNOWN:  b",
+            "boom",
+        ),
+    ],
+)
+def test_the_reason_of_an_error_is_its_first_line_without_tensorflows_operations(message, reason):
+    assert reason_of(message) == reason

@@ -148,6 +148,17 @@ class KeptTensors(Action):
         return math.gcd(*(kept.every for kept in self._state.kept.values()))
 
     def __call__(self, report: Report) -> dict[str, Any]:
-        """Returns the media of the tensors that are due, on the worker that has them."""
+        """Returns the media of the tensors that are due, on the worker that has them.
+
+        Raises:
+            ValueError: if `show` returned something else, such as a number, which the other workers would not have.
+        """
         due = {name: kept for name, kept in self._state.kept.items() if report.step % kept.every == 0}
-        return {name: kept.show(kept.array) for name, kept in due.items() if kept.array is not None}
+        media = {name: kept.show(kept.array) for name, kept in due.items() if kept.array is not None}
+        for name, value in media.items():
+            if not isinstance(value, Media):
+                raise ValueError(
+                    f"The function show of keep({name!r}) returned a {type(value).__name__}; it returns media, such as "
+                    "distloop.Images(array) or distloop.Histogram(array)."
+                )
+        return media

@@ -16,7 +16,7 @@ from distloop.audit.placed_graph import HOST
 from distloop.audit.probe import NUM_BATCHES, REPLICAS, Probe
 from distloop.audit.tracing import as_replica, compiled
 from distloop.data import shards
-from distloop.errors import as_user_error, briefly, user_line
+from distloop.errors import as_operation_error, as_user_error, user_line
 from distloop.graph_functions import with_called
 from distloop.model.spec import Update
 from distloop.training import step_operations
@@ -54,7 +54,7 @@ class Finding(NamedTuple):
 def failure(error: Exception) -> Finding:
     """Returns the finding of an error that the user's code or data raised."""
     if isinstance(error, tf.errors.OpError):
-        error = as_user_error(error) or briefly(error) or error
+        error = as_user_error(error) or as_operation_error(error) or error
     line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     where = user_line(traceback.extract_tb(error.__traceback__)) or type(error).__name__
     return Finding("stops with an error", where, line.strip().rstrip("."))

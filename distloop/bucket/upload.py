@@ -1,6 +1,6 @@
 """The upload of a run to its bucket, in a thread that training never waits for; and of single exports.
 
-    upload = Upload(root, directory, verify=lease.verify)
+    upload = Upload(root, directory, verify=lock.verify)
     upload.start()
     upload.finish()         # the files that could not be uploaded; waits as long as anything comes through
 

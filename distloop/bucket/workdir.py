@@ -72,11 +72,11 @@ class Workdir(Directory):
     def _close(self, error: BaseException | None) -> None:
         if self._open is None:
             return
-        (lease, upload), self._open = self._open, None
+        (lock, upload), self._open = self._open, None
         try:
             missing = upload.finish()
         finally:
-            lease.__exit__()
+            lock.__exit__()
         if missing:
             text = (
                 f"{listed(missing)} could not be uploaded to {self._url} ({upload.failure}); {self._root} has it: run "
@@ -164,14 +164,14 @@ class Workdir(Directory):
         return result
 
     def _begin(self) -> None:
-        """Takes the lease, makes the staging directory what the run goes on from, and starts the upload."""
+        """Takes the lock, makes the staging directory what the run goes on from, and starts the upload."""
         directory = RemoteDirectory(self._url)
         with contextlib.ExitStack() as stack:
-            lease = stack.enter_context(RunLock(self._url, directory=directory))
+            lock = stack.enter_context(RunLock(self._url, directory=directory))
             directory.remove_leftovers()
             if not _is_current(self._root, directory):
                 self._replace(directory)
-            self._open = lease, Upload(self._root, directory, verify=lease.verify, say=self._say)
+            self._open = lock, Upload(self._root, directory, verify=lock.verify, say=self._say)
             stack.pop_all()
         self._open[1].start()
 

@@ -25,10 +25,10 @@ from typing import Any, NoReturn
 from distloop.distributed import liveness, output
 from distloop.distributed.liveness import Beat, explain_difference, judge, read_beat, shorten
 from distloop.distributed.star import Star
+from distloop.log import reason_of
 
 EXIT_CODE = 76  # EX_PROTOCOL of sysexits.h, "remote error": another worker was the first to fail
 
-_GRAPH_ERROR = "Graph execution error:"  # the first line of TensorFlow's errors in a function
 _SEND_SECS = 0.5
 _LAST_MESSAGE_SECS = 0.5  # for the others to hear why, and for the worker that failed to end first
 _SAVE_SECS = 60.0  # for a checkpoint that is being written
@@ -120,7 +120,7 @@ class Heartbeat:
     def fail(self, error: str) -> None:
         """Reports to the other workers that this one failed; only the first error counts."""
         self._read_step()
-        self._finish("failed", _shorten_error(error))
+        self._finish("failed", shorten(reason_of(error), 400))
 
     def _finish(self, state: str, error: str) -> None:
         with self._lock:
@@ -205,7 +205,7 @@ class Heartbeat:
 
     def _message(self) -> dict[str, Any]:
         beat = {"state": self._state, "phase": self.phase, "step": self._last_step, "error": self._error}
-        return {"worker": self._index, **beat, **({} if self._index else {"told": self._told})}
+        return {**beat, **({} if self._index else {"told": self._told})}
 
     def _keep_beat(self, i: int, message: Mapping[str, Any], now: float) -> None:
         before = None if self._index else self._beats.get(i)  # the chief alone judges who stands still
@@ -221,9 +221,10 @@ class Heartbeat:
                 elif "facts" in message:
                     self._differences[i] = explain_difference(self._facts, message["facts"], i)
             elif i in self._beats and self._beats[i].state == "alive":
-                beat = self._beats.pop(i)
-                if self._told["has_met"]:  # else it may come back
-                    self._beats[i] = beat._replace(state="gone")
+                if self._told["has_met"]:
+                    self._beats[i] = self._beats[i]._replace(state="gone")
+                else:  # it may come back
+                    del self._beats[i]
 
     def _hear(self, told: Mapping[str, Any]) -> None:
         """Takes what the chief tells; texts are escaped and cut, before anything prints them."""
@@ -261,14 +262,6 @@ def _stacks() -> str:
         if not names.get(ident, "").startswith("distloop-"):
             stacks.append(f"Thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}")
     return "\n".join(stacks)
-
-
-def _shorten_error(error: str) -> str:
-    """Returns the first line of an error, at most 400 bytes, without what TensorFlow says of the graph's nodes."""
-    line, *others = error.strip().splitlines() or [""]
-    if line.endswith(_GRAPH_ERROR):  # the error comes after the node and the lines that made it
-        line = next((other for other in others if not re.match(r"\s|$|Detected at|File |<stack", other)), line)
-    return shorten(re.sub(r"\{\{\w+ [^}]*\}\} ?", "", line).rstrip(" .:"), 400)
 
 
 def is_collective_error(error: BaseException | None) -> bool:

@@ -1,6 +1,6 @@
 """Star: a TCP connection from each worker to the chief, with signed messages.
 
-    star = Star(addresses, index=0, secret="a text that the workers share", hello={"worker": 0}, receive=print)
+    star = Star(addresses, index=0, secret="a text that the workers share", hello={"step": 0}, receive=print)
     star.send({"state": "alive"})       # to every worker that is connected
     star.close_port()                   # all are connected, and TensorFlow takes the port
 
@@ -121,7 +121,7 @@ class Star:
             addresses: `host:port` of every worker, the chief first.
             index: of this worker.
             secret: the same on all workers; "": none.
-            hello: the first message of each connection, with the `worker` that sends it.
+            hello: what the chief gets first, once it has signed a message.
             receive: called in a thread with a worker and a message of it; with None once its connection is closed.
 
         Raises:
@@ -184,13 +184,14 @@ class Star:
         connection, worker = None, None
         try:
             connection = Connection(connected, self._secret, self._index == 0)
-            connection.send(self._hello)  # shows whether the secrets are the same
+            connection.send({"worker": self._index})  # shows whether the secrets are the same
             message = connection.receive()
+            if self._index:
+                connection.send(self._hello)
             worker = self._identify(connection, message["worker"], host)
             self.causes.pop(host, None)
             while True:
-                self._receive(worker, message)
-                message = connection.receive()
+                self._receive(worker, connection.receive())
         except Stranger as error:
             if host in self.causes or len(self.causes) < 3:
                 self.causes[host] = f"connections of {host} do not count: {error}"

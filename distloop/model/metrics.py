@@ -177,20 +177,20 @@ def check_names(outputs: Any, keras_metrics: Mapping[str, Any], *, needs_loss: b
             )
 
 
-def check_name(name: Any, found: str) -> None:
+def check_name(name: Any, subject: str) -> None:
     """Checks the name of a number of the user's.
 
     Args:
         name: what was given as the name.
-        found: what has it, for the message.
+        subject: how the message begins, as in "loss_fn returned a value".
 
     Raises:
         ValueError: if it is no name, or one of distloop's own.
     """
     if not isinstance(name, str) or not name:
-        raise ValueError(f"{found} under the name {name!r}; names are non-empty strings: rename it.")
+        raise ValueError(f"{subject} under the name {name!r}; names are non-empty strings: rename it.")
     if name in RESERVED_NAMES:
-        raise ValueError(f"{found} under the name {name!r}, which distloop itself reports: rename it.")
+        raise ValueError(f"{subject} under the name {name!r}, which distloop itself reports: rename it.")
 
 
 def check_fed(keras_metrics: Mapping[str, Any], fed: Iterable[str]) -> None:

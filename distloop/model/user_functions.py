@@ -49,13 +49,13 @@ _OF_INPUTS = re.compile(  # what Keras prints in bold, in a text of several line
 )
 
 
-def as_tensor(value: Any, returned: str, place: str = "") -> tf.Tensor:
+def as_tensor(value: Any, subject: str, entry: str = "") -> tf.Tensor:
     """Returns what a function of the user returned as a tensor.
 
     Args:
         value: a tensor, an array or a number.
-        returned: how the message begins, as in "predict_fn returned".
-        place: which of several values it is, as in ' under "loss"'.
+        subject: how the message begins, as in "predict_fn returned".
+        entry: which of several values it is, as in ' under "loss"'.
 
     Raises:
         ValueError: if it is something else.
@@ -64,7 +64,7 @@ def as_tensor(value: Any, returned: str, place: str = "") -> tf.Tensor:
         return tf.convert_to_tensor(value)
     except (TypeError, ValueError) as error:
         kind = "None" if value is None else f"a {type(value).__name__}"
-        raise ValueError(f"{returned} {kind}{place}, which is no dense tensor: return one there.") from error
+        raise ValueError(f"{subject} {kind}{entry}, which is no dense tensor: return one there.") from error
 
 
 def preparing_batches(loss_fn: Callable[..., Any], batch_fn: Callable[..., Any]) -> Callable[..., Any]:

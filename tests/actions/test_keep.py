@@ -174,8 +174,8 @@ def test_mistakes_in_a_loss_fn_are_told(tensors, settings, message):
 
 @pytest.mark.slow
 def test_what_is_no_media_is_refused():
-    trainer = distloop.Trainer(keeping_model(show=lambda array: "3.0"), on(1))
-    refused(lambda: trainer.fit(data(), steps=2), "The action 'KeptTensors' returned '3.0' under 'rows'")
+    trainer = distloop.Trainer(keeping_model(show=lambda array: 3.0), on(1))
+    refused(lambda: trainer.fit(data(), steps=2), "The function show of keep('rows') returned a float")
 
 
 @pytest.mark.slow

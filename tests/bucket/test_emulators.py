@@ -128,10 +128,10 @@ def test_of_two_that_create_a_file_one_succeeds(url):
 
 @pytest.mark.wide
 def test_a_second_run_is_refused_in_a_sentence_that_names_the_first(url):
-    lease = RunLock(url, directory=RemoteDirectory(url)).__enter__()
+    lock = RunLock(url, directory=RemoteDirectory(url)).__enter__()
     with pytest.raises(ValueError, match=f"workdir='{url}' is being written to by another fit of this process, since"):
         train(url, steps=3)
-    lease.__exit__()
+    lock.__exit__()
     train(url, steps=3)
 
 

@@ -160,7 +160,7 @@ def test_the_end_of_a_run_waits_no_longer_than_the_bucket_is_silent(root, monkey
         assert upload(root) == ["checkpoints/10", "metrics.jsonl"]
 
 
-def test_who_has_lost_the_lease_seals_and_deletes_nothing(root):
+def test_who_has_lost_the_lock_seals_and_deletes_nothing(root):
     def lost():
         raise LockLost("taken over")
 

@@ -364,16 +364,6 @@ def test_a_circle_of_causes_ends():
     assert not heartbeat.is_collective_error(error)
 
 
-def test_an_error_in_a_function_of_tensorflow_is_told_by_its_reason():
-    error = (
-        "UnknownError: Graph execution error:\n\nDetected at node EagerPyFunc defined at (most recent call last):\n"
-        '  File "program.py", line 3, in <module>\n<stack traces unavailable>\n'
-        "Error in user-defined function passed to MapDataset: RuntimeError: boom\nTraceback (most recent call last):"
-    )
-    assert heartbeat._shorten_error(error) == "Error in user-defined function passed to MapDataset: RuntimeError: boom"
-    assert heartbeat._shorten_error("ValueError: Give {{node a/b}} rows.") == "ValueError: Give rows"
-
-
 def test_a_killed_worker_is_named_by_all_others_and_all_leave_together(run):
     addresses = [f"127.0.0.1:{port}" for port in choose_ports(10)]
     workers = run(*["them = start()\ntrain(them)"] * 9, "start()\nprint('left', flush=True)", addresses=addresses)

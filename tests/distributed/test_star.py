@@ -109,7 +109,7 @@ def read(events):
 def make(addresses, index, secret=SECRET):
     """Returns a star and the queue of what it receives."""
     events = queue.Queue()
-    return Star(addresses, index, secret, {"worker": index}, lambda i, message: events.put((i, message))), events
+    return Star(addresses, index, secret, {"hello": index}, lambda i, message: events.put((i, message))), events
 
 
 def send_until(sender, message, events):
@@ -128,7 +128,7 @@ def test_workers_and_the_chief_hear_each_other_and_notice_a_close(host, ports):
     except ValueError:
         pytest.skip("no ::1 here")
     chief, events = make(addresses, 0)
-    assert read(events) == (2, {"worker": 2}) and read(heard) == (0, {"worker": 0})
+    assert read(events) == (2, {"hello": 2})
     assert send_until(worker, {"state": "alive"}, events) == (2, {"state": "alive"})
     assert send_until(chief, {"has_met": True}, heard) == (0, {"has_met": True})
     chief.close_port()
@@ -139,6 +139,20 @@ def test_workers_and_the_chief_hear_each_other_and_notice_a_close(host, ports):
         events.get()
     worker._connections[0].close()
     assert read(events) == (2, None)
+
+
+def test_only_a_chief_that_knows_the_secret_gets_what_a_worker_begins_with(ports):
+    addresses = [f"127.0.0.1:{port}" for port in ports]
+    with socket.create_server(("127.0.0.1", ports[0])) as listener:
+        worker, _ = make(addresses, 1)
+        stranger = Connection(listener.accept()[0], "another", True)
+        stranger.send({"worker": 0})
+        assert stranger._file.read().partition(b"{")[2] == b'"worker":1}\n'  # and nothing after it
+        assert "not signed with the DISTLOOP_SECRET" in worker.causes["127.0.0.1"]
+        chief = Connection(listener.accept()[0], SECRET, True)
+        chief.send({"worker": 0})
+        assert [chief.receive(), chief.receive()] == [{"worker": 1}, {"hello": 1}]
+        worker.close_port(), chief.close()
 
 
 @pytest.mark.parametrize(

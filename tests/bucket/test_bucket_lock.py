@@ -1,4 +1,4 @@
-"""The lease of a bucket: who is refused, who takes it over, and how a process notices that it has lost it."""
+"""The lock of a bucket: who is refused, who takes it over, and how a process notices that it has lost it."""
 
 import json
 import os
@@ -18,12 +18,12 @@ def directory(tmp_path, monkeypatch):
     return RemoteDirectory(f"file://{tmp_path}/run")
 
 
-def lease(directory):
+def lock_of(directory):
     return RunLock(directory.url, directory=directory)
 
 
 def write(directory, beats=0, **fields):
-    """Writes the lease of a process of another host."""
+    """Writes the lock of a process of another host."""
     holder = {"token": "another", "host": "node-b", "machine": "b", "process": 7, "start": "1", "since": 0.0}
     directory.write(run_lock.FILE, json.dumps({**holder, "beats": beats, **fields}).encode())
 
@@ -32,22 +32,22 @@ def test_a_second_process_is_refused_in_a_sentence_that_names_the_first(director
     here = {"host": run_lock.socket.gethostname(), "machine": run_lock._machine(), "process": os.getppid()}
     write(directory, **here, start=run_lock.start_ticks(os.getppid()))
     with pytest.raises(ValueError, match=f"run' is being written to by process {os.getppid()} on .*: wait until that"):
-        lease(directory).__enter__()
+        lock_of(directory).__enter__()
 
 
-def test_the_lease_of_a_dead_process_of_this_host_is_taken_at_once(directory, capsys):
+def test_the_lock_of_a_dead_process_of_this_host_is_taken_at_once(directory, capsys):
     here = {"host": run_lock.socket.gethostname(), "machine": run_lock._machine(), "process": os.getppid()}
     write(directory, **here, start="1")
-    held = lease(directory)
+    held = lock_of(directory)
     held.__enter__()
     held.verify()
     held.__exit__()
     assert directory.list() == {} and capsys.readouterr().out == ""
 
 
-def test_the_lease_of_another_host_is_taken_when_it_shows_no_sign_of_life(directory, capsys):
+def test_the_lock_of_another_host_is_taken_when_it_shows_no_sign_of_life(directory, capsys):
     write(directory)
-    held = lease(directory)
+    held = lock_of(directory)
     held.__enter__()
     held.__exit__()
     assert "is locked by process 7 on node-b, since" in capsys.readouterr().out
@@ -57,11 +57,11 @@ def test_a_process_of_another_host_that_is_alive_is_noticed_by_its_next_sign_of_
     write(directory)
     monkeypatch.setattr(run_lock.time, "sleep", lambda secs: write(directory, beats=1))
     with pytest.raises(ValueError, match="is being written to by process 7 on node-b"):
-        lease(directory).__enter__()
+        lock_of(directory).__enter__()
 
 
 def test_who_was_taken_over_writes_no_more(directory, monkeypatch):
-    held = lease(directory)
+    held = lock_of(directory)
     held.__enter__()
     held.verify()
     write(directory)
@@ -75,8 +75,8 @@ def test_who_was_taken_over_writes_no_more(directory, monkeypatch):
     assert run_lock.FILE in directory.list()
 
 
-def test_a_lease_that_somebody_has_removed_is_written_again(directory):
-    held = lease(directory)
+def test_a_lock_that_somebody_has_removed_is_written_again(directory):
+    held = lock_of(directory)
     held.__enter__()
     directory.delete(run_lock.FILE)
     held.verify()
@@ -84,8 +84,8 @@ def test_a_lease_that_somebody_has_removed_is_written_again(directory):
     held.__exit__()
 
 
-def test_the_lease_of_a_run_that_was_copied_is_free_when_it_shows_no_sign_of_life(directory, tmp_path):
-    original, copied = lease(directory), lease(RemoteDirectory(f"file://{tmp_path}/copied"))
+def test_the_lock_of_a_run_that_was_copied_is_free_when_it_shows_no_sign_of_life(directory, tmp_path):
+    original, copied = lock_of(directory), lock_of(RemoteDirectory(f"file://{tmp_path}/copied"))
     original.__enter__()
     shutil.copytree(tmp_path / "run", tmp_path / "copied")
     copied.__enter__()
@@ -94,21 +94,21 @@ def test_the_lease_of_a_run_that_was_copied_is_free_when_it_shows_no_sign_of_lif
     original.__exit__()
 
 
-def test_a_directory_that_another_path_leads_to_has_one_lease(directory, tmp_path, monkeypatch):
-    held = lease(directory)
+def test_a_directory_that_another_path_leads_to_has_one_lock(directory, tmp_path, monkeypatch):
+    held = lock_of(directory)
     held.__enter__()
     (tmp_path / "link").symlink_to(tmp_path / "run")
     with pytest.raises(ValueError, match="link' is being written to by another fit of this process, since"):
-        lease(RemoteDirectory(f"file://{tmp_path}/link")).__enter__()
+        lock_of(RemoteDirectory(f"file://{tmp_path}/link")).__enter__()
     held.__exit__()
 
 
-def test_who_failed_after_the_lease_was_written_may_take_it_again(directory, monkeypatch):
+def test_who_failed_after_the_lock_was_written_may_take_it_again(directory, monkeypatch):
     create = directory.create
     monkeypatch.setattr(directory, "create", lambda *content: create(*content) and 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        lease(directory).__enter__()
+        lock_of(directory).__enter__()
     monkeypatch.setattr(directory, "create", create)
-    held = lease(directory)
+    held = lock_of(directory)
     held.__enter__()
     held.__exit__()
