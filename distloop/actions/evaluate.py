@@ -179,7 +179,7 @@ def with_rows(
     means = evaluate(stop_requests)
     values = rows_fn(predict(stop_requests=stop_requests))
     if not isinstance(values, Mapping) or not all(_is_number(value) for value in values.values()):
-        raise ValueError(f"rows_fn returned {values!r:.100}; it returns a dict of numbers by name, of all rows.")
+        raise ValueError(f"rows_fn returned {durations.shown(values)}; give a dict of numbers by name, of all rows.")
     if both := sorted(set(means) & set(values)):
         raise ValueError(f"rows_fn returned {both[0]!r}, which loss_fn or a metric reports, too: give another name.")
     return {**means, **{name: float(value) for name, value in values.items()}}

@@ -60,8 +60,8 @@ def _values_once(segment: Segment) -> tf.Tensor:
     """Returns the values of a segment; of a sparse one, each row of the table once."""
     if not isinstance(segment, Rows):
         return segment
-    _, places = tf.unique(segment.numbers)
-    return tf.math.unsorted_segment_sum(segment.values, places, tf.size(segment.numbers))
+    _, indices = tf.unique(segment.numbers)
+    return tf.math.unsorted_segment_sum(segment.values, indices, tf.size(segment.numbers))
 
 
 class GradientNoise(Action):

@@ -126,7 +126,7 @@ class RunCheckpoints:
         if path.endswith(WEIGHT_FILES):
             warm_start(self._state, path, given=f"restore({path!r})")
             return None
-        self.phases.jump()  # the place is for the next `fit`, whatever its data
+        self.phases.jump()  # the position is for the next `fit`, whatever its data
         self._copies.has_gone_back = True
         if path == BEST:
             return self.restore_best()
@@ -182,7 +182,7 @@ class RunCheckpoints:
         window, is_over, states, phases = None, False, None, self.phases
         if (saved := self._saved) is not None:
             require_same_virtual_replicas(saved, self._state)
-            is_over = phases.past is not None or _is_over(saved, run)  # the place may be in the data of the next `fit`
+            is_over = phases.past is not None or _is_over(saved, run)  # the position may be in the next `fit`'s data
             begins = phases.begins and is_other
             if not (is_over or begins) and (source.is_astray or source.save_position() != saved.notes["input"]):
                 source.restore_position(saved.notes["input"])
@@ -212,7 +212,7 @@ class RunCheckpoints:
             ValueError: if there is no workdir, or nothing to save yet.
         """
         if self._checkpoints is None:
-            raise ValueError("save needs a place: give Config(workdir=...).")
+            raise ValueError("save needs a workdir: give Config(workdir=...).")
         if self._source is None or self._loop is None:
             raise ValueError("save has nothing to write before fit has run: call fit first.")
         if self._saved is not None and self.phases.is_of_others:
@@ -256,7 +256,7 @@ class RunCheckpoints:
 
     def can_go_back(self) -> bool:
         """Returns whether there is a checkpoint with a position in the data given to `attach`, as the chief sees it."""
-        is_begun = self._source is not None and self._source.batches_taken  # else the place is in an earlier one's
+        is_begun = self._source is not None and self._source.batches_taken  # else the position is in other data
         can = bool(is_begun and self._checkpoints and self._checkpoints.steps)
         return bool(workers.gather(self._state.strategy, can)[0])
 

@@ -55,7 +55,7 @@ def warm_start(state: TrainState, path: str, rename: str = "", given: str = "") 
             "the model an input shape."
         )
     variables = {name: v for name, v in portable_names(state.model).items() if not is_seed(v)}
-    seeds = portable_names(state.model).keys() - variables.keys()  # each replica's random stream goes on from its place
+    seeds = portable_names(state.model).keys() - variables.keys()  # each random stream goes on from its position
     read = _renamed(_read(path, state.model, given), rename, path)
     values = {name: v for name, v in read.items() if name not in seeds}
     matched = [name for name in variables if name in values]

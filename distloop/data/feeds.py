@@ -42,7 +42,7 @@ class Feed:
         goes_on: whether it does so by itself, as it seeks or cannot start again.
         against_waiting: what to try where steps wait for the data.
         map_batch: changes each batch, as `Dataset.map` does; None: nothing does.
-        oldest_place: returns the first batch whose state may still be asked for.
+        oldest_position: returns the first batch whose state may still be asked for.
     """
 
     against_waiting = (
@@ -89,7 +89,7 @@ class Feed:
         self.goes_on = self.seeks or not restarts
         at_once = "a resumed run is at its position at once, by the state of the iterator"
         self.resume = at_once if has_states else resume
-        self.oldest_place: Callable[[], int] = lambda: 0
+        self.oldest_position: Callable[[], int] = lambda: 0
         self._states: dict[int, Any] = {}  # by the number of batches before it
         self._oldest = 0
 
@@ -138,7 +138,7 @@ class Feed:
         self._states, self._oldest = {first: state}, first
         for number, (batch, after) in enumerate(self._read(first, state, repeat), first + 1):
             self._states[number] = after
-            while self._oldest < self.oldest_place():
+            while self._oldest < self.oldest_position():
                 self._states.pop(self._oldest, None)
                 self._oldest += 1
             yield batch, after

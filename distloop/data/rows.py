@@ -40,7 +40,6 @@ class Uneven:
     spec: tf.TensorSpec  # of a row
 
     def __getitem__(self, index: tf.Tensor) -> tf.Tensor:
-        """Returns the entry of one row."""
         shape = self.shapes[index]
         end = self.ends[index]
         return tf.ensure_shape(tf.reshape(self.values[end - tf.reduce_prod(shape) : end], shape), self.spec.shape)

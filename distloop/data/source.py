@@ -110,7 +110,7 @@ class Source:
         self._dataset, self.feed = opened.dataset, opened.feed
         self._count_batches = functools.cache(functools.partial(count_batches, self._dataset))  # draws shuffle seeds
         if isinstance(self.feed, Feed):
-            self.feed.oldest_place = lambda: self.batches_taken
+            self.feed.oldest_position = lambda: self.batches_taken
             if self._may_go_back:
                 self.feed.require_restart()
         self._is_sharded = opened.takes_context and self._num_workers > 1
@@ -226,7 +226,7 @@ class Source:
         ahead = [batch - self.batches_taken for batch in self.skipped_batches if batch > self.batches_taken]
         return min([*ahead, *([] if left is None else [left])], default=None)
 
-    def lose_place(self, num_taken: int) -> None:
+    def lose_position(self, num_taken: int) -> None:
         """Notes that a loop failed after some batches, so that the iterator may be further."""
         self.batches_taken += num_taken
         self.is_astray = True

@@ -17,6 +17,7 @@ from distloop.actions.action import Action, Report
 from distloop.actions.save import BestSoFar, check_keep
 from distloop.distributed import workers
 from distloop.errors import first_line
+from distloop.exports.export import check_suffix
 from distloop.log import log
 from distloop.urls import absolute, expand, require_disk
 from distloop.variables import WEIGHT_FILES
@@ -56,7 +57,7 @@ class Export(Action):
 
         Raises:
             ValueError: for another mode, a name that does not say what is better, if `keep` is below 1, both `every`
-                and `metric` are given, or the directory is a URL.
+                and `metric` are given, the suffix is of no export, or the directory is a URL.
         """
         check_keep("Export", keep)
         if every and metric:
@@ -66,6 +67,7 @@ class Export(Action):
             )
         if not callable(export):
             raise ValueError(f"Export was given {export!r}; its first argument writes an export: give trainer.export.")
+        check_suffix(suffix)
         require_disk(
             directory,
             "Export was given {}, and keeps its exports in a directory on a disk: give one, such as "

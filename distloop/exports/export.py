@@ -35,6 +35,15 @@ from distloop.variables import tensorflow_variable, top_layers
 _FREE_SIZES = (1, 32, 256)
 
 
+def check_suffix(path: str) -> None:
+    """Raises a ValueError if a path has the suffix of a format that exports do not have."""
+    if path.endswith((".h5", ".hdf5", ".pb", ".pt", ".pth", ".ckpt")):
+        raise ValueError(
+            f"export was given {path!r}; it writes .keras, .npz, .safetensors, .tflite and .onnx files, and else a "
+            "directory, a SavedModel: give such a path. trainer.model.save_weights writes a .weights.h5 file."
+        )
+
+
 def prepare_path(path: str, strategy: tf.distribute.Strategy, must_be_a_file: str = "") -> str:
     """Restores or removes, on the chief, the leftovers of exports to a path whose processes were killed.
 

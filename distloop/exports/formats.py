@@ -28,6 +28,7 @@ from distloop.evaluation.comparison import relative_difference
 from distloop.evaluation.prediction import DEFAULT_SIGNATURE, Predictor
 from distloop.exports.export import (
     call_on_ones,
+    check_suffix,
     layers_of,
     merged,
     output_difference,
@@ -55,6 +56,7 @@ def write_export(state: TrainState, predictor: Predictor, element_spec: Any, pat
     Raises:
         ValueError: as the function of the format.
     """
+    check_suffix(path)
     suffix = pathlib.Path(path).suffix
     if suffix == ".keras":
         _write_keras_file(state, path)

@@ -111,7 +111,7 @@ def read_arguments(
     """
     if not isinstance(evals or {}, Mapping):
         raise ValueError(
-            f"evals={evals!r:.100} was given; fit takes a dict of datasets by name: evals={{'test': dataset}}."
+            f"evals={shown(evals)} was given; fit takes a dict of datasets by name: evals={{'test': dataset}}."
         )
     if unnamed := [name for name in evals or () if not isinstance(name, str) or not name]:
         raise ValueError(f"evals has the name {unnamed[0]!r}; give each dataset a text: evals={{'test': dataset}}.")

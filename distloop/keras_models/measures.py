@@ -107,7 +107,7 @@ def make_measures(metrics: Any, weighted_metrics: Any, names: Sequence[str]) -> 
     return measures
 
 
-class LayerMetrics(Mapping[str, keras.metrics.Metric]):
+class LayerMetrics(dict[str, keras.metrics.Metric]):
     """The metrics that the layers of a model update in their `call`, as Keras reports them, by name.
 
     In `recorded`, their arguments are kept for the `loss_fn` to return, so that padding and replicas count as for any
@@ -116,26 +116,14 @@ class LayerMetrics(Mapping[str, keras.metrics.Metric]):
 
     def __init__(self, model: keras.Model, taken: Collection[str]):
         """Finds the metrics; names that are taken, or twice there, get a number."""
-        self._metrics: dict[str, keras.metrics.Metric] = {}
+        super().__init__()
         self._calls = threading.local()
         for layer in model._flatten_layers():
             for metric in layer._metrics if layer is model or not isinstance(layer, keras.Model) else ():
                 names = (f"{metric.name}_{i}" if i else metric.name for i in itertools.count())
-                name = next(name for name in names if name not in {*taken, *self._metrics, *RESERVED_NAMES, "loss"})
-                self._metrics[name] = metric
+                name = next(name for name in names if name not in {*taken, *self, *RESERVED_NAMES, "loss"})
+                self[name] = metric
                 setattr(metric, IS_OF_LAYER, True)
-
-    def __getitem__(self, name: str) -> keras.metrics.Metric:
-        """Returns a metric."""
-        return self._metrics[name]
-
-    def __iter__(self) -> Iterator[str]:
-        """Iterates over the names."""
-        return iter(self._metrics)
-
-    def __len__(self) -> int:
-        """Returns the number of metrics."""
-        return len(self._metrics)
 
     @contextlib.contextmanager
     def recorded(self, size: Any) -> Iterator[dict[str, Any]]:
@@ -145,7 +133,7 @@ class LayerMetrics(Mapping[str, keras.metrics.Metric]):
             ValueError: if a metric is updated more than once.
         """
         before, self._calls.fed = getattr(self._calls, "fed", None), ({}, size)
-        for name, metric in self._metrics.items():
+        for name, metric in self.items():
             vars(metric).setdefault("update_state", functools.partial(self._record, name, metric.update_state))
         try:
             yield self._calls.fed[0]

@@ -209,6 +209,6 @@ def _copy_weights(model: keras.Model, copy: keras.Model) -> None:
 
 
 def _named(variables: Sequence[Any], weights: Sequence[Any]) -> tuple[Sequence[Any], list[str]]:
-    """Returns variables and a name for each: its place among the model's weights."""
-    places = {id(weight): str(place) for place, weight in enumerate(weights)}
-    return variables, [places.get(id(v), f"other {i}") for i, v in enumerate(variables)]
+    """Returns variables and a name for each: its index among the model's weights."""
+    indices = {id(weight): str(i) for i, weight in enumerate(weights)}
+    return variables, [indices.get(id(v), f"other {i}") for i, v in enumerate(variables)]

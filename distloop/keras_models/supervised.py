@@ -270,19 +270,19 @@ def _measured(
 ) -> Any:
     """Returns the value of a metric for `loss_fn`."""
     names = list(outputs)
-    place: Any = measure.output
+    output: Any = measure.output
     if len(names) == 1:
-        place = names[0]
-    elif isinstance(place, tuple) and place[1] == len(names):
-        place = names[place[0]]
-    if place not in outputs:
-        given = "in a list of another length" if isinstance(place, tuple) else f"for {place!r}"
+        output = names[0]
+    elif isinstance(output, tuple) and output[1] == len(names):
+        output = names[output[0]]
+    if output not in outputs:
+        given = "in a list of another length" if isinstance(output, tuple) else f"for {output!r}"
         raise ValueError(
             f"The metric {measure.name!r} was given {given}; the outputs are {names}: give metrics by those names."
         )
-    if place not in targets:
+    if output not in targets:
         raise ValueError(
-            f"The metric {measure.name!r} measures the output {place!r}, which has no target: the targets are "
+            f"The metric {measure.name!r} measures the output {output!r}, which has no target: the targets are "
             f"{list(targets)}."
         )
-    return measure(targets[place], outputs[place], weights.get(place) if measure.is_weighted else None)
+    return measure(targets[output], outputs[output], weights.get(output) if measure.is_weighted else None)

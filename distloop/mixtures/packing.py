@@ -74,7 +74,6 @@ class PackedRows:
         return len(self._starts) - 1
 
     def __getitem__(self, row: int) -> dict[str, np.ndarray]:
-        """Returns one row."""
         return self.__getitems__([row])[0]
 
     def __getitems__(self, rows: Sequence[int]) -> list[dict[str, np.ndarray]]:

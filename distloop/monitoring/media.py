@@ -36,7 +36,7 @@ _BUCKETS = 30
 _GAP = 2  # pixels between the images of a grid
 _MIN_SIDE, _CAPTION_WIDTH = 64, 140  # pixels; what small images of a grid are enlarged to, without and with captions
 _LINE = 24  # pixels
-# Suffix of the file of a kind of media, and its place in the tensor.
+# Suffix of the file of a kind of media, and its index in the tensor.
 _FILES = {images.PLUGIN_NAME: (".png", 2), audio.PLUGIN_NAME: (".wav", 0), text.PLUGIN_NAME: (".md", 0)}
 
 
@@ -58,8 +58,8 @@ class Media(abc.ABC):
         if kind == histograms.PLUGIN_NAME:
             left, right, counts = np.frombuffer(tensor.tensor_content).reshape(-1, 3).T.tolist()
             return MediaFile(".json", json.dumps({"edges": [*left, right[-1]], "counts": counts}).encode())
-        suffix, place = _FILES.get(kind, ("", 0))
-        data = tensor.string_val[place] if suffix else b""
+        suffix, index = _FILES.get(kind, ("", 0))
+        data = tensor.string_val[index] if suffix else b""
         return MediaFile(".gif" if data.startswith(b"GIF8") else suffix, data) if suffix else None
 
 

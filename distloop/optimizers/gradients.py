@@ -329,7 +329,6 @@ class Clipping:
         return cls(settings.clip_norm, settings.clip_variable_norm, settings.clip_value)
 
     def __bool__(self) -> bool:
-        """Returns whether there is a limit."""
         return bool(self.norm or self.variable_norm or self.value)
 
     def clip(

@@ -60,7 +60,6 @@ class Pipeline(ModelRunner):
         self._place_variables()
 
     def __len__(self) -> int:
-        """Returns the number of stages."""
         return len(self.parts)
 
     def __call__(self, inputs: Any, training: bool | None = None) -> Any:

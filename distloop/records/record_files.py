@@ -54,7 +54,6 @@ class Records:
         self.fingerprint = f"{digest}:{len(self.shards)}:{parts}"
 
     def __len__(self) -> int:
-        """Returns the number of records."""
         return self._firsts[-1]
 
     @property

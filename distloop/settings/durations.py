@@ -266,9 +266,9 @@ def finite_number(value: Any) -> float | None:
 
 
 def shown(value: Any) -> str:
-    """Returns a value as an error message shows it: in 100 letters at most."""
+    """Returns a value as an error message shows it: on one line, in 100 letters at most."""
     try:
-        return f"{value!r:.100}"
+        return " ".join(repr(value).split())[:100]
     except ValueError:  # Python writes no more than 4,300 digits
         return "a number of more than 4,300 digits"
 

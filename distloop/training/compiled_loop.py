@@ -318,8 +318,8 @@ class CompiledLoop:
                 failed |= carry.failed
                 sums, skipped = tf.where(carry.failed, tf.zeros_like(sums), sums), skipped & ~carry.failed
                 diagnosis = tf.where(carry.failed, carry.diagnosis, diagnosis)
-            if self._state.token_count is not None and (place := loss_weight(self._step)) is not None:
-                self._state.token_count.assign_add(self._sums_layout().unpack(sums)["tallies"][place])
+            if self._state.token_count is not None and (index := loss_weight(self._step)) is not None:
+                self._state.token_count.assign_add(self._sums_layout().unpack(sums)["tallies"][index])
             if self._step.may_skip:
                 self._state.skipped_steps.assign_add(tf.cast(skipped, tf.int64))
             return _Carry(done, is_over, failed, carry.sums + sums, diagnosis)

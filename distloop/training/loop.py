@@ -129,7 +129,7 @@ class TrainLoop:
         self._window, self._host = Window(), Host()
         self._is_alone = workers.num_workers(state.strategy) == 1
         self._most_steps = 1  # of the next loop
-        self._loss_weight: int | None = None  # its place in the tallies; None: there is no loss
+        self._loss_weight: int | None = None  # its index in the tallies; None: there is no loss
 
     def train(
         self,
@@ -177,7 +177,7 @@ class TrainLoop:
                     step += _count(self, source, row, step)
                     if row.diagnosis is not None:
                         if self._step.runs_ahead:
-                            source.lose_place(0)  # the iterator may be a batch further
+                            source.lose_position(0)  # the iterator may be a batch further
                         raise _diverged(self._step, self._compiled.last_batch(), source, step, row.diagnosis)
                     if self._is_boundary(step, actions) and self._act(actions, self._report(step, row.end)):
                         return self.reported
@@ -237,7 +237,7 @@ class TrainLoop:
                 )
             self._loss_weight = loss_weight(self._step)
         except BaseException as error:  # Ctrl-C, too, where it is not caught
-            source.lose_place(int(self._state.step) - step)
+            source.lose_position(int(self._state.step) - step)
             if not isinstance(error, tf.errors.OpError):
                 raise
             if isinstance(error, tf.errors.ResourceExhaustedError):

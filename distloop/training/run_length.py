@@ -50,8 +50,8 @@ def chosen(config: Config, step: int, *, steps: int | None, epochs: int | None, 
     if sum(map(bool, (steps, epochs, length))) != 1:
         also = f" and until={until!r}" if until else ""
         raise ValueError(
-            f"fit was given steps={steps} and epochs={epochs}{also}; it needs exactly one of them: give "
-            "fit(steps=...), fit(epochs=...), fit(until=...), or set one in the config."
+            f"steps={steps} and epochs={epochs}{also} were given; a run needs exactly one of them: give fit "
+            "(and replay) steps=..., epochs=... or until=..., or set one in the config."
         )
     return f"{int(epochs)} epochs" if epochs else int(steps) if steps else length
 
@@ -137,16 +137,16 @@ def why_over(units: Units, step: int, secs: float, stop_reason: str | None, toke
     """Returns a sentence, without its end, about a run that an action ended for a reason, or that has no step left."""
     run = units.run
     if stop_reason:
-        place = f"Stopped at step {step} before ({stop_reason})"
+        why = f"Stopped at step {step} before ({stop_reason})"
     elif run.secs:
-        place = f"Already at step {step}, after {show_secs(secs)} of {show_secs(run.secs)}"
+        why = f"Already at step {step}, after {show_secs(secs)} of {show_secs(run.secs)}"
     elif run.tokens:
-        place = f"Already at step {step}, after {tokens:,.0f} of {run.tokens:,.0f} tokens"
+        why = f"Already at step {step}, after {tokens:,.0f} of {run.tokens:,.0f} tokens"
     elif step > run.steps:
-        place = (
+        why = (
             f"Nothing to train: already at step {step}, and the run ends at step {run.steps}, counted from its start "
             "and not from this call"
         )
     else:
-        place = f"Already at step {step} of {run.steps}"
-    return f"{place}: raise {units.run_unit if units.run_unit in ('steps', 'epochs') else 'until'}"
+        why = f"Already at step {step} of {run.steps}"
+    return f"{why}: raise {units.run_unit if units.run_unit in ('steps', 'epochs') else 'until'}"

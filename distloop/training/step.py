@@ -327,7 +327,7 @@ class TrainStep:
 
 
 def loss_weight(step: TrainStep) -> int | None:
-    """Returns the place of the weight of the first update's loss in the tallies; None: it has none."""
+    """Returns the index of the weight of the first update's loss in the tallies; None: it has none."""
     names = list(step.updates[0].trace.names)
     return 2 * names.index("loss") + 1 if "loss" in names else None
 
