@@ -90,10 +90,12 @@ def test_a_bucket_that_looks_empty_is_refused_in_a_sentence_and_deletes_nothing(
 
 
 def test_a_run_whose_bucket_was_emptied_is_uploaded_anew_or_begins_anew_as_the_sentence_says(url, tmp_path):
-    run(url, 2)
+    run(url, 2, 4)
+    shutil.rmtree(root_of(url) / "checkpoints")
+    assert run(url) == [2, 4]  # filled from the bucket
     shutil.rmtree(tmp_path / "bucket")
     (root_of(url) / STATE).unlink()
-    assert run(url) == sealed(url) == [2]
+    assert run(url) == sealed(url) == [2, 4]
     shutil.rmtree(tmp_path / "bucket")
     shutil.rmtree(root_of(url))
     assert run(url) == []
@@ -131,12 +133,6 @@ def test_a_bucket_with_fewer_steps_of_another_run_deletes_nothing(url, tmp_path)
     shutil.rmtree(place / "checkpoints")
     shutil.copytree(place / "other" / "checkpoints", place / "checkpoints")
     assert run(url) == [4] and steps_in(f"{root_of(url)}.aside") == [6]
-
-
-def test_a_staging_directory_without_its_checkpoints_is_filled_from_the_bucket(url):
-    run(url, 2, 4)
-    shutil.rmtree(root_of(url) / "checkpoints")
-    assert run(url) == [2, 4]
 
 
 def test_a_staging_directory_that_others_may_write_to_is_not_believed(url):

@@ -50,24 +50,20 @@ def test_locks_temporary_names_and_damaged_checkpoints_stay_where_they_are(run):
     assert files[2:] == ["metrics.jsonl", "train/events.1", "export/saved_model.pb"]
 
 
-def test_a_checkpoint_counts_with_its_manifest_and_the_sizes_that_it_names_else_the_one_before(run):
+def test_a_checkpoint_counts_with_its_manifest_and_the_sizes_that_it_names_else_the_one_before(run, url, caplog):
     def whole():
-        return {unit.step: unit.path for unit, _ in tree.whole_checkpoints(RemoteDirectory(f"file://{run}"))}
+        return {unit.step: unit.path for unit, _ in tree.whole_checkpoints(RemoteDirectory(url))}
 
     assert whole() == {10: "checkpoints/10", 20: "checkpoints/20"}
-    os.rename(run / "checkpoints" / "10", run / "checkpoints" / "10.old")
     os.truncate(run / "checkpoints" / "20" / "variables.data-00000-of-00001", 1)
+    fetch_workdir(RemoteDirectory(url), str(run.parent / "copy"))
+    assert sorted(os.listdir(run.parent / "copy")) == ["checkpoints", "metrics.jsonl"]
+    assert Checkpoints(str(run.parent / "copy" / "checkpoints")).steps == [10]
+    assert f"The checkpoint {url}/checkpoints/20 is damaged. Trying the one before it." in caplog.text
+    os.rename(run / "checkpoints" / "10", run / "checkpoints" / "10.old")
     assert whole() == {10: "checkpoints/10.old"}
     os.remove(run / "checkpoints" / "10.old" / "manifest.json")
     assert whole() == {}
-
-
-def test_a_damaged_checkpoint_is_named_and_the_others_come(url, tmp_path, caplog):
-    os.truncate(tmp_path / "run" / "checkpoints" / "20" / "variables.index", 3)
-    fetch_workdir(RemoteDirectory(url), str(tmp_path / "copy"))
-    assert sorted(os.listdir(tmp_path / "copy")) == ["checkpoints", "metrics.jsonl"]
-    assert Checkpoints(str(tmp_path / "copy" / "checkpoints")).steps == [10]
-    assert f"The checkpoint {url}/checkpoints/20 is damaged. Trying the one before it." in caplog.text
 
 
 def test_the_newest_or_the_best_checkpoint_comes_or_one_by_its_url_and_a_local_path_stays_as_it_is(url, tmp_path):
@@ -94,9 +90,7 @@ def test_what_a_report_cannot_read_is_refused_in_a_sentence(arguments, words, ur
     assert words in capsys.readouterr().err
 
 
-def test_a_report_reads_a_run_or_a_directory_and_rows_that_were_replaced_since_they_were_listed(
-    url, run, monkeypatch, capsys
-):
+def test_a_report_reads_a_run_a_directory_and_rows_replaced_since_they_were_listed(url, run, monkeypatch, capsys):
     found = RemoteDirectory.list
 
     def list_then_replace(directory, below=""):

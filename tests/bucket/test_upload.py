@@ -161,29 +161,22 @@ def test_a_checkpoint_that_the_run_deletes_meanwhile_is_uploaded_whole(root, mon
     assert upload.finish() == [] and steps_there() == [20]
 
 
-def go_away():
+def test_a_bucket_that_is_away_is_named_once_and_awaited_while_it_is_silent(root, caplog, capsys, monkeypatch):
+    save(root, 10)
     faults = Unreliable.faults
     faults._share, faults._random.choice = 1.1, lambda kinds: "fails"
-
-
-def test_a_bucket_that_is_away_is_named_once_and_the_upload_goes_on_when_it_is_back(root, caplog, capsys, monkeypatch):
-    save(root, 10)
-    go_away()
+    with monkeypatch.context() as patch:
+        patch.setattr(uploading, "STALLED_SECS", 0.05)
+        assert upload(root) == ["checkpoints/10", "metrics.jsonl"]  # at the end of a run
+    caplog.clear()
     monkeypatch.setattr(requests, "_PAUSES_SECS", ())
-    upload = started(root)
-    while len(Unreliable.faults.requests) < 5:
+    goes_on, num_requests = started(root), len(faults.requests)
+    while len(faults.requests) < num_requests + 5:
         time.sleep(0.001)
-    Unreliable.faults._share = 0.0
-    assert upload.finish() == []
+    faults._share = 0.0
+    assert goes_on.finish() == []
     assert len(caplog.records) == 1 and "does not take the upload (" in caplog.text
     assert "answers again: the upload goes on" in capsys.readouterr().out
-
-
-def test_the_end_of_a_run_waits_no_longer_than_the_bucket_is_silent(root, monkeypatch):
-    monkeypatch.setattr(uploading, "STALLED_SECS", 0.05)
-    save(root, 10)
-    go_away()
-    assert upload(root) == ["checkpoints/10", "metrics.jsonl"]
 
 
 def test_who_has_lost_the_lock_seals_and_deletes_nothing(root):
@@ -197,9 +190,7 @@ def test_who_has_lost_the_lock_seals_and_deletes_nothing(root):
 @pytest.mark.parametrize(
     "name, error", [("a-sample", INVALID), ("metrics.jsonl", INVALID), ("a-sample", PermissionError("403 Forbidden"))]
 )
-def test_a_file_that_the_bucket_refuses_is_named_once_and_keeps_nothing_else_back(
-    name, error, root, caplog, monkeypatch
-):
+def test_a_file_that_is_refused_is_named_once_and_keeps_nothing_else_back(name, error, root, caplog, monkeypatch):
     refused = refuse(monkeypatch, name, error)
     (root / name).write_text("x")
     upload = started(root)

@@ -56,6 +56,8 @@ def test_a_line_reads_as_documented(clock):
     numbers = {"loss": 0.12341, "accuracy": 0.97, "learning_rate": 0.1, "test/accuracy": 0.98}
     (line,) = lines_of(clock, (1.0, 500, numbers), steps=2000)
     assert line == "step 500/2000  loss 0.1234  accuracy 0.97  test/accuracy 0.98  500 steps/s  eta 0:00:03"
+    no_skips, skips = (0.0, 5, {"skipped_steps": 0.0}), (0.0, 6, {"skipped_steps": 2.0})
+    assert lines_of(clock, no_skips, skips) == ["step 5/10", "step 6/10  skipped_steps 2"]
 
 
 @pytest.mark.parametrize(
@@ -89,11 +91,6 @@ def test_numbers_have_four_digits(clock):
     texts = "0.1235 123.5 12346 1.235e-07 1.5e+12 3 -0.5 nan inf 0.1".split()
     lines = lines_of(clock, *((0.0, 5, {"loss": value}) for value in values))
     assert lines == [f"step 5/10  loss {text}" for text in texts]
-
-
-def test_skipped_steps_are_shown_when_there_are_any(clock):
-    none, some = (0.0, 5, {"skipped_steps": 0.0}), (0.0, 6, {"skipped_steps": 2.0})
-    assert lines_of(clock, none, some) == ["step 5/10", "step 6/10  skipped_steps 2"]
 
 
 # What holds the run up, without a verdict in the first ten seconds.
@@ -326,12 +323,9 @@ def test_a_run_that_went_back_to_a_checkpoint_has_finished_all_its_steps(tmp_pat
     assert "distloop: Finished 7 steps in" in capsys.readouterr().out
 
 
-def test_the_shards_of_a_batch_are_shown():
+def test_the_shards_of_a_batch_and_the_largest_parts_of_a_sum_are_shown():
     batches = [128, 128], [33, 33, 34], [62, 63] * 4, [32] * 8
     assert [*map(show_split, batches)] == ["128 + 128", "33 + 33 + 34", "4 x 62 + 4 x 63", "8 x 32"]
-
-
-def test_the_largest_parts_of_a_sum_are_named():
     assert show_parts({"conv": 1288, "dense": 10}) == "conv 1,288 + dense 10"
     parts = {f"layer_{i}": 10 - i for i in range(10)}
     first = " + ".join(f"layer_{i} {10 - i}" for i in range(7))
