@@ -49,9 +49,11 @@ def test_the_lock_of_another_host_is_taken_when_it_shows_no_sign_of_life(directo
         lock_of(directory).__enter__()
 
 
-def test_who_was_taken_over_writes_no_more(directory):
+def test_a_lock_that_was_removed_is_written_again_and_who_was_taken_over_writes_no_more(directory):
     with lock_of(directory) as held:
+        directory.delete(run_lock.FILE)
         held.verify()
+        assert run_lock.FILE in directory.list()
         write(directory)
         deadline = time.monotonic() + 10
         with pytest.raises(LockLost, match="was taken over by process 7 on node-b"):
@@ -60,13 +62,6 @@ def test_who_was_taken_over_writes_no_more(directory):
                 write(directory)  # over a sign of life that was on its way
                 time.sleep(0.005)
     assert run_lock.FILE in directory.list()
-
-
-def test_a_lock_that_somebody_has_removed_is_written_again(directory):
-    with lock_of(directory) as held:
-        directory.delete(run_lock.FILE)
-        held.verify()
-        assert run_lock.FILE in directory.list()
 
 
 def test_the_lock_of_a_run_that_was_copied_is_free_when_it_shows_no_sign_of_life(directory, tmp_path):

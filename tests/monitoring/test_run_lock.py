@@ -222,19 +222,16 @@ def test_of_many_that_take_a_lock_over_one_has_it(tmp_path):
     assert outcomes == ["held", *["refused"] * 7] and os.listdir(tmp_path) == []
 
 
-def test_a_lock_that_another_process_took_over_is_lost_and_left_to_it(tmp_path):
-    with RunLock(str(tmp_path)) as lock:
-        write_lock(tmp_path, host="n17", process=99)
+def test_a_lock_that_was_removed_is_written_again_and_one_that_was_taken_over_is_lost_and_left(tmp_path):
+    workdir = tmp_path / "run"
+    with RunLock(str(workdir)) as lock:
+        shutil.rmtree(workdir)
+        lock.verify()
+        assert holder_of(workdir)["process"] == os.getpid()
+        write_lock(workdir, host="n17", process=99)
         with pytest.raises(LockLost, match="was taken over by process 99 on n17.*writes no more there"):
             lock.verify()
-    assert holder_of(tmp_path)["process"] == 99
-
-
-def test_a_lock_that_was_removed_is_written_again(tmp_path):
-    with RunLock(str(tmp_path / "run")) as lock:
-        shutil.rmtree(tmp_path / "run")
-        lock.verify()
-        assert holder_of(tmp_path / "run")["process"] == os.getpid()
+    assert holder_of(workdir)["process"] == 99
 
 
 def test_the_file_is_touched_while_the_lock_is_held(tmp_path, monkeypatch):

@@ -30,14 +30,11 @@ def fit(workdir, steps, actions=(), **settings):
     return trainer
 
 
-def test_loss_and_metrics_are_in_the_first_group_and_others_in_that_of_their_last_part():
+def test_a_tag_is_in_the_group_of_its_last_part_metrics_in_the_first_and_has_a_description():
     groups = [*GROUPS, "confusion", "gradients", "weights"]
     assert min(groups) == "Metrics"  # TensorBoard sorts by the code of the characters
     for tag in ("Metrics/loss", "optimizer/discriminator/learning_rate", "system/stage_0/device_memory_gb"):
         assert tensorboard.group_tag(tag.partition("/")[2]) == tag
-
-
-def test_every_tag_has_a_description():
     assert tensorboard.describe("optimizer/discriminator/update_ratio") == "`update_norm` divided by `weight_norm`."
     assert "weighted means" in tensorboard.describe("Metrics/accuracy")
     assert "after clipping" in tensorboard.describe_media("gradients/dense/kernel")
