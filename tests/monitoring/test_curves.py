@@ -20,12 +20,15 @@ def recorded():
     return result
 
 
-def test_the_result_is_a_dict_of_the_last_numbers_with_a_history_and_shows_as_one_short_line():
+def test_the_result_is_a_dict_of_the_last_numbers_with_a_history():
     result = recorded()
     assert isinstance(result, dict) and json.loads(json.dumps(result)) == dict(result) == result
     assert result.history["loss"] == [1.0, 0.25, 1 / 9] and result.steps["loss"] == [10, 20, 30]
     assert result.steps["test/loss"] == [30]
-    assert repr(result) == "{'loss': 0.1111, 'test/loss': 0.25, and 1 more}" and repr(History()) == "{}"
+
+
+def test_its_representation_is_one_short_line():
+    assert repr(recorded()) == "{'loss': 0.1111, 'test/loss': 0.25, and 1 more}" and repr(History()) == "{}"
     long = History()
     long.update({f"name_{i}": 0.123456 for i in range(100)})
     assert len(repr(long)) < 200
