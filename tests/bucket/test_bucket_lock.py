@@ -28,87 +28,60 @@ def write(directory, beats=0, **fields):
     directory.write(run_lock.FILE, json.dumps({**holder, "beats": beats, **fields}).encode())
 
 
-def test_a_second_process_is_refused_in_a_sentence_that_names_the_first(directory):
+def test_a_process_of_this_host_is_refused_in_a_sentence_unless_it_is_dead(directory, capsys):
     here = {"host": run_lock.socket.gethostname(), "machine": run_lock._machine(), "process": os.getppid()}
     write(directory, **here, start=run_lock.start_ticks(os.getppid()))
     with pytest.raises(ValueError, match=f"run' is being written to by process {os.getppid()} on .*: wait until that"):
         lock_of(directory).__enter__()
-
-
-def test_the_lock_of_a_dead_process_of_this_host_is_taken_at_once(directory, capsys):
-    here = {"host": run_lock.socket.gethostname(), "machine": run_lock._machine(), "process": os.getppid()}
     write(directory, **here, start="1")
-    held = lock_of(directory)
-    held.__enter__()
-    held.verify()
-    held.__exit__()
+    with lock_of(directory) as held:
+        held.verify()
     assert directory.list() == {} and capsys.readouterr().out == ""
 
 
-def test_the_lock_of_another_host_is_taken_when_it_shows_no_sign_of_life(directory, capsys):
+def test_the_lock_of_another_host_is_taken_when_it_shows_no_sign_of_life(directory, monkeypatch, capsys):
     write(directory)
-    held = lock_of(directory)
-    held.__enter__()
-    held.__exit__()
-    assert "is locked by process 7 on node-b, since" in capsys.readouterr().out
-
-
-def test_a_process_of_another_host_that_is_alive_is_noticed_by_its_next_sign_of_life(directory, monkeypatch):
+    with lock_of(directory):
+        assert "is locked by process 7 on node-b, since" in capsys.readouterr().out
     write(directory)
     monkeypatch.setattr(run_lock.time, "sleep", lambda secs: write(directory, beats=1))
     with pytest.raises(ValueError, match="is being written to by process 7 on node-b"):
         lock_of(directory).__enter__()
 
 
-def test_who_was_taken_over_writes_no_more(directory, monkeypatch):
-    held = lock_of(directory)
-    held.__enter__()
-    held.verify()
-    write(directory)
-    deadline = time.monotonic() + 10
-    with pytest.raises(LockLost, match="was taken over by process 7 on node-b"):
-        while time.monotonic() < deadline:
-            held.verify()
-            write(directory)  # over a sign of life that was on its way
-            time.sleep(0.005)
-    held.__exit__()
+def test_a_lock_that_was_removed_is_written_again_and_who_was_taken_over_writes_no_more(directory):
+    with lock_of(directory) as held:
+        directory.delete(run_lock.FILE)
+        held.verify()
+        assert run_lock.FILE in directory.list()
+        write(directory)
+        deadline = time.monotonic() + 10
+        with pytest.raises(LockLost, match="was taken over by process 7 on node-b"):
+            while time.monotonic() < deadline:
+                held.verify()
+                write(directory)  # over a sign of life that was on its way
+                time.sleep(0.005)
     assert run_lock.FILE in directory.list()
-
-
-def test_a_lock_that_somebody_has_removed_is_written_again(directory):
-    held = lock_of(directory)
-    held.__enter__()
-    directory.delete(run_lock.FILE)
-    held.verify()
-    assert run_lock.FILE in directory.list()
-    held.__exit__()
 
 
 def test_the_lock_of_a_run_that_was_copied_is_free_when_it_shows_no_sign_of_life(directory, tmp_path):
-    original, copied = lock_of(directory), lock_of(RemoteDirectory(f"file://{tmp_path}/copied"))
-    original.__enter__()
-    shutil.copytree(tmp_path / "run", tmp_path / "copied")
-    copied.__enter__()
-    original.verify()
-    copied.__exit__()
-    original.__exit__()
+    with lock_of(directory) as original:
+        shutil.copytree(tmp_path / "run", tmp_path / "copied")
+        with lock_of(RemoteDirectory(f"file://{tmp_path}/copied")):
+            original.verify()
 
 
-def test_a_directory_that_another_path_leads_to_has_one_lock(directory, tmp_path, monkeypatch):
-    held = lock_of(directory)
-    held.__enter__()
-    (tmp_path / "link").symlink_to(tmp_path / "run")
-    with pytest.raises(ValueError, match="link' is being written to by another fit of this process, since"):
-        lock_of(RemoteDirectory(f"file://{tmp_path}/link")).__enter__()
-    held.__exit__()
+def test_a_directory_that_another_path_leads_to_has_one_lock(directory, tmp_path):
+    with lock_of(directory):
+        (tmp_path / "link").symlink_to(tmp_path / "run")
+        with pytest.raises(ValueError, match="link' is being written to by another fit of this process, since"):
+            lock_of(RemoteDirectory(f"file://{tmp_path}/link")).__enter__()
 
 
 def test_who_failed_after_the_lock_was_written_may_take_it_again(directory, monkeypatch):
     create = directory.create
-    monkeypatch.setattr(directory, "create", lambda *content: create(*content) and 1 / 0)
-    with pytest.raises(ZeroDivisionError):
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(directory, "create", lambda *content: create(*content) and 1 / 0)
         lock_of(directory).__enter__()
-    monkeypatch.setattr(directory, "create", create)
-    held = lock_of(directory)
-    held.__enter__()
-    held.__exit__()
+    with lock_of(directory):
+        pass

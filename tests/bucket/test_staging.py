@@ -1,13 +1,14 @@
 """The staging directory against the bucket: the newest goes on, and nothing that was not uploaded is deleted."""
 
-import json
 import os
+import pathlib
 import shutil
 
 import pytest
 import tensorflow as tf
 
 from distloop.bucket.directory import RemoteDirectory
+from distloop.bucket.tree import STATE
 from distloop.bucket.workdir import Workdir
 from distloop.checkpoints.store import Checkpoints
 from distloop.monitoring.run_lock import Pace
@@ -17,33 +18,53 @@ from tests.crash_matrix.buckets import Alone
 
 
 @pytest.fixture
-def url(tmp_path, monkeypatch):
+def move_to(tmp_path, monkeypatch):
+    """Returns a function after which this process is on another machine."""
+    return lambda machine: monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / machine))
+
+
+@pytest.fixture
+def url(tmp_path, monkeypatch, move_to):
     monkeypatch.setattr(RemoteDirectory, "pace", Pace(10.0, 0.05, 0.01, 0.01))
-    move_to("one", tmp_path, monkeypatch)
+    move_to("one")
     return f"file://{tmp_path}/bucket/run"
 
 
-def move_to(machine, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / machine))
-
-
 def root_of(url):
-    return Config(workdir=url).local_workdir
+    return pathlib.Path(Config(workdir=url).local_workdir)
 
 
-def save(root, step):
-    store = Checkpoints(os.path.join(root, "checkpoints"))
+def steps_in(root):
+    return Checkpoints(f"{root}/checkpoints").steps
+
+
+def sealed(url):
+    return sealed_steps(RemoteDirectory(url).list())
+
+
+def save(url, step):
+    store = Checkpoints(f"{root_of(url)}/checkpoints")
     store.save(step, {"x": tf.constant(step)}, {})
     store.wait()
 
 
+def opened(url, workers=None):
+    return Workdir(Config(workdir=url, console="quiet"), workers or Alone())
+
+
 def run(url, *steps):
     """Saves checkpoints in a workdir; returns the steps that were there before."""
-    with Workdir(Config(workdir=url, console="quiet"), Alone()):
+    with opened(url):
         before = steps_in(root_of(url))
         for step in steps:
-            save(root_of(url), step)
+            save(url, step)
     return before
+
+
+def read(url):
+    """Returns the steps of what `restore` reads, without a lock."""
+    with opened(url).reading(f"{url}/") as local:
+        return steps_in(local)
 
 
 def test_a_start_that_ends_before_all_workers_agree_gives_the_bucket_back(url):
@@ -51,19 +72,9 @@ def test_a_start_that_ends_before_all_workers_agree_gives_the_bucket_back(url):
         def gather(self, value):
             raise RuntimeError("a worker is gone")
 
-    with pytest.raises(RuntimeError, match="a worker is gone"), Workdir(Config(workdir=url, console="quiet"), Gone()):
+    with pytest.raises(RuntimeError, match="a worker is gone"), opened(url, Gone()):
         pass
     assert run(url, 1) == [] and run(url) == [1]
-
-
-def steps_in(root):
-    return Checkpoints(os.path.join(root, "checkpoints")).steps
-
-
-def read(url):
-    """Returns the steps of what `restore` reads, without a lock."""
-    with Workdir(Config(workdir=url, console="quiet"), Alone()).reading(f"{url}/") as local:
-        return steps_in(local)
 
 
 def test_a_bucket_that_looks_empty_is_refused_in_a_sentence_and_deletes_nothing(url, tmp_path):
@@ -79,59 +90,49 @@ def test_a_bucket_that_looks_empty_is_refused_in_a_sentence_and_deletes_nothing(
 
 
 def test_a_run_whose_bucket_was_emptied_is_uploaded_anew_or_begins_anew_as_the_sentence_says(url, tmp_path):
-    run(url, 2)
+    run(url, 2, 4)
+    shutil.rmtree(root_of(url) / "checkpoints")
+    assert run(url) == [2, 4]  # filled from the bucket
     shutil.rmtree(tmp_path / "bucket")
-    os.remove(os.path.join(root_of(url), ".uploaded.json"))
-    assert run(url) == [2] and sealed_steps(RemoteDirectory(url).list()) == [2]
+    (root_of(url) / STATE).unlink()
+    assert run(url) == sealed(url) == [2, 4]
     shutil.rmtree(tmp_path / "bucket")
     shutil.rmtree(root_of(url))
     assert run(url) == []
 
 
-def test_what_the_disk_has_and_the_bucket_has_not_is_what_a_run_and_a_restore_go_on_from(url):
+def test_what_the_disk_has_and_the_bucket_has_not_is_what_a_run_goes_on_from_on_this_machine_alone(url, move_to):
     run(url, 2, 4)
-    save(root_of(url), 8)  # of a process that was killed before the upload
-    assert read(url) == [2, 4, 8]
-    assert run(url) == [2, 4, 8] and sealed_steps(RemoteDirectory(url).list()) == [2, 4, 8]
+    save(url, 8)  # of a process that was killed before the upload
+    move_to("other")
+    assert run(url) == [2, 4]  # which has only begun
+    move_to("one")
+    assert read(url) == run(url) == sealed(url) == [2, 4, 8]
 
 
-def test_a_machine_that_has_only_begun_takes_nothing_from_another_that_has_more(url, tmp_path, monkeypatch):
-    run(url, 2, 4)
-    save(root_of(url), 8)
-    move_to("other", tmp_path, monkeypatch)
-    assert run(url) == [2, 4]
-    move_to("one", tmp_path, monkeypatch)
-    assert read(url) == run(url) == [2, 4, 8]
-
-
-def test_where_another_machine_has_gone_on_what_was_not_uploaded_is_kept_aside(url, tmp_path, monkeypatch, capsys):
+def test_where_another_machine_has_gone_on_what_was_not_uploaded_is_kept_aside(url, move_to, capsys):
     run(url, 2, 4)
     root = root_of(url)
-    save(root, 8)
-    move_to("other", tmp_path, monkeypatch)
+    save(url, 8)
+    move_to("other")
     run(url, 6)
-    move_to("one", tmp_path, monkeypatch)
+    move_to("one")
     assert read(url) == [6] and run(url) == [2, 4, 6] and steps_in(f"{root}.aside") == [2, 4, 8]
     assert f"{root}.aside keeps the checkpoint of step 8, after step 6 of the bucket" in capsys.readouterr().out
-    move_to("other", tmp_path, monkeypatch)
+    move_to("other")
     run(url, 10)
-    move_to("one", tmp_path, monkeypatch)
+    move_to("one")
     run(url)
-    assert sorted(os.listdir(os.path.dirname(root))) == sorted([os.path.basename(root) + end for end in ("", ".aside")])
+    assert sorted(os.listdir(root.parent)) == [root.name, f"{root.name}.aside"]
 
 
 def test_a_bucket_with_fewer_steps_of_another_run_deletes_nothing(url, tmp_path):
     run(f"{url}/other", 4)
     run(url, 6)
-    shutil.rmtree(tmp_path / "bucket" / "run" / "checkpoints")
-    shutil.copytree(tmp_path / "bucket" / "run" / "other" / "checkpoints", tmp_path / "bucket" / "run" / "checkpoints")
+    place = tmp_path / "bucket" / "run"
+    shutil.rmtree(place / "checkpoints")
+    shutil.copytree(place / "other" / "checkpoints", place / "checkpoints")
     assert run(url) == [4] and steps_in(f"{root_of(url)}.aside") == [6]
-
-
-def test_a_staging_directory_without_its_checkpoints_is_filled_from_the_bucket(url):
-    run(url, 2, 4)
-    shutil.rmtree(os.path.join(root_of(url), "checkpoints"))
-    assert run(url) == [2, 4]
 
 
 def test_a_staging_directory_that_others_may_write_to_is_not_believed(url):
@@ -149,7 +150,7 @@ def test_a_run_that_was_copied_within_a_bucket_goes_on_by_itself(url, tmp_path):
     shutil.copytree(tmp_path / "bucket" / "run", tmp_path / "bucket" / "copied")
     copied = f"file://{tmp_path}/bucket/copied"
     assert run(copied, 6) == [2, 4] and run(url, 8) == [2, 4]
-    assert sealed_steps(RemoteDirectory(copied).list()) == [2, 4, 6]
+    assert sealed(copied) == [2, 4, 6]
 
 
 def test_a_bucket_that_was_put_back_to_what_it_was_takes_nothing_from_the_disk(url, tmp_path):
@@ -164,9 +165,7 @@ def test_a_bucket_that_was_put_back_to_what_it_was_takes_nothing_from_the_disk(u
 def test_a_state_of_a_staging_directory_that_names_files_of_others_deletes_none(url, tmp_path):
     run(url, 2)
     (tmp_path / "bucket/mine").write_text("precious")
-    state = {"uploaded": {"../mine": [8, 1]}, "manifests": []}
-    with open(os.path.join(root_of(url), ".uploaded.json"), "w") as file:
-        json.dump(state, file)
+    (root_of(url) / STATE).write_text('{"uploaded": {"../mine": [8, 1]}, "manifests": []}')
     run(url, 4)
     assert (tmp_path / "bucket/mine").read_text() == "precious"
 
@@ -174,19 +173,17 @@ def test_a_state_of_a_staging_directory_that_names_files_of_others_deletes_none(
 @pytest.mark.parametrize("state", ["", "[[", '{"uploaded": {"metrics.jsonl": 7}, "manifests": null}', "[" * 10**5])
 def test_a_state_of_a_staging_directory_that_holds_something_else_costs_an_upload_alone(state, url):
     run(url, 2)
-    with open(os.path.join(root_of(url), ".uploaded.json"), "w") as file:
-        file.write(state)
-    assert run(url, 4) == [2] and sealed_steps(RemoteDirectory(url).list()) == [2, 4]
+    (root_of(url) / STATE).write_text(state)
+    assert run(url, 4) == [2] and sealed(url) == [2, 4]
 
 
 @pytest.mark.parametrize("name", ["lr=[0.1]", "a b#c?d%41", "back\\slash", "*"])
-def test_a_workdir_and_its_files_may_have_any_name(name, url, tmp_path, monkeypatch):
+def test_a_workdir_and_its_files_may_have_any_name(name, url, tmp_path, move_to):
     for system in ("file", "memory"):
         url = f"{system}://{tmp_path}/{name}/run"
-        move_to("one", tmp_path, monkeypatch)
+        move_to("one")
         run(url, 2)
-        with Workdir(Config(workdir=url, console="quiet"), Alone()):
-            with open(os.path.join(root_of(url), name), "w") as file:
-                file.write("x")
-        move_to("another", tmp_path, monkeypatch)
-        assert run(url) == [2] and os.path.exists(os.path.join(root_of(url), name))
+        with opened(url):
+            (root_of(url) / name).write_text("x")
+        move_to("another")
+        assert run(url) == [2] and (root_of(url) / name).exists()

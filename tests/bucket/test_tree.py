@@ -18,86 +18,63 @@ from distloop.monitoring.directory import local_copy
 
 
 @pytest.fixture
-def url(tmp_path):
+def run(tmp_path):
     store = Checkpoints(str(tmp_path / "run" / "checkpoints"))
     for step in (10, 20):
         store.save(step, {"x": tf.constant(step)}, {"until": 20, "stop_reason": None}, {"score": [10]})
         store.wait()
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 20, "time": 1.0, "loss": 0.5}\n')
     (tmp_path / "run" / "run.lock").write_text("x")
-    return f"file://{tmp_path}/run"
-
-
-@pytest.fixture
-def run(url, tmp_path):
     return tmp_path / "run"
 
 
+@pytest.fixture
+def url(run):
+    return f"file://{run}"
+
+
 def test_locks_temporary_names_and_damaged_checkpoints_stay_where_they_are(run):
-    for path in ("metrics.jsonl", "run.lock", "run.lock.ab", ".progress.json", "a.12-0123abcd.tmp", "train/events.1"):
-        os.makedirs(run / os.path.dirname(path), exist_ok=True)
-        (run / path).write_text("x")
-    os.makedirs(run / "checkpoints" / "30")  # damaged
-    (run / "checkpoints" / "30" / "variables.index").write_text("x")
-    os.makedirs(run / "export" / "variables")
-    for name in ("saved_model.pb", "variables/variables.index"):
-        (run / "export" / name).write_text("x")
+    paths = ["metrics.jsonl", "run.lock", "run.lock.ab", ".progress.json", "a.12-0123abcd.tmp", "train/events.1"]
+    paths += ["export/saved_model.pb", "export/variables/variables.index", "checkpoints/30/variables.index"]  # damaged
+    for path in map(run.joinpath, paths):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("x")
     os.rename(run / "checkpoints" / "20", run / "checkpoints" / "20.abandoned")
-    checkpoints, others = tree.checkpoints(str(run)), tree.units(str(run))
+    others = tree.units(str(run))
     assert {unit.path: [*unit.files][-1] for unit in others if not unit.is_file} == {
-        "checkpoints/10": "checkpoints/10/manifest.json",
-        "checkpoints/20.abandoned": "checkpoints/20.abandoned/manifest.json",
+        f"checkpoints/{name}": f"checkpoints/{name}/manifest.json" for name in ("10", "20.abandoned")
     }
-    assert [unit.step for unit in checkpoints] == [10, -1]
-    assert [unit.path for unit in others if unit.is_file] == [
-        "checkpoints/best.json",
-        "export/variables/variables.index",
-        "metrics.jsonl",
-        "train/events.1",
-        "export/saved_model.pb",
-    ]
+    assert [unit.step for unit in tree.checkpoints(str(run))] == [10, -1]
+    files = [unit.path for unit in others if unit.is_file]
+    assert files[:2] == ["checkpoints/best.json", "export/variables/variables.index"]
+    assert files[2:] == ["metrics.jsonl", "train/events.1", "export/saved_model.pb"]
 
 
-def whole(remote):
-    return {unit.step: unit.path for unit, _ in tree.whole_checkpoints(remote, remote.list())}
+def test_a_checkpoint_counts_with_its_manifest_and_the_sizes_that_it_names_else_the_one_before(run, url, caplog):
+    def whole():
+        return {unit.step: unit.path for unit, _ in tree.whole_checkpoints(RemoteDirectory(url))}
 
-
-def test_a_checkpoint_counts_with_its_manifest_and_the_sizes_that_it_names_else_the_one_before(run):
-    remote = RemoteDirectory(f"file://{run}")
-    assert whole(remote) == {10: "checkpoints/10", 20: "checkpoints/20"}
-    os.rename(run / "checkpoints" / "10", run / "checkpoints" / "10.old")
+    assert whole() == {10: "checkpoints/10", 20: "checkpoints/20"}
     os.truncate(run / "checkpoints" / "20" / "variables.data-00000-of-00001", 1)
-    assert whole(remote) == {10: "checkpoints/10.old"}
-    os.remove(run / "checkpoints" / "10.old" / "manifest.json")
-    assert whole(remote) == {}
-
-
-def test_a_damaged_checkpoint_is_named_and_the_others_come(url, tmp_path, caplog):
-    os.truncate(tmp_path / "run" / "checkpoints" / "20" / "variables.index", 3)
-    fetch_workdir(RemoteDirectory(url), str(tmp_path / "copy"))
-    assert sorted(os.listdir(tmp_path / "copy")) == ["checkpoints", "metrics.jsonl"]
-    assert Checkpoints(str(tmp_path / "copy" / "checkpoints")).steps == [10]
+    fetch_workdir(RemoteDirectory(url), str(run.parent / "copy"))
+    assert sorted(os.listdir(run.parent / "copy")) == ["checkpoints", "metrics.jsonl"]
+    assert Checkpoints(str(run.parent / "copy" / "checkpoints")).steps == [10]
     assert f"The checkpoint {url}/checkpoints/20 is damaged. Trying the one before it." in caplog.text
+    os.rename(run / "checkpoints" / "10", run / "checkpoints" / "10.old")
+    assert whole() == {10: "checkpoints/10.old"}
+    os.remove(run / "checkpoints" / "10.old" / "manifest.json")
+    assert whole() == {}
 
 
-@pytest.mark.parametrize("path, best, steps", [("", False, [20]), ("", True, [10])])
-def test_of_a_workdir_the_newest_or_the_best_checkpoint_comes(path, best, steps, url):
-    with local_copy(url, best=best) as local:
-        assert Checkpoints(os.path.join(local, "checkpoints")).steps == steps
-    assert not os.path.exists(local)
-
-
-def test_a_checkpoint_comes_by_its_url_and_a_local_path_stays_as_it_is(url, tmp_path):
+def test_the_newest_or_the_best_checkpoint_comes_or_one_by_its_url_and_a_local_path_stays_as_it_is(url, tmp_path):
+    for best, steps in ((False, [20]), (True, [10])):
+        with local_copy(url, best=best) as local:
+            assert Checkpoints(os.path.join(local, "checkpoints")).steps == steps
+        assert not os.path.exists(local)
     with local_copy(f"{url}/checkpoints/10") as local:
         assert load(local).step == 10
     with local_copy(str(tmp_path)) as local:
         assert local == str(tmp_path)
-
-
-@pytest.mark.parametrize("below", ["", "/run"])
-def test_a_report_reads_a_run_or_a_directory_of_them(below, url, capsys):
-    assert report.main([os.path.dirname(url) + below]) == 0
-    assert "complete" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -113,15 +90,18 @@ def test_what_a_report_cannot_read_is_refused_in_a_sentence(arguments, words, ur
     assert words in capsys.readouterr().err
 
 
-def test_a_report_reads_rows_that_were_replaced_since_they_were_listed(url, tmp_path, monkeypatch, capsys):
+def test_a_report_reads_a_run_a_directory_and_rows_replaced_since_they_were_listed(url, run, monkeypatch, capsys):
     found = RemoteDirectory.list
 
     def list_then_replace(directory, below=""):
         files = found(directory, below)
-        with open(tmp_path / "run" / "metrics.jsonl", "a") as file:
+        with open(run / "metrics.jsonl", "a") as file:
             file.write('{"step": 21, "time": 2.0, "loss": 0.4}\n')
         return files
 
+    for there in (url, os.path.dirname(url)):
+        assert report.main([there]) == 0
+        assert "complete" in capsys.readouterr().out
     monkeypatch.setattr(RemoteDirectory, "list", list_then_replace)
     assert report.main([url]) == 0
     assert "0.4" in capsys.readouterr().out
@@ -151,56 +131,48 @@ class Keys(MemoryFileSystem):
         pathlib.Path(target).write_bytes(self.store[path])
 
 
-ODD_KEYS = [
-    "../planted",
-    "checkpoints/5/../../../../planted",
-    "checkpoints/../metrics.jsonl",
-    "/etc/planted",
-    "train//planted",
-    "./planted",
-    "train/.",
-    "a\0b",
-    "n" * 256,
-    "\ud800",
-    "train",  # beside train/events
-]
+ODD_KEYS = ["../planted", "checkpoints/5/../../../../planted", "checkpoints/../metrics.jsonl", "/etc/planted"]
+ODD_KEYS += ["train//planted", "./planted", "train/.", "a\0b", "n" * 256, "\ud800"]
 
 
-def test_a_key_that_no_file_of_a_directory_can_have_is_named_and_comes_nowhere(tmp_path, caplog):
+@pytest.fixture
+def keys():
+    """What such a store holds; nothing yet."""
     fsspec.register_implementation("keys", Keys, clobber=True)
+    Keys.store.clear()
+    return Keys.store
+
+
+def test_a_key_that_no_file_of_a_directory_can_have_is_named_and_comes_nowhere(keys, tmp_path, caplog):
     good = {"checkpoints/5/manifest.json": b'{"files": {}}', "metrics.jsonl": b'{"step": 1}\n', "train/events": b"x"}
     good["b" * 255] = b"x"
-    Keys.store.clear()
-    Keys.store.update({f"b/run/{key}": data for key, data in good.items()})
-    Keys.store.update({f"b/run/{key}": b"planted" for key in (*ODD_KEYS, "a\\..\\b", "A", "a/../metrics.jsonl")})
+    may_be, beside = ["a\\..\\b", "A"], ["train", "a/../metrics.jsonl"]  # beside train/events
+    keys.update({f"b/run/{key}": data for key, data in good.items()})
+    keys.update({f"b/run/{key}": b"planted" for key in (*ODD_KEYS, *may_be, *beside)})
     top = tmp_path / "top" / "folder"
     fetch_workdir(RemoteDirectory("keys://b/run"), str(top / "staging"))
     fetch_reports("keys://b/run", str(top / "reports"))
     with local_copy("keys://b/run") as local:
-        assert sorted(os.listdir(local)) == ["checkpoints"]
+        assert os.listdir(local) == ["checkpoints"]
     files = {str(path.relative_to(tmp_path)): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    staged = {f"top/folder/staging/{key}" for key in (*good, "a\\..\\b", "A")}
-    assert {path for path in files if "/staging/" in path} == staged and b"planted" not in {
-        data for path, data in files.items() if not path.endswith(("A", "b"))
-    }
+    staged = {f"top/folder/staging/{key}" for key in (*good, *may_be)}
+    assert {path for path in files if "/staging/" in path} == staged
+    assert b"planted" not in {data for path, data in files.items() if not path.endswith(("A", "b"))}
     brought = {path.rpartition("/run/")[2] for path in files.keys() - staged}
     assert brought == {"checkpoints/5/manifest.json", "metrics.jsonl"}
     assert "holds keys that no file of a directory can have, which are left alone: '../planted', " in caplog.text
-    assert not any(map(is_path, ODD_KEYS[:-1]))
+    assert not any(map(is_path, ODD_KEYS))
 
 
 @pytest.mark.parametrize("url", ["keys://b/run/..", "keys://b/..", "memory://", "memory:///"])
-def test_a_url_of_nothing_or_above_its_bucket_is_refused(url):
-    fsspec.register_implementation("keys", Keys, clobber=True)
+def test_a_url_of_nothing_or_above_its_bucket_is_refused(url, keys):
     with pytest.raises(RemoteError, match="it names no file or directory"), local_copy(url):
         pass
 
 
-def test_a_report_of_two_buckets_with_one_name_keeps_them_apart(tmp_path, url):
-    Keys.store.clear()
-    fsspec.register_implementation("keys", Keys, clobber=True)
+def test_a_report_of_two_buckets_with_one_name_keeps_them_apart(keys, tmp_path, url):
     path = url.partition("://")[2]
-    Keys.store[f"{path}/metrics.jsonl"] = b'{"step": 3}\n'
+    keys[f"{path}/metrics.jsonl"] = b'{"step": 3}\n'
     one, other = (fetch_reports(url, str(tmp_path / "reports")) for url in (url, f"keys://{path}"))
     assert one != other and pathlib.Path(other, "metrics.jsonl").read_bytes() == b'{"step": 3}\n'
 

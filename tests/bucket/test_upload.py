@@ -20,8 +20,37 @@ from tests.bucket.unreliable import URL, Unreliable, bucket, empty, sealed_steps
 
 @pytest.fixture
 def root(tmp_path):
+    """A workdir beside an empty bucket whose requests succeed."""
     empty()
-    return tmp_path
+    with bucket(share=0.0):
+        yield tmp_path
+
+
+def before_put(monkeypatch, call):
+    """Has a function called with the path of each file before it is put."""
+
+    def put_file(self, local, path, put=Unreliable.put_file, **options):
+        call(path)
+        put(self, local, path)
+
+    monkeypatch.setattr(Unreliable, "put_file", put_file)
+
+
+INVALID = OSError("400 InvalidArgument")
+
+
+def refuse(monkeypatch, part, error=INVALID):
+    """Makes a bucket that takes no file with a part in its name; returns the names that it refused."""
+
+    def raise_if_named(path):
+        if part in path:
+            refused.append(path)
+            raise error
+
+    refused = []
+    monkeypatch.setattr(uploading, "STALLED_SECS", 0.5)
+    before_put(monkeypatch, raise_if_named)
+    return refused
 
 
 def save(root, *steps, keep=3, best=None):
@@ -43,121 +72,111 @@ def upload(root, verify=lambda: None):
     return started(root, verify).finish()
 
 
-def test_rows_come_first_then_the_newest_checkpoint_its_manifest_last(root):
+def files_there():
+    return RemoteDirectory(URL).list()
+
+
+def steps_there():
+    return sealed_steps(files_there())
+
+
+def moved(requests):
+    """Returns the files that requests gave their names, in order."""
+    return [path[: -len(".01234567.tmp")].removeprefix("/bucket/run/") for kind, path in requests if kind == "mv"]
+
+
+def test_rows_come_first_then_the_newest_checkpoint_its_manifest_last_and_nothing_again(root):
     save(root, 10, 20)
-    with bucket(share=0.0) as faults:
-        assert upload(root) == []
-    moved = [path.removeprefix("/bucket/run/").rpartition(".")[0] for kind, path in faults.requests if kind == "mv"]
-    moved = [path.rpartition(".")[0] for path in moved]
-    assert moved[0] == "metrics.jsonl" and moved[3] == "checkpoints/20/manifest.json"
-    assert moved[6] == "checkpoints/10/manifest.json" and len(moved) == 7
-
-
-def test_nothing_that_is_there_is_uploaded_again_by_the_next_process(root):
-    save(root, 10)
-    with bucket(share=0.0):
-        upload(root)
-    with bucket(share=0.0) as faults:
-        upload(root)
-    assert {kind for kind, _ in faults.requests} == {"find"}
+    assert upload(root) == []
+    names = moved(Unreliable.faults.requests)
+    assert names[0] == "metrics.jsonl" and names[3] == "checkpoints/20/manifest.json"
+    assert names[6] == "checkpoints/10/manifest.json" and len(names) == 7
+    Unreliable.faults.requests.clear()
+    upload(root)  # of the next process
+    assert {kind for kind, _ in Unreliable.faults.requests} == {"find"}
 
 
 def test_old_checkpoints_and_files_go_after_their_successors_and_others_stay(root):
     save(root, 10, 20, keep=1, best={"score": [10]})
     (root / "old.txt").write_text("x")
-    with bucket(share=0.0):
-        upload(root)
-        remote = RemoteDirectory(URL)
-        remote.write("checkpoints/notes/mine.txt", b"x")
-        save(root, 30, keep=1)
-        os.remove(root / "old.txt")
-        upload(root)
-        files = remote.list()
-    assert sealed_steps(files) == [10, 30] and "checkpoints/notes/mine.txt" in files and "old.txt" not in files
+    upload(root)
+    RemoteDirectory(URL).write("checkpoints/notes/mine.txt", b"x")
+    save(root, 30, keep=1)
+    os.remove(root / "old.txt")
+    upload(root)
+    assert steps_there() == [10, 30]
+    assert "checkpoints/notes/mine.txt" in files_there() and "old.txt" not in files_there()
 
 
 def test_of_a_staging_directory_that_was_deleted_nothing_is_deleted_in_the_bucket(root):
     save(root, 10)
-    with bucket(share=0.0):
-        upload(root)
-        before = RemoteDirectory(URL).list()
-        upload_again = Upload(str(root), RemoteDirectory(URL), verify=lambda: None)
-        for path in (STATE, "metrics.jsonl"):
-            os.remove(root / path)
-        upload_again.start()
-        upload_again.finish()
-        assert RemoteDirectory(URL).list() == before
+    upload(root)
+    before = files_there()
+    upload_again = Upload(str(root), RemoteDirectory(URL), verify=lambda: None)
+    for path in (STATE, "metrics.jsonl"):
+        os.remove(root / path)
+    upload_again.start()
+    upload_again.finish()
+    assert files_there() == before
 
 
 def test_a_run_that_has_gone_back_leaves_its_later_checkpoints_under_another_name(root):
     save(root, 10, 20)
-    with bucket(share=0.0):
-        upload(root)
-        save(root, 15)
-        upload(root)
-        files = RemoteDirectory(URL).list()
-    assert sealed_steps(files) == [10, 15] and "checkpoints/20.abandoned/manifest.json" in files
+    upload(root)
+    save(root, 15)
+    upload(root)
+    assert steps_there() == [10, 15] and "checkpoints/20.abandoned/manifest.json" in files_there()
     shutil.rmtree(root / "checkpoints" / "20.abandoned")
-    with bucket(share=0.0):
-        upload(root)
-        assert not [path for path in RemoteDirectory(URL).list() if "abandoned" in path]
+    upload(root)
+    assert not [path for path in files_there() if "abandoned" in path]
 
 
 def test_a_checkpoint_that_is_being_replaced_on_the_disk_stays_in_the_bucket(root):
     save(root, 10, 20)
-    with bucket(share=0.0):
-        upload(root)
-        os.rename(root / "checkpoints" / "20", root / "checkpoints" / "20.7-0123abcd.old")  # as `replacing` does
-        upload(root)
-        assert sealed_steps(RemoteDirectory(URL).list()) == [10, 20]
-        shutil.rmtree(root / "checkpoints" / "20.7-0123abcd.old")
-        os.mkdir(root / "checkpoints" / "40.7-0123abcd.tmp")  # of a save that has begun
-        upload(root)
-        assert sealed_steps(RemoteDirectory(URL).list()) == [10]
+    upload(root)
+    os.rename(root / "checkpoints" / "20", root / "checkpoints" / "20.7-0123abcd.old")  # as `replacing` does
+    upload(root)
+    assert steps_there() == [10, 20]
+    shutil.rmtree(root / "checkpoints" / "20.7-0123abcd.old")
+    os.mkdir(root / "checkpoints" / "40.7-0123abcd.tmp")  # of a save that has begun
+    upload(root)
+    assert steps_there() == [10]
 
 
 def test_a_checkpoint_that_the_run_deletes_meanwhile_is_uploaded_whole(root, monkeypatch):
-    save(root, 10)
-    put, is_waiting, may_go_on = Unreliable.put_file, threading.Event(), threading.Event()
-
-    def put_file(self, local, path, **options):
+    def wait(path):
         if "checkpoints/10/" in path:
             is_waiting.set()
             may_go_on.wait(10)
-        put(self, local, path)
 
-    with bucket(share=0.0):
-        monkeypatch.setattr(Unreliable, "put_file", put_file)
-        upload = started(root)
-        assert is_waiting.wait(10)
-        save(root, 20, keep=1)
-        assert os.listdir(root / "checkpoints") == ["20"]
-        may_go_on.set()
-        upload.wait_for(10)
-        assert upload.finish() == [] and sealed_steps(RemoteDirectory(URL).list()) == [20]
-
-
-def test_a_bucket_that_is_away_is_named_once_and_the_upload_goes_on_when_it_is_back(root, caplog, capsys, monkeypatch):
     save(root, 10)
-    with bucket(share=1.1) as faults:
-        monkeypatch.setattr(requests, "_PAUSES_SECS", ())
-        upload = Upload(str(root), RemoteDirectory(URL), verify=lambda: None)
-        faults._random.choice = lambda kinds: "fails"
-        upload.start()
-        while len(faults.requests) < 5:
-            time.sleep(0.001)
-        faults._share = 0.0
-        assert upload.finish() == []
+    is_waiting, may_go_on = threading.Event(), threading.Event()
+    before_put(monkeypatch, wait)
+    upload = started(root)
+    assert is_waiting.wait(10)
+    save(root, 20, keep=1)
+    assert os.listdir(root / "checkpoints") == ["20"]
+    may_go_on.set()
+    upload.wait_for(10)
+    assert upload.finish() == [] and steps_there() == [20]
+
+
+def test_a_bucket_that_is_away_is_named_once_and_awaited_while_it_is_silent(root, caplog, capsys, monkeypatch):
+    save(root, 10)
+    faults = Unreliable.faults
+    faults._share, faults._random.choice = 1.1, lambda kinds: "fails"
+    with monkeypatch.context() as patch:
+        patch.setattr(uploading, "STALLED_SECS", 0.05)
+        assert upload(root) == ["checkpoints/10", "metrics.jsonl"]  # at the end of a run
+    caplog.clear()
+    monkeypatch.setattr(requests, "_PAUSES_SECS", ())
+    goes_on, num_requests = started(root), len(faults.requests)
+    while len(faults.requests) < num_requests + 5:
+        time.sleep(0.001)
+    faults._share = 0.0
+    assert goes_on.finish() == []
     assert len(caplog.records) == 1 and "does not take the upload (" in caplog.text
     assert "answers again: the upload goes on" in capsys.readouterr().out
-
-
-def test_the_end_of_a_run_waits_no_longer_than_the_bucket_is_silent(root, monkeypatch):
-    monkeypatch.setattr(uploading, "STALLED_SECS", 0.05)
-    save(root, 10)
-    with bucket(share=1.1) as faults:
-        faults._random.choice = lambda kinds: "fails"
-        assert upload(root) == ["checkpoints/10", "metrics.jsonl"]
 
 
 def test_who_has_lost_the_lock_seals_and_deletes_nothing(root):
@@ -165,127 +184,86 @@ def test_who_has_lost_the_lock_seals_and_deletes_nothing(root):
         raise LockLost("taken over")
 
     save(root, 10)
-    with bucket(share=0.0):
-        assert "checkpoints/10" in upload(root, verify=lost)
-        assert sealed_steps(RemoteDirectory(URL).list()) == []
-
-
-INVALID = OSError("400 InvalidArgument")
-
-
-def refuse(monkeypatch, part, error):
-    """Makes a bucket that takes no file with a part in its name; returns the names that it refused."""
-    put, refused = Unreliable.put_file, []
-
-    def put_file(self, local, path, **options):
-        if part in path:
-            refused.append(path)
-            raise error
-        put(self, local, path)
-
-    monkeypatch.setattr(Unreliable, "put_file", put_file)
-    return refused
+    assert "checkpoints/10" in upload(root, verify=lost) and steps_there() == []
 
 
 @pytest.mark.parametrize(
     "name, error", [("a-sample", INVALID), ("metrics.jsonl", INVALID), ("a-sample", PermissionError("403 Forbidden"))]
 )
-def test_a_file_that_the_bucket_refuses_is_named_once_and_keeps_nothing_else_back(
-    name, error, root, caplog, monkeypatch
-):
-    monkeypatch.setattr(uploading, "STALLED_SECS", 0.5)
-    with bucket(share=0.0):
-        refused = refuse(monkeypatch, name, error)
-        (root / name).write_text("x")
-        upload = started(root)
-        for step in (10, 20):
-            save(root, step)
-            upload.wait_for(step)
-        (root / "notes.txt").write_text("x")
-        num_refused = len(refused)
-        assert upload.finish() == [name] and str(error) in upload.failure
-        assert len(refused) > num_refused  # it was tried again at the end
-        files = RemoteDirectory(URL).list()
-    assert sealed_steps(files) == [10, 20] and "notes.txt" in files
+def test_a_file_that_is_refused_is_named_once_and_keeps_nothing_else_back(name, error, root, caplog, monkeypatch):
+    refused = refuse(monkeypatch, name, error)
+    (root / name).write_text("x")
+    upload = started(root)
+    for step in (10, 20):
+        save(root, step)
+        upload.wait_for(step)
+    (root / "notes.txt").write_text("x")
+    num_refused = len(refused)
+    assert upload.finish() == [name] and str(error) in upload.failure
+    assert len(refused) > num_refused  # it was tried again at the end
+    assert steps_there() == [10, 20] and "notes.txt" in files_there()
     assert [record.message.partition(":")[0] for record in caplog.records] == ["unreliable"]
     assert f"{URL} does not take the upload ({name}: " in caplog.text
 
 
-def test_a_checkpoint_that_the_bucket_refuses_keeps_no_other_one_back(root, caplog, monkeypatch):
+def test_a_checkpoint_that_the_bucket_refuses_keeps_no_other_one_back(root, monkeypatch):
     save(root, 10, 20)
-    monkeypatch.setattr(uploading, "STALLED_SECS", 0.5)
-    with bucket(share=0.0):
-        refuse(monkeypatch, "checkpoints/20/", INVALID)
-        upload = started(root)
-        with pytest.raises(OSError, match="checkpoints/20 could not be uploaded .*400 InvalidArgument"):
-            upload.wait_for(20)
-        save(root, 30, keep=1)
-        assert upload.finish() == []
-        assert sealed_steps(RemoteDirectory(URL).list()) == [30]
+    refuse(monkeypatch, "checkpoints/20/")
+    upload = started(root)
+    with pytest.raises(OSError, match="checkpoints/20 could not be uploaded .*400 InvalidArgument"):
+        upload.wait_for(20)
+    save(root, 30, keep=1)
+    assert upload.finish() == [] and steps_there() == [30]
 
 
 def test_a_checkpoint_that_the_bucket_refuses_keeps_no_old_one_there(root, monkeypatch):
     save(root, 10, 20, best={"score": [20]})
-    monkeypatch.setattr(uploading, "STALLED_SECS", 0.5)
-    with bucket(share=0.0):
-        refuse(monkeypatch, "checkpoints/20/", INVALID)
-        upload = started(root)
-        upload.wait_for(10)
-        save(root, 30, 40, keep=1)
-        assert upload.finish() == ["checkpoints/20", "checkpoints/best.json"]
-        assert sealed_steps(RemoteDirectory(URL).list()) == [40]
+    refuse(monkeypatch, "checkpoints/20/")
+    upload = started(root)
+    upload.wait_for(10)
+    save(root, 30, 40, keep=1)
+    assert upload.finish() == ["checkpoints/20", "checkpoints/best.json"] and steps_there() == [40]
 
 
 def test_a_checkpoint_is_uploaded_before_the_files_that_wait(root, monkeypatch):
-    for i in range(4):
-        (root / f"events.{i}").write_text("x")
-    put = Unreliable.put_file
-
-    def put_file(self, local, path, **options):
+    def save_once(path):
         if not saved:
             saved.append(path)
             save(root, 10)
-        put(self, local, path)
 
+    for i in range(4):
+        (root / f"events.{i}").write_text("x")
     saved = []
-    with bucket(share=0.0) as faults:
-        monkeypatch.setattr(Unreliable, "put_file", put_file)
-        assert upload(root) == []
-    moved = [path for kind, path in faults.requests if kind == "mv"]
-    names = [path.removeprefix("/bucket/run/")[: -len(".01234567.tmp")] for path in moved]
+    before_put(monkeypatch, save_once)
+    assert upload(root) == []
+    names = moved(Unreliable.faults.requests)
     assert names[0].startswith("events") and names[1] == "metrics.jsonl" and names[4] == "checkpoints/10/manifest.json"
 
 
 def test_a_checkpoint_goes_up_at_once_however_long_the_last_pass_over_the_files_took(root, monkeypatch):
-    put = Unreliable.put_file
-
-    def put_file(self, local, path, **options):
-        time.sleep(1.0 if "events" in path else 0.0)  # the next pass over the files is ten seconds away
-        put(self, local, path)
-
+    before_put(
+        monkeypatch, lambda path: time.sleep(1.0 if "events" in path else 0.0)
+    )  # the next pass is ten seconds away
     (root / "events").write_text("x")
-    with bucket(share=0.0):
-        monkeypatch.setattr(Unreliable, "put_file", put_file)
-        upload = started(root)
-        while "events" in upload.missing():
-            time.sleep(0.01)
-        save(root, 10)
-        saved_at = time.monotonic()
-        while sealed_steps(RemoteDirectory(URL).list()) != [10]:
-            assert time.monotonic() < saved_at + 5
-            time.sleep(0.01)
-        assert upload.finish() == []
+    upload = started(root)
+    while "events" in upload.missing():
+        time.sleep(0.01)
+    save(root, 10)
+    saved_at = time.monotonic()
+    while steps_there() != [10]:
+        assert time.monotonic() < saved_at + 5
+        time.sleep(0.01)
+    assert upload.finish() == []
 
 
 def test_the_upload_goes_on_when_the_clock_is_set_back(root, monkeypatch):
     now = iter(range(10**9, 0, -1000))
     monkeypatch.setattr(time, "time", lambda: float(next(now)))
-    with bucket(share=0.0):
-        upload = started(root)
-        for step in (10, 20):
-            save(root, step)
-            upload.wait_for(step)
-        assert upload.finish() == [] and sealed_steps(RemoteDirectory(URL).list()) == [10, 20]
+    upload = started(root)
+    for step in (10, 20):
+        save(root, step)
+        upload.wait_for(step)
+    assert upload.finish() == [] and steps_there() == [10, 20]
 
 
 def test_an_export_replaces_another_and_is_sealed_last(tmp_path):
@@ -301,16 +279,12 @@ def test_an_export_replaces_another_and_is_sealed_last(tmp_path):
         send(str(tmp_path), URL)
         assert remote.list() == {"saved_model.pb": 14, "variables/data": 14}
         assert remote.read("saved_model.pb") == b"saved_model.pb"
-    moved = [path for kind, path in faults.requests[start:] if kind == "mv"]
-    assert "variables/data" in moved[0] and "saved_model.pb" in moved[-1]
+    names = moved(faults.requests[start:])
+    assert names[0] == "variables/data" and names[-1] == "saved_model.pb"
 
 
-def test_a_bucket_that_refuses_is_named_in_a_sentence(tmp_path, monkeypatch):
-    def refuse(*_, **__):
-        raise PermissionError("403 Forbidden by policy")
-
-    (tmp_path / "weights.npz").write_text("x")
-    with bucket(share=0.0):
-        monkeypatch.setattr(Unreliable, "put_file", refuse)
-        with pytest.raises(ValueError, match=r"//a/w.npz' cannot be written \(w.npz: 403 Forbidden by policy\)"):
-            send(str(tmp_path / "weights.npz"), "unreliable://a/w.npz")
+def test_a_bucket_that_refuses_is_named_in_a_sentence(root, monkeypatch):
+    (root / "weights.npz").write_text("x")
+    refuse(monkeypatch, "", PermissionError("403 Forbidden by policy"))
+    with pytest.raises(ValueError, match=r"//a/w.npz' cannot be written \(w.npz: 403 Forbidden by policy\)"):
+        send(str(root / "weights.npz"), "unreliable://a/w.npz")

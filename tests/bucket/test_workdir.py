@@ -80,27 +80,22 @@ def undisturbed(tmp_path_factory):
     return everything(train(place)), rows_of(RemoteDirectory(f"file://{place}"))
 
 
-class Pause(distloop.Action):
-    """Lets the upload come along, which training does not wait for."""
+def let_the_upload_come_along(report):
+    """Waits for the checkpoint before, which training does not do."""
+    manifest = f"/bucket/run/checkpoints/{report.step - 3}/manifest.json"
+    while report.step > 3 and manifest not in Unreliable.store and not Unreliable.faults.is_dead:
+        time.sleep(0.01)
 
-    every = 3
 
-    def __init__(self, faults):
-        self.faults = faults
-
-    def __call__(self, report):
-        manifest = f"/bucket/run/checkpoints/{report.step - 3}/manifest.json"
-        while report.step > 3 and manifest not in Unreliable.store and not self.faults.is_dead:
-            time.sleep(0.01)
+let_the_upload_come_along.every = 3
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("kill_at", mostly_wide([40, 110, 180, 250], 110))
 def test_a_machine_that_is_lost_costs_no_bit_and_no_row(kill_at, cache, tmp_path, undisturbed):
-    with bucket(seed=kill_at, kill_at=kill_at) as faults:
-        with pytest.raises((Killed, OSError)):
-            train(URL, actions=[Pause(faults)])
+    with bucket(seed=kill_at, kill_at=kill_at) as faults, pytest.raises((Killed, OSError)):
+        train(URL, actions=[let_the_upload_come_along])
     assert faults.is_dead
     with bucket(share=0.0):
         directory = RemoteDirectory(URL)
@@ -118,9 +113,8 @@ def test_a_machine_that_is_lost_costs_no_bit_and_no_row(kill_at, cache, tmp_path
 
 @pytest.mark.slow
 def test_a_run_that_is_interrupted_leaves_when_all_is_in_the_bucket(cache, tmp_path, capsys):
-    with bucket(seed=5):
-        with pytest.raises(SystemExit) as left:
-            train(URL, steps=10**6, max_secs=0.2, log_every=0, checkpoint_every=0, console="auto")
+    with bucket(seed=5), pytest.raises(SystemExit) as left:
+        train(URL, steps=10**6, max_secs=0.2, log_every=0, checkpoint_every=0, console="auto")
     assert left.value.code == 75
     *_, saved, uploaded = capsys.readouterr().out.splitlines()
     assert "checkpoint saved. Run the same command to resume." in saved and uploaded == f"distloop: all is in {URL}"
@@ -141,18 +135,14 @@ def test_the_best_checkpoint_of_a_bucket_is_named_by_its_url(cache, capsys):
 
 @pytest.mark.slow
 def test_a_bucket_that_goes_away_before_the_end_is_an_error_and_the_same_machine_uploads_the_rest(monkeypatch):
-    class Away(distloop.Action):
-        every = 3
+    def go_away(report):
+        faults._share, faults._random.choice = 1.1, lambda kinds: "fails"
 
-        def __call__(self, report):
-            faults._share, faults._random.choice = 1.1, lambda kinds: "fails"
-
+    go_away.every = 3
     monkeypatch.setattr(uploading, "STALLED_SECS", 0.05)
-    with bucket(share=0.0) as faults:
-        with pytest.raises(
-            OSError, match=r"checkpoints/6, .* could not be uploaded to .*: run the same command on this"
-        ):
-            train(URL, steps=6, actions=[Away()])
+    words = r"checkpoints/6, .* could not be uploaded to .*: run the same command on this"
+    with bucket(share=0.0) as faults, pytest.raises(OSError, match=words):
+        train(URL, steps=6, actions=[go_away])
     with bucket():
         assert train(URL, steps=6).step == 6
     with bucket(share=0.0):

@@ -73,9 +73,9 @@ class Unreliable(MemoryFileSystem):
             if fault == "slow":
                 time.sleep(0.002)
             if fault in ("cut short", "killed in the middle") and cut is not None:
-                cut()
+                result = cut()
                 if fault == "cut short":
-                    return None
+                    return result
             if fault in ("killed", "killed in the middle"):
                 raise Killed
             if fault in ("fails", "cut short"):
@@ -87,32 +87,33 @@ class Unreliable(MemoryFileSystem):
         finally:
             _nested.is_on = False
 
-    def find(self, path, *arguments, **options):
-        return self._request("find", path, lambda: super(Unreliable, self).find(path, *arguments, **options))
+    def _whole(kind, name=None):
+        """A method of the file system, as a request that cannot be cut short."""
 
-    def info(self, path, **options):
-        return self._request("info", path, lambda: super(Unreliable, self).info(path, **options))
+        def method(self, path, *arguments, **options):
+            call = getattr(super(), name or kind)
+            return self._request(kind, path, lambda: call(path, *arguments, **options))
 
-    def makedirs(self, path, exist_ok=False):
-        return self._request("makedirs", path, lambda: super(Unreliable, self).makedirs(path, exist_ok))
+        return method
+
+    find, info, makedirs = _whole("find"), _whole("info"), _whole("makedirs")
+    cp_file, rm_file = _whole("copy", "cp_file"), _whole("rm", "_rm")
 
     def cat_file(self, path, *arguments, **options):
-        half = []
-
         def read():
-            half.append(super(Unreliable, self).cat_file(path, *arguments, **options))
-            return half[0]
+            return super(Unreliable, self).cat_file(path, *arguments, **options)
 
-        result = self._request("cat", path, read, read)
-        return half[0][: len(half[0]) // 2] if result is None else result
+        def read_half():
+            return read()[: len(read()) // 2]
+
+        return self._request("cat", path, read, read_half)
 
     def pipe_file(self, path, value, mode="overwrite", **options):
         write = super().pipe_file
-        half = value[: len(value) // 2]
         if mode == "create":  # a store writes what it creates whole or not at all
             self._request("create", path, lambda: write(path, value, mode))
         else:
-            self._request("pipe", path, lambda: write(path, value), lambda: write(path, half))
+            self._request("pipe", path, lambda: write(path, value), lambda: write(path, value[: len(value) // 2]))
 
     def put_file(self, local, path, **options):
         with open(local, "rb") as file:
@@ -127,12 +128,6 @@ class Unreliable(MemoryFileSystem):
                 file.write(data[: int(len(data) * share)])
 
         self._request("get", path, get, lambda: get(0.5))
-
-    def cp_file(self, path, new, **options):
-        self._request("copy", path, lambda: super(Unreliable, self).cp_file(path, new, **options))
-
-    def rm_file(self, path):
-        self._request("rm", path, lambda: super(Unreliable, self)._rm(path))
 
     def mv(self, path, new, **options):
         path, new = self._strip_protocol(path), self._strip_protocol(new)

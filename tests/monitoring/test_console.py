@@ -33,19 +33,31 @@ def terminal(monkeypatch):
     return stream
 
 
-def plain(text):
-    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+def plain(stream):
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
+
+
+def lines_in(stream):
+    return [line.strip() for line in re.split(r"[\r\n]", plain(stream))]
+
+
+def lines_of(clock, *writes, steps=10, start=0):
+    """Returns the lines of writes without a terminal: the seconds before each, its step and numbers."""
+    stream = io.StringIO()
+    console = Console(steps, start, stream, evals=["test"])
+    for secs, step, numbers in writes:
+        clock[0] += secs
+        console.write(step, numbers)
+    console.close()
+    return stream.getvalue().splitlines()
 
 
 def test_a_line_reads_as_documented(clock):
-    stream = io.StringIO()
-    console = Console(2000, 0, stream, evals=["test"])
-    clock[0] += 1.0
-    console.write(500, {"loss": 0.12341, "accuracy": 0.97, "learning_rate": 0.1, "test/accuracy": 0.98})
-    console.close()
-    assert stream.getvalue() == (
-        "step 500/2000  loss 0.1234  accuracy 0.97  test/accuracy 0.98  500 steps/s  eta 0:00:03\n"
-    )
+    numbers = {"loss": 0.12341, "accuracy": 0.97, "learning_rate": 0.1, "test/accuracy": 0.98}
+    (line,) = lines_of(clock, (1.0, 500, numbers), steps=2000)
+    assert line == "step 500/2000  loss 0.1234  accuracy 0.97  test/accuracy 0.98  500 steps/s  eta 0:00:03"
+    no_skips, skips = (0.0, 5, {"skipped_steps": 0.0}), (0.0, 6, {"skipped_steps": 2.0})
+    assert lines_of(clock, no_skips, skips) == ["step 5/10", "step 6/10  skipped_steps 2"]
 
 
 @pytest.mark.parametrize(
@@ -58,22 +70,39 @@ def test_a_line_reads_as_documented(clock):
     ],
 )
 def test_a_line_shows_tokens_a_second_or_else_examples(numbers, text, clock):
-    stream = io.StringIO()
-    console = Console(2000, 0, stream)
-    clock[0] += 1.0
-    console.write(500, {"steps_per_sec": 812.0, **numbers})
-    assert stream.getvalue() == f"step 500/2000  812 steps/s  {text}  eta 0:00:02\n"
+    (line,) = lines_of(clock, (1.0, 500, {"steps_per_sec": 812.0, **numbers}), steps=2000)
+    assert line == f"step 500/2000  812 steps/s  {text}  eta 0:00:02"
 
 
-def test_time_left_follows_the_clock_since_the_first_write(clock):
-    stream = io.StringIO()
-    console = Console(20_000, 1_000, stream)
-    clock[0] += 60.0  # tracing
-    console.write(1_100, {})
-    clock[0] += 0.0625
-    clock[0] += 0.1875  # an evaluation
-    console.write(1_200, {})
-    assert stream.getvalue().splitlines()[1] == "step 1200/20000  400 steps/s  eta 0:00:47"
+def test_time_left_follows_the_clock_since_the_first_write_and_is_not_in_the_last_line(clock):
+    tracing, with_an_evaluation = (60.0, 1_100, {}), (0.0625 + 0.1875, 1_200, {})
+    _, line = lines_of(clock, tracing, with_an_evaluation, steps=20_000, start=1_000)
+    assert line == "step 1200/20000  400 steps/s  eta 0:00:47"
+    last, stands_still = (1.0, 10, {}), (0.0, 10, {})
+    assert lines_of(clock, (7200.0, 1, {}), last, stands_still) == [
+        "step 1/10  0.0001389 steps/s  eta 18:00:00",
+        "step 10/10  9 steps/s",
+        "step 10/10  9 steps/s",
+    ]
+
+
+def test_numbers_have_four_digits(clock):
+    values = [0.123456, 123.456, 12345.6, 1.23456e-7, 1.5e12, 3.0, -0.5, float("nan"), float("inf"), np.float32(0.1)]
+    texts = "0.1235 123.5 12346 1.235e-07 1.5e+12 3 -0.5 nan inf 0.1".split()
+    lines = lines_of(clock, *((0.0, 5, {"loss": value}) for value in values))
+    assert lines == [f"step 5/10  loss {text}" for text in texts]
+
+
+# What holds the run up, without a verdict in the first ten seconds.
+@pytest.mark.parametrize(
+    ("waited", "host", "text"), [(0.75, 0.0, "input-bound 75 %  "), (0.2, 0.5, "host-bound 50 %  "), (0.4, 0.1, "")]
+)
+def test_a_line_names_the_bottleneck_unless_it_is_the_step(waited, host, text, clock):
+    numbers = {"loss": 0.5, "steps_per_sec": 8.0, "input_wait": waited, "host_share": host}
+    assert lines_of(clock, (9.0, 1, numbers), (1.0, 2, numbers)) == [
+        "step 1/10  loss 0.5  8 steps/s  eta 0:00:01",
+        f"step 2/10  loss 0.5  8 steps/s  {text}eta 0:00:08",
+    ]
 
 
 @pytest.mark.parametrize("reason", ["a file", "TERM=dumb", "may_draw=False"])
@@ -88,68 +117,30 @@ def test_what_is_no_terminal_gets_lines_even_with_forced_colours(reason, termina
     assert stream.getvalue().startswith("step 5/10  loss 1")
 
 
-def test_the_last_line_has_no_time_left(clock):
-    stream = io.StringIO()
-    console = Console(10, 0, stream)
-    clock[0] += 7200.0
-    console.write(1, {})
-    clock[0] += 1.0
-    console.write(10, {})
-    console.write(10, {})  # the clock stands still
-    lines = ["step 1/10  0.0001389 steps/s  eta 18:00:00", "step 10/10  9 steps/s"]
-    assert stream.getvalue().splitlines() == [*lines, lines[1]]
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0.123456, "0.1235"),
-        (123.456, "123.5"),
-        (12345.6, "12346"),
-        (1.23456e-7, "1.235e-07"),
-        (1.5e12, "1.5e+12"),
-        (3.0, "3"),
-        (-0.5, "-0.5"),
-        (float("nan"), "nan"),
-        (float("inf"), "inf"),
-        (np.float32(0.1), "0.1"),
-    ],
-)
-def test_numbers_have_four_digits(value, text, clock):
-    stream = io.StringIO()
-    Console(10, 0, stream).write(5, {"loss": value})
-    assert stream.getvalue() == f"step 5/10  loss {text}\n"
-
-
-def test_skipped_steps_are_shown_when_there_are_any(clock):
-    stream = io.StringIO()
-    console = Console(10, 0, stream)
-    console.write(5, {"skipped_steps": 0.0})
-    console.write(6, {"skipped_steps": 2.0})
-    assert stream.getvalue().splitlines() == ["step 5/10", "step 6/10  skipped_steps 2"]
-
-
 def test_a_terminal_gets_a_bar_and_lines_for_evaluations_only(terminal, clock):
     console = Console(2000, 0, terminal, evals=["test"])
     clock[0] += 1
     console.write(500, {"loss": 0.5})
     console.write(1000, {"loss": 0.25, "accuracy": 0.75, "test/accuracy": 0.5})
     console.close()
-    lines = [line.strip() for line in re.split(r"[\r\n]", plain(terminal.getvalue()))]
-    assert [line for line in lines if line.startswith("step")] == [
-        "step 1000/2000  loss 0.25  accuracy 0.75  test/accuracy 0.5"
-    ]
+    lines = lines_in(terminal)
+    (line,) = (line for line in lines if line.startswith("step"))
+    assert line == "step 1000/2000  loss 0.25  accuracy 0.75  test/accuracy 0.5"
     bars = [line.lstrip("━╸╺ ") for line in lines if line.startswith("━")]
     assert "step 500/2000  25 %  500 steps/s  eta 0:00:03" in bars
     assert bars[-1] == "step 1000/2000  50 %" and lines[-2] == "loss 0.25  accuracy 0.75"
 
 
-def test_names_with_brackets_are_shown_as_they_are(terminal):
-    console = Console(10, 0, terminal, evals=["test"])
-    console.write(5, {"[red]loss": 1.0, "test/f1[0]": 1.0})
-    console.close()
-    assert "[red]loss 1" in plain(terminal.getvalue())
-    assert "test/f1[0] 1" in plain(terminal.getvalue())
+def test_names_are_shown_as_they_are_unless_a_terminal_would_obey_them(terminal, capsys):
+    for stream in (terminal, io.StringIO()):
+        console = Console(10, 0, stream, evals=["test"])
+        console.write(5, {"[red]loss": 1.0, "test/f1[0]": 1.0, "\x1b]0;loss": 1.0, "test/\x1b]0;loss": 1.0})
+        console.close()
+        console.summarize(Clock())
+        assert "[red]loss 1" in plain(stream) and "test/f1[0] 1" in plain(stream)
+        assert "\x1b]" not in stream.getvalue() and r"\x1b]0;loss" in stream.getvalue()
+    say("restored from \x1b]0;run")
+    assert capsys.readouterr().out == "distloop: restored from \\x1b]0;run\n"
 
 
 def test_the_cursor_stays_visible_and_close_may_be_called_twice(terminal):
@@ -163,7 +154,7 @@ def test_the_cursor_stays_visible_and_close_may_be_called_twice(terminal):
     text = terminal.getvalue()
     console.close()
     assert terminal.getvalue() == text
-    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l") and plain(text).endswith("\n")
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l") and plain(terminal).endswith("\n")
 
 
 def test_standard_output_is_put_back_after_the_bar(terminal, monkeypatch):
@@ -172,8 +163,7 @@ def test_standard_output_is_put_back_after_the_bar(terminal, monkeypatch):
     console.write(5, {"loss": 1.0})
     print("said by the user")
     console.close()
-    assert sys.stdout is terminal
-    assert "said by the user\n" in plain(terminal.getvalue())
+    assert sys.stdout is terminal and "said by the user\n" in plain(terminal)
 
 
 def test_the_display_is_drawn_ten_times_a_second_at_most_and_once_at_the_end(terminal, clock):
@@ -181,7 +171,7 @@ def test_the_display_is_drawn_ten_times_a_second_at_most_and_once_at_the_end(ter
     for step in range(1, 500):
         clock[0] += 0.001
         console.write(step, {"loss": 1.0})
-    assert set(re.findall(r"step (\d+)", plain(terminal.getvalue()))) == {"1", "101", "201", "301", "401"}
+    assert set(re.findall(r"step (\d+)", plain(terminal))) == {"1", "101", "201", "301", "401"}
     console.close()
     assert "step 499/1000" in terminal.getvalue()
 
@@ -193,7 +183,7 @@ def test_the_display_fits_into_two_lines(terminal, monkeypatch, columns):
     numbers = {f"metric_{i}": i / 7 for i in range(30)} | {"gan/loss": 0.5, "input_wait": 0.75, "steps_per_sec": 812.5}
     console.write(123_456, numbers)
     console.close()
-    lines = [line for line in re.split(r"[\r\n]+", plain(terminal.getvalue())) if line.strip()]
+    lines = [line for line in re.split(r"[\r\n]+", plain(terminal)) if line.strip()]
     assert max(map(len, lines)) <= columns
     assert lines[-2].startswith(("━", "╸")) and "step 123456/1000000" in lines[-2]
     assert lines[-1].startswith("gan/loss 0.5  metric_0 0") and lines[-1].endswith("…")
@@ -203,76 +193,53 @@ def test_an_evaluation_of_many_metrics_leaves_a_short_line_on_a_terminal(termina
     console = Console(10, 0, terminal, evals=["test"])
     console.write(5, {"loss": 1.0} | {f"test/m{i}": 1.0 for i in range(20)})
     console.close()
-    assert "step 5/10  test/m0 1  " in plain(terminal.getvalue())
-    assert "test/m11 1  and 9 more" in plain(terminal.getvalue())
-
-
-# Between two writes.
+    assert "step 5/10  test/m0 1  " in plain(terminal) and "test/m11 1  and 9 more" in plain(terminal)
 
 
 def test_the_bar_stands_before_the_first_step_and_moves_between_writes(terminal, clock):
     console = Console(300, 0, terminal)
     console.show_progress(0, "tracing the train step ...")
-    assert "step 0/300  0 %  tracing the train step ..." in plain(terminal.getvalue())
+    assert "step 0/300  0 %  tracing the train step ..." in plain(terminal)
     clock[0] += 20.0
     console.show_progress(0)
     clock[0] += 4.0
     console.show_progress(2)
-    assert "step 2/300  0 %  0.5 steps/s  eta 0:09:56" in plain(terminal.getvalue())  # without tracing
+    assert "step 2/300  0 %  0.5 steps/s  eta 0:09:56" in plain(terminal)  # without tracing
     console.write(3, {"loss": 0.5})
     clock[0] += 4.0
     console.show_progress(5)
-    lines = [line.strip() for line in re.split(r"[\r\n]", plain(terminal.getvalue()))]
-    assert "step 5/300  1 %" in lines[-2] and lines[-1] == "loss 0.5"
+    *_, bar, metrics = lines_in(terminal)
+    assert "step 5/300  1 %" in bar and metrics == "loss 0.5"
     console.close()
 
 
-def test_without_a_display_a_line_comes_after_half_a_minute_of_silence(clock):
-    stream = io.StringIO()
-    console = Console(300, 0, stream)
-    console.show_progress(0, "tracing the train step ...")
-    console.show_progress(0)
-    for step in range(1, 50):
-        clock[0] += 1.0
-        console.show_progress(step)
-    assert stream.getvalue().splitlines() == [
-        "step 0/300  tracing the train step ...",
-        "step 30/300  1 steps/s  eta 0:04:30",
-    ]
-
-
-def test_without_a_display_what_a_run_does_in_place_of_steps_comes_once_and_after_half_a_minute_of_silence(clock):
-    stream = io.StringIO()
-    console = Console(300, 100, stream)
-    for step in range(0, 80, 2):
-        console.show_progress(step, "skipping batches already seen")
-        clock[0] += 1.0
-    doing = "skipping batches already seen"
-    assert stream.getvalue().splitlines() == [f"step 0/300  {doing}", f"step 60/300  {doing}"]
-
-
-# What holds the run up.
+SKIPPING = "skipping batches already seen"
 
 
 @pytest.mark.parametrize(
-    ("waited", "host", "text"),
-    [(0.75, 0.0, "input-bound 75 %  "), (0.2, 0.5, "host-bound 50 %  "), (0.4, 0.1, "")],
+    ("start", "calls", "lines"),  # calls: the seconds before each, and its arguments
+    [
+        pytest.param(
+            0,
+            [(0.0, 0, "tracing the train step ..."), (0.0, 0), *((1.0, step) for step in range(1, 50))],
+            ["step 0/300  tracing the train step ...", "step 30/300  1 steps/s  eta 0:04:30"],
+            id="steps",
+        ),
+        pytest.param(
+            100,
+            [(1.0, step, SKIPPING) for step in range(0, 80, 2)],
+            [f"step 0/300  {SKIPPING}", f"step 60/300  {SKIPPING}"],
+            id="what a run does in place of steps",
+        ),
+    ],
 )
-def test_a_line_names_the_bottleneck_unless_it_is_the_step(waited, host, text, clock):
+def test_without_a_display_a_line_comes_after_half_a_minute_of_silence(start, calls, lines, clock):
     stream = io.StringIO()
-    numbers = {"loss": 0.5, "steps_per_sec": 8.0, "input_wait": waited, "host_share": host}
-    console = Console(10, 0, stream)
-    clock[0] += 9.0
-    console.write(1, numbers)
-    clock[0] += 1.0
-    console.write(2, numbers)
-    assert stream.getvalue().splitlines() == [  # without a verdict in the first ten seconds
-        "step 1/10  loss 0.5  8 steps/s  eta 0:00:01",
-        f"step 2/10  loss 0.5  8 steps/s  {text}eta 0:00:08",
-    ]
-
-
-# How it ended.
+    console = Console(300, start, stream)
+    for secs, *arguments in calls:
+        clock[0] += secs
+        console.show_progress(*arguments)
+    assert stream.getvalue().splitlines() == lines
 
 
 @pytest.fixture
@@ -288,26 +255,29 @@ def ended(monkeypatch):
     return ended
 
 
-ROWS = [
-    {"step": 5, "loss": 0.5, "learning_rate": 0.1, "test/accuracy": 0.75, "test/speed": 3.0},
-    {"step": 8, "loss": 0.375},
-    {"step": 10, "loss": 0.25, "learning_rate": 0.1, "test/accuracy": 0.5, "test/speed": 2.0},
-]
+ROWS = {
+    5: {"loss": 0.5, "learning_rate": 0.1, "test/accuracy": 0.75, "test/speed": 3.0},
+    8: {"loss": 0.375},
+    10: {"loss": 0.25, "learning_rate": 0.1, "test/accuracy": 0.5, "test/speed": 2.0},
+}
 
 
-def write_rows(console, rows):
-    for row in rows:
-        console.write(row["step"], {name: value for name, value in row.items() if name != "step"})
-
-
-def test_the_summary_shows_last_and_best_metrics_and_the_time_by_phase(ended):
-    stream = io.StringIO()
-    console = Console(10, 0, stream, evals=["test"])
-    write_rows(console, ROWS)
+def summary_of(rows, clock, stream=None, *, start=0, remembered=(), **settings):
+    """Returns the lines of the closing summary."""
+    stream = io.StringIO() if stream is None else stream
+    console = Console(10, start, stream, evals=["test"], **settings)
+    console.remember(remembered)
+    assert stream.getvalue() == ""
+    for step, numbers in rows.items():
+        console.write(step, numbers)
     console.close()
     stream.truncate(0), stream.seek(0)
-    console.summarize(ended)
-    assert stream.getvalue().splitlines() == [
+    console.summarize(clock)
+    return plain(stream).splitlines()
+
+
+def test_the_summary_shows_last_and_best_metrics_and_the_time_by_phase(ended, terminal):
+    assert summary_of(ROWS, ended) == [
         "distloop: Finished 10 steps in 20 s",
         "distloop: test/accuracy 0.5, best 0.75 at step 5",
         "distloop: test/speed 2",
@@ -316,54 +286,32 @@ def test_the_summary_shows_last_and_best_metrics_and_the_time_by_phase(ended):
         "distloop: 62 % of the time went by waiting for data: try cache() the dataset, prefetch(tf.data.AUTOTUNE), "
         "map(..., num_parallel_calls=tf.data.AUTOTUNE).",
     ]
+    table = "\n".join(summary_of(ROWS, ended, terminal))
+    assert re.search(r"test/accuracy +0.5 +0.75 +5\s", table)
+    assert re.search(r"\binput +8.0 +40 %", table) and "saving" not in table
 
 
 def test_the_best_value_may_be_from_before_an_interruption():
-    stream = io.StringIO()
-    console = Console(10, 5, stream, evals=["test"])
-    console.remember(ROWS[:1])
-    assert stream.getvalue() == ""
-    write_rows(console, ROWS[1:])
-    console.summarize(Clock())
-    assert "distloop: test/accuracy 0.5, best 0.75 at step 5\n" in stream.getvalue()
+    lines = summary_of({8: ROWS[8], 10: ROWS[10]}, Clock(), start=5, remembered=[{"step": 5, **ROWS[5]}])
+    assert "distloop: test/accuracy 0.5, best 0.75 at step 5" in lines
 
 
-def test_a_terminal_gets_a_closing_table(terminal, ended):
-    console = Console(10, 0, terminal, evals=["test"])
-    write_rows(console, ROWS)
-    console.close()
-    console.summarize(ended)
-    text = plain(terminal.getvalue())
-    assert re.search(r"test/accuracy +0.5 +0.75 +5\s", text)
-    assert re.search(r"\binput +8.0 +40 %", text) and "saving" not in text
+def test_the_summary_shows_evaluations_first_and_not_all_of_many_metrics():
+    _, first, *others, last, _ = summary_of({10: {**{f"m{i}": 1.0 for i in range(40)}, "test/m": 1.0}}, Clock())
+    assert (first, last, len(others)) == ("distloop: test/m 1", "distloop: and 21 more", 19)
 
 
-def test_the_closing_table_shows_evaluations_first():
-    stream = io.StringIO()
-    console = Console(10, 0, stream, evals=["test"])
-    console.write(10, {**{f"m{i}": 1.0 for i in range(40)}, "test/m": 1.0})
-    console.summarize(Clock())
-    lines = stream.getvalue().splitlines()
-    assert lines[2] == "distloop: test/m 1" and lines[-2] == "distloop: and 21 more" and len(lines) == 24
-
-
-def test_a_run_without_metrics_has_a_summary():
-    stream = io.StringIO()
-    Console(10, 4, stream).summarize(Clock())
-    assert stream.getvalue().startswith("distloop: Ended at step 4 of 10 after 0 s\n")
-    console = Console(10, 4, stream)
-    console.write(10, {})
-    console.summarize(Clock())
-    assert "distloop: Finished 6 steps from step 4 in 0 s\n" in stream.getvalue()
-
-
-@pytest.mark.parametrize(("began", "end"), [(0, "Finished 10 steps in"), (2, "Finished 8 steps from step 2 in")])
-def test_after_a_rollback_the_summary_counts_from_where_its_clock_began(began, end):
-    stream = io.StringIO()
-    console = Console(10, 4, stream, began=began)
-    console.write(10, {})
-    console.summarize(Clock())
-    assert f"distloop: {end} 0 s\n" in stream.getvalue()
+@pytest.mark.parametrize(
+    ("rows", "began", "sentence"),
+    [
+        pytest.param({}, None, "Ended at step 4 of 10 after 0 s", id="no step"),
+        pytest.param({10: {}}, None, "Finished 6 steps from step 4 in 0 s", id="without metrics"),
+        pytest.param({10: {}}, 0, "Finished 10 steps in 0 s", id="back at a checkpoint of a whole run"),
+        pytest.param({10: {}}, 2, "Finished 8 steps from step 2 in 0 s", id="back at a checkpoint of a resumed run"),
+    ],
+)
+def test_the_summary_counts_the_steps_from_where_its_clock_began(rows, began, sentence):
+    assert summary_of(rows, Clock(), start=4, began=began)[0] == f"distloop: {sentence}"
 
 
 @pytest.mark.slow
@@ -375,35 +323,10 @@ def test_a_run_that_went_back_to_a_checkpoint_has_finished_all_its_steps(tmp_pat
     assert "distloop: Finished 7 steps in" in capsys.readouterr().out
 
 
-# Sums and what they are made of.
-
-
-@pytest.mark.parametrize(
-    ("sizes", "text"),
-    [
-        ([128, 128], "128 + 128"),
-        ([33, 33, 34], "33 + 33 + 34"),
-        ([62, 63] * 4, "4 x 62 + 4 x 63"),
-        ([32] * 8, "8 x 32"),
-    ],
-)
-def test_the_shards_of_a_batch_are_shown(sizes, text):
-    assert show_split(sizes) == text
-
-
-def test_the_largest_parts_of_a_sum_are_named():
+def test_the_shards_of_a_batch_and_the_largest_parts_of_a_sum_are_shown():
+    batches = [128, 128], [33, 33, 34], [62, 63] * 4, [32] * 8
+    assert [*map(show_split, batches)] == ["128 + 128", "33 + 33 + 34", "4 x 62 + 4 x 63", "8 x 32"]
     assert show_parts({"conv": 1288, "dense": 10}) == "conv 1,288 + dense 10"
     parts = {f"layer_{i}": 10 - i for i in range(10)}
     first = " + ".join(f"layer_{i} {10 - i}" for i in range(7))
     assert show_parts(parts) == f"{first} + 3 others 6"
-
-
-def test_names_that_a_terminal_would_obey_are_shown_as_text(terminal, capsys):
-    for stream in (terminal, io.StringIO()):
-        console = Console(10, 0, stream, evals=["test"])
-        console.write(5, {"\x1b]0;loss": 1.0, "test/\x1b]0;loss": 1.0})
-        console.close()
-        console.summarize(Clock())
-        assert "\x1b]" not in stream.getvalue() and r"\x1b]0;loss" in stream.getvalue()
-    say("restored from \x1b]0;run")
-    assert capsys.readouterr().out == "distloop: restored from \\x1b]0;run\n"

@@ -28,9 +28,8 @@ def test_the_result_is_a_dict_of_the_last_numbers_with_a_history():
 
 
 def test_its_representation_is_one_short_line():
-    assert repr(recorded()) == "{'loss': 0.1111, 'test/loss': 0.25, and 1 more}"
+    assert repr(recorded()) == "{'loss': 0.1111, 'test/loss': 0.25, and 1 more}" and repr(History()) == "{}"
     long = History()
-    assert repr(long) == "{}"
     long.update({f"name_{i}": 0.123456 for i in range(100)})
     assert len(repr(long)) < 200
 
@@ -49,15 +48,13 @@ needs_matplotlib = pytest.mark.skipif(not importlib.util.find_spec("matplotlib")
 
 
 @needs_matplotlib
-def test_curves_of_training_and_evaluation_share_a_chart(tmp_path):
+def test_curves_of_training_and_evaluation_share_a_chart():
     picture = recorded().plot()
     charts = charts_in(picture)
     assert charts["loss"] == [([10, 20, 30], [1.0, 0.25, 1 / 9]), ([30], [0.25])]
     assert list(charts) == ["loss", "accuracy"] and names_in(picture) == ["training", "test"]
     colors = [line.get_color() for axes in picture.figure.axes for line in axes.get_lines()]
     assert colors[0] != colors[1] == colors[2]
-    with pytest.raises(ValueError, match="plot was given 'los'; there are .*: name one of them"):
-        recorded().plot("los")
 
 
 @needs_matplotlib
@@ -80,21 +77,19 @@ def test_curves_that_are_named_are_the_only_ones():
     ):
         shown = charts_in(recorded().plot(*names))
         assert {title: len(curves) for title, curves in shown.items()} == charts
+    with pytest.raises(ValueError, match="plot was given 'los'; there are .*: name one of them"):
+        recorded().plot("los")
 
 
-def test_rows_after_a_step_that_is_trained_again_are_dropped():
-    result = History()
+def test_rows_of_a_step_that_is_trained_again_are_dropped_and_a_long_history_is_thinned_out(monkeypatch):
+    again, long = History(), History()
     for step in (1, 2, 3, 2):
-        result.write(step, {"loss": float(step)})
-    assert result.steps["loss"] == [1, 2]
-
-
-def test_a_long_history_is_thinned_out(monkeypatch):
+        again.write(step, {"loss": float(step)})
+    assert again.steps["loss"] == [1, 2]
     monkeypatch.setattr("distloop.monitoring.curves._MAX_ROWS", 8)
-    result = History()
     for step in range(1, 21):
-        result.write(step, {"loss": float(step)})
-    assert len(result.steps["loss"]) <= 8 and result.steps["loss"][-1] == 20 and result.history["loss"][-1] == 20.0
+        long.write(step, {"loss": float(step)})
+    assert len(long.steps["loss"]) <= 8 and long.steps["loss"][-1] == 20 and long.history["loss"][-1] == 20.0
 
 
 NAN = math.nan
@@ -103,9 +98,8 @@ NAN = math.nan
 def draw(*groups, length=8, **settings):
     """Draws lists of values, measured at each step from 1, or of (step, value)."""
     pairs = [[v if isinstance(v, tuple) else (i + 1, v) for i, v in enumerate(values)] for values in groups]
-    return draw_lines(
-        [Series("loss", [s for s, _ in group], [v for _, v in group]) for group in pairs], length, **settings
-    )
+    series = [Series("loss", *map(list, zip(*group, strict=True))) for group in pairs]
+    return draw_lines(series, length, **settings)
 
 
 @pytest.mark.parametrize(
@@ -143,16 +137,12 @@ def test_a_picture_without_matplotlib_says_what_to_install(monkeypatch):
 
 
 @needs_matplotlib
-def test_a_picture_may_have_any_names_and_a_logarithmic_scale_for_values_of_a_wide_range():
+def test_a_picture_may_have_any_names_a_logarithmic_scale_for_values_of_a_wide_range_and_no_curves(tmp_path):
     curves = {"a$\\x$": Series("", list(range(1, 30)), [2.0**-i for i in range(1, 30)]), "_b": Series("", [1], [0.5])}
     odd = {"": Series("", [1, 2], [NAN, math.inf]), "none": Series("", [], [])}
     picture = Picture({"loss": curves, "f1 $\\x$": odd})
     assert "<svg" in picture._repr_svg_()
     assert names_in(picture) == [r"a\$\x\$", "_b", "", "none"]
     assert [axes.get_yscale() for axes in picture.figure.axes] == ["log", "linear"]
-
-
-@needs_matplotlib
-def test_a_picture_without_curves_is_empty(tmp_path):
     Picture({}).save(tmp_path / "runs.png")
     assert (tmp_path / "runs.png").exists()

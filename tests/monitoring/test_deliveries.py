@@ -23,11 +23,12 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 class Rows:
-    """A writer that keeps its rows in a list."""
+    """A writer that keeps its rows in a list; other methods may take the place of its own."""
 
-    def __init__(self, name="", fails_at=()):
+    def __init__(self, name="", fails_at=(), **methods):
         self.name, self.rows, self.fails_at = name, [], list(fails_at)
         self.opened, self.errors, self.num_closed, self.threads = [], [], 0, set()
+        vars(self).update(methods)
 
     def open(self, settings, run_id):
         self.opened.append((dict(settings), run_id))
@@ -51,6 +52,31 @@ class Rows:
         return [step for step, *_ in self.rows]
 
 
+class Gallery(Rows):
+    """A writer that takes media and files, too."""
+
+    def __init__(self, name="", fails_at=(), **methods):
+        self.media, self.files = [], []
+        super().__init__(name, fails_at, **methods)
+
+    def write_media(self, step, media, time):
+        if "bad" in media:
+            raise ValueError("too large")
+        self.media.append((step, len(self.rows), media))
+
+    def write_file(self, name, path, step):
+        self.files.append((name, path, step))
+
+
+def raising(error):
+    """Returns a method that raises an error."""
+
+    def method(*_):
+        raise error
+
+    return method
+
+
 def settle(opened):
     """Waits until the thread has handed over what it can."""
     done, deliveries = threading.Event(), opened._deliveries
@@ -61,11 +87,13 @@ def settle(opened):
     opened._deliveries = deliveries
 
 
-def deliver(writers, steps, workdir="", start=0):
-    with Deliveries(writers, str(workdir)).open(start, {}) as opened:
+def deliver(writers, steps, workdir="", start=0, error=None, **options):
+    with Deliveries(writers, str(workdir)).open(start, {}, **options) as opened:
         for step in steps:
             opened.write(step, {"loss": step / 7}, 1e9 + step)
             opened.flush()
+        if error:
+            raise error
 
 
 def write_metrics(workdir, steps):
@@ -83,47 +111,38 @@ from distloop.actions.write import JsonWriter
 
 deliveries._BUFFER_SECS = 0.0
 
-class Killed:  # a writer with a file, which ends the process as SIGKILL does: before a row is in the file, or after
+class Writer:  # has a file, and ends the process as SIGKILL does: before a row is in the file, or after
 
-    def __init__(self, path, step, is_there):
-        self.path, self.step, self.is_there = path, step, is_there
-
-    def write(self, step, numbers, time):
-        if step == self.step and not self.is_there:
-            os._exit(9)
-        self.keep(f"{step} {numbers['loss']}\\n")
-        if step == self.step:
-            os._exit(9)
-
-    def keep(self, *lines):
-        with open(self.path, "a") as file:
-            file.writelines(lines)
-
-    def close(self):
-        pass
-
-class Sure(Killed):  # knows what it has
+    def __init__(self, path, is_buffered, killed_at, is_there):  # buffered: a row is written when the next comes
+        self.path, self.is_buffered, self.killed_at, self.is_there = path, is_buffered, killed_at, is_there
+        self.lines = []
 
     @property
     def last_step(self):
-        lines = open(self.path).read().split("\\n") if os.path.exists(self.path) else [""]
-        return int(lines[-2].split()[0]) if len(lines) > 1 else None
+        rows = open(self.path).read().splitlines() if os.path.exists(self.path) else []
+        return int(rows[-1].split()[0]) if rows and not self.is_buffered else None
 
-class Buffered(Killed):  # the last row is not in the file until the next one comes
-    kept = ""
+    def write(self, step, numbers, time):
+        if step == self.killed_at and not self.is_there:
+            os._exit(9)
+        self.lines.append(f"{step} {numbers['loss']}\\n")
+        self.put(len(self.lines) - self.is_buffered)
+        if step == self.killed_at:
+            os._exit(9)
 
-    def keep(self, line):
-        super().keep(self.kept)
-        self.kept = line
+    def put(self, count):
+        with open(self.path, "a") as file:
+            file.writelines(self.lines[:count])
+        del self.lines[:count]
 
     def close(self):
-        self.keep("")
+        self.put(len(self.lines))
 
-def run(workdir, writer_class, draw):  # is killed between two steps, in the writer, or not
+def run(workdir, is_buffered, draw):  # is killed between two steps, in the writer, or not
     checkpoint = workdir + "/checkpoint"
     start = int(os.readlink(checkpoint)) if os.path.lexists(checkpoint) else 0
     killed_at = start + draw.randrange(1, 12)
-    writer = writer_class(workdir + "/rows", killed_at if draw.random() < 0.7 else None, draw.random() < 0.5)
+    writer = Writer(workdir + "/rows", is_buffered, killed_at if draw.random() < 0.7 else None, draw.random() < 0.5)
     json_writer = JsonWriter(workdir + "/metrics.jsonl", start)
     with deliveries.Deliveries([writer], workdir).open(start, {}) as opened:
         for step in range(start + 1, 31):
@@ -144,7 +163,7 @@ for seed in range(12):
     for attempt in range(100):
         if not (process := os.fork()):
             try:
-                run(workdir, (Sure, Buffered)[seed % 2], random.Random(seed * 1000 + attempt))
+                run(workdir, seed % 2, random.Random(seed * 1000 + attempt))
                 os._exit(0)
             except BaseException:
                 traceback.print_exc()
@@ -169,45 +188,26 @@ def test_every_row_is_there_in_order_however_often_the_process_is_killed(tmp_pat
         assert seed % 2 or rows == first
 
 
-def test_the_last_row_is_noted_when_another_has_come(tmp_path, monkeypatch):
-    monkeypatch.setattr(deliveries, "_BUFFER_SECS", 0.0)
-    noted = []
-    with Deliveries([Rows()], str(tmp_path)).open(0, {}) as opened:
-        for step in (1, 2):
-            opened.write(step, {}, 0.0)
-            for _ in range(3):
-                opened.flush()
-            settle(opened)
-            noted.append(json.loads((tmp_path / "writers.json").read_text())["Rows"]["step"])
-    assert noted == [-1, 1]
-
-
-def test_a_writer_that_fails_gets_the_row_again_and_its_failure_is_one_line(caplog, capsys):
+def test_a_writer_that_fails_gets_the_row_again_and_its_failure_is_one_line(capsys):
     writer, other = Rows(fails_at=[3, 3, 4]), Rows("other")
     deliver([writer, other], range(1, 7))
     assert writer.steps == other.steps == [1, 2, 3, 4, 5, 6]
     lines = capsys.readouterr().err.splitlines()
-    failure = (
-        "distloop: error: Rows failed at step 3 (ConnectionError: no route): the run goes on, and its rows are kept"
-    )
-    assert [line for line in lines if line.startswith(failure)] and "Rows takes rows again." in lines[-1]
-    assert len(lines) <= 4
+    failure = "Rows failed at step 3 (ConnectionError: no route): the run goes on, and its rows are kept"
+    assert any(line.startswith(f"distloop: error: {failure}") for line in lines)
+    assert "Rows takes rows again." in lines[-1] and len(lines) <= 4
 
 
 def test_rows_that_were_never_taken_are_counted_and_come_with_the_next_call(tmp_path, capsys):
     write_metrics(tmp_path, range(1, 7))
-    writer = Rows(fails_at=[3] * 100)
-    deliver([writer], range(1, 7), tmp_path)
+    deliver([Rows(fails_at=[3] * 100)], range(1, 7), tmp_path)
     assert "Rows lacks 4 rows after step 2." in capsys.readouterr().err
-    again, newcomer = Rows(), Rows("newcomer")
-    with Deliveries([again, newcomer], str(tmp_path)).open(6, {}, is_over=True):
-        pass
+    again, newcomer, complete = Rows(), Rows("newcomer"), Rows()
+    deliver([again, newcomer], [], tmp_path, 6, is_over=True)
     assert again.steps == [3, 4, 5, 6] and newcomer.steps == [1, 2, 3, 4, 5, 6]
     step, numbers, when = again.rows[-1]
     assert numbers.pop("bad") != 0 and (numbers, when) == ({"loss": 6 / 7}, 1e9 + 6)
-    complete = Rows()
-    with Deliveries([complete], str(tmp_path)).open(6, {}, is_over=True):
-        pass
+    deliver([complete], [], tmp_path, 6, is_over=True)
     assert not complete.opened and not complete.num_closed
 
 
@@ -216,9 +216,8 @@ def test_a_writer_is_told_its_run_again_and_is_called_from_one_thread(tmp_path):
     deliver([first], [1, 2], tmp_path)
     with Deliveries([second], str(tmp_path)).open(2, {"steps": 4}) as opened:
         opened.write(3, {}, 0.0)
-    assert [run_id for _, run_id in first.opened + second.opened] == [None, "the run"]
-    assert second.opened[0][0] == {"steps": 4} and len(second.threads) == 1 and second.num_closed == 1
-    assert threading.get_ident() not in second.threads
+    assert first.opened + second.opened == [({}, None), ({"steps": 4}, "the run")]
+    assert len(second.threads) == 1 and threading.get_ident() not in second.threads and second.num_closed == 1
 
 
 def test_a_run_that_goes_back_hands_no_step_over_twice():
@@ -233,16 +232,13 @@ def test_a_run_that_goes_back_hands_no_step_over_twice():
         opened.discard(3)  # back at step 2
         for step in (3, 4, 5, 6):
             opened.write(step, {"loss": 2.0}, 0.0)
-    assert [(step, numbers["loss"]) for step, numbers, _ in writer.rows] == [
-        *((step, 1.0) for step in (1, 2, 3, 4)),
-        *((step, 2.0) for step in (5, 6)),
-    ]
+    assert writer.steps == [1, 2, 3, 4, 5, 6]
+    assert [numbers["loss"] for _, numbers, _ in writer.rows] == [1.0] * 4 + [2.0] * 2
 
 
 def test_a_start_at_step_0_with_rows_noted_is_said(tmp_path, capsys):
     deliver([Rows()], [1, 2], tmp_path)
-    writer = Rows()
-    deliver([writer], [1, 2, 3], tmp_path)
+    deliver([writer := Rows()], [1, 2, 3], tmp_path)
     assert writer.steps == [3]
     assert "Rows has the rows up to step 2 and gets those after it; remove" in capsys.readouterr().err
 
@@ -258,142 +254,111 @@ def test_notes_that_cannot_be_read_are_said(tmp_path, capsys):
     assert note == {"step": 1, "id": "the run", "is_open": False, "run": ""}
 
 
-def test_an_error_reaches_the_writer_before_it_is_closed(capsys):
-    writer = Rows()
-    with pytest.raises(KeyError), Deliveries([writer], "").open(0, {}) as opened:
-        opened.write(1, {}, 0.0)
-        raise KeyError("x")
-    assert writer.steps == [1] and isinstance(writer.errors[0], KeyError) and writer.num_closed == 1
+def test_an_error_reaches_each_writer_before_it_is_closed(caplog):
+    writer, failing = Rows(), Rows("failing", on_error=raising(ConnectionError("no route")))
+    with pytest.raises(KeyError):
+        deliver([failing, writer], [1], error=KeyError("x"))
+    assert writer.steps == [1] and isinstance(writer.errors[0], KeyError)
+    assert writer.num_closed == failing.num_closed == 1
+    assert "failing did not take the error that ended the run" in caplog.text
 
 
-def test_a_writer_that_fails_at_the_error_of_a_run_is_closed_all_the_same(caplog):
-    class Failing(Rows):
-        def on_error(self, error):
-            raise ConnectionError("no route")
-
-    writer = Failing("first")
-    with pytest.raises(RuntimeError), Deliveries([writer], "").open(0, {}):
-        raise RuntimeError("the loss exploded")
-    assert writer.num_closed == 1 and "first did not take the error that ended the run" in caplog.text
-
-
-def test_a_writer_that_cannot_be_opened_ends_fit_in_a_sentence_and_closes_the_others():
-    class Broken(Rows):
-        def open(self, settings, run_id):
-            raise RuntimeError("no API key")
-
-    with pytest.raises(
-        ValueError, match=r"The writer Broken cannot be opened \(RuntimeError: no API key\): correct it"
-    ):
-        deliver([first := Rows(), Broken()], [])
-    assert first.num_closed == 1
-
-
-def test_a_writer_that_hangs_does_not_keep_a_run_from_leaving(monkeypatch, capsys):
-    monkeypatch.setattr(deliveries, "_LEAVE_SECS", 0.05)
-    release = threading.Event()
-
-    class Hanging(Rows):
-        def write(self, step, numbers, time):
-            release.wait(30)
-
-    started = time.monotonic()
-    with pytest.raises(SystemExit), Deliveries([Hanging()], "").open(0, {}) as opened:
-        for step in (1, 2):
-            opened.write(step, {}, 0.0)
-        raise SystemExit(75)
-    release.set()
-    assert time.monotonic() - started < 10 and "Hanging lacks 2 rows after step -1." in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_resumed_run_goes_on_where_each_writer_stands(tmp_path, capsys):
-    def fit(steps, *writers):
-        trainer = distloop.Trainer(classifier(), on(1, workdir=str(tmp_path), log_every=2, checkpoint_every=4))
-        return trainer.fit(distloop.make_dataset(classification(20), 8), steps=steps, writers=writers)
-
-    first, second, newcomer, complete = Rows(), Rows(), Rows("newcomer"), Rows()
-    fit(6, first, Rows("failing", fails_at=[4] * 1000))
-    assert "failing lacks 2 rows after step 2." in capsys.readouterr().err
-    assert first.opened[0][0]["workdir"] == str(tmp_path) and first.num_closed == 1
-    fit(10, second, newcomer)
-    assert (first.steps, second.steps, newcomer.steps) == ([2, 4, 6], [8, 10], [2, 4, 6, 8, 10])
-    assert fit(10, complete)["loss"] == second.rows[-1][1]["loss"] and not complete.opened
-    rows = [(int(row.pop("step")), row.pop("time"), row) for row in distloop.read_metrics(tmp_path)]
-    assert [(step, time, numbers) for step, numbers, time in first.rows + second.rows] == rows
-
-
-class Gallery(Rows):
-    """A writer that takes media and files, too."""
-
-    def __init__(self, name="", fails_at=(), fails_to_close=False):
-        super().__init__(name, fails_at=fails_at)
-        self.media, self.files, self.fails_to_close = [], [], fails_to_close
-
-    def write_media(self, step, media, time):
-        if "bad" in media:
-            raise ValueError("too large")
-        self.media.append((step, len(self.rows), media))
-
-    def write_file(self, name, path, step):
-        self.files.append((name, path, step))
-
-    def close(self):
-        super().close()
-        if self.fails_to_close:
-            raise ConnectionError("no route")
-
-
-def test_a_file_comes_at_the_end_of_a_run_and_again_when_a_writer_did_not_take_it_or_close(tmp_path, capsys):
-    (tmp_path / "model").write_text("1")
-    files = [RunFile("model", str(tmp_path / "model"), 2), RunFile("gone", str(tmp_path / "gone"), 2)]
-
-    def taken(writer, error=None, is_over=True):
-        opened = Deliveries([writer], str(tmp_path), left_files=lambda: files).open(2, {}, is_over=is_over)
-        with pytest.raises(type(error)) if error else contextlib.nullcontext(), opened:
-            if error:
-                raise error
-        return [step for _, _, step in writer.files]
-
-    class Full(Gallery):
-        def write_file(self, name, path, step):
-            raise ConnectionError("no room")
-
-    assert taken(Gallery(), SystemExit(75), is_over=False) == []
-    assert taken(Gallery(fails_to_close=True)) == [2]
-    assert "Gallery cannot be closed (ConnectionError: no route)" in capsys.readouterr().err
-    assert taken(Full("Gallery")) == []
-    assert "(ConnectionError: no room): the same command tries it again." in capsys.readouterr().err
-    assert taken(again := Gallery()) == [2] and len(again.opened) == again.num_closed == 1
-    assert taken(unopened := Gallery()) == [] and not unopened.opened and not unopened.num_closed
-    assert taken(Gallery(), is_over=False) == [2]  # the run was longer
-
-
-def test_writers_are_closed_with_the_error_of_an_action_that_cannot_name_its_files():
-    def left_files():
-        calls.append(1)
-        raise KeyError("run_files")
-
+def test_the_error_of_an_action_that_cannot_name_its_files_is_one_of_the_run():
     calls, writers = [], [Gallery(), Rows()]
-    with pytest.raises(KeyError, match="run_files"), Deliveries(writers, "", left_files=left_files).open(0, {}):
+    left_files = raising(KeyError("run_files"))
+    opened = Deliveries(writers, "", left_files=lambda: calls.append(1) or left_files()).open(0, {})
+    with pytest.raises(KeyError, match="run_files"), opened:
         pass
     assert len(calls) == 1
     for writer in writers:
         assert writer.num_closed == 1 and isinstance(writer.errors[0], KeyError)
 
 
+@pytest.mark.parametrize(
+    "error", [RuntimeError("no API key"), SystemExit(1)], ids=["an error", "it leaves the program"]
+)
+def test_a_writer_that_cannot_be_opened_ends_fit_in_a_sentence_and_closes_the_others(error):
+    words = rf"The writer Broken cannot be opened \({type(error).__name__}: {error}\): correct it"
+    with pytest.raises(ValueError, match=words):
+        deliver([first := Rows(), Rows("Broken", open=raising(error))], [])
+    assert first.num_closed == 1
+
+
+def test_a_writer_that_is_down_when_a_run_resumes_is_opened_later(tmp_path, capsys):
+    def open(settings, run_id):
+        run_ids.append(run_id)
+        if len(run_ids) < 3:
+            raise ConnectionError("no route")
+        return run_id
+
+    run_ids, writer = [], Rows(open=open)
+    deliver([Rows()], [1, 2], tmp_path)
+    deliver([writer], [3, 4, 5], tmp_path, start=2)
+    assert writer.steps == [3, 4, 5] and run_ids == ["the run"] * 3
+    errors = capsys.readouterr().err
+    assert "Rows cannot be opened (ConnectionError: no route): the run goes on" in errors
+    assert errors.count("no route") == 1 and "Rows takes rows again." in errors
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_writer_that_takes_long_to_open_holds_up_no_run_and_gets_its_rows(is_new, tmp_path, monkeypatch, capsys):
+    def open(*arguments):
+        assert may_open.wait(20)
+        return Rows.open(writer, *arguments)
+
+    may_open, writer = threading.Event(), Rows(open=open)
+    if is_new:
+        monkeypatch.setattr(deliveries, "_OPEN_SECS", 0.1)
+    else:
+        deliver([Rows()], [1], tmp_path)
+    with Deliveries([writer], str(tmp_path)).open(0 if is_new else 1, {}) as opened:
+        for step in (2, 3):
+            opened.write(step, {}, 0.0)
+            opened.flush()
+        assert not writer.opened and writer.steps == []
+        may_open.set()
+    assert writer.steps == [2, 3]
+    assert ("New writers are not open after 0.1 seconds: the run goes on" in capsys.readouterr().err) is is_new
+
+
+def test_a_run_that_a_writer_has_not_begun_has_an_id_before_it_does(tmp_path):
+    with pytest.raises(ValueError, match="cannot be opened"):
+        deliver([Rows(new_run_id=lambda: "new", open=raising(RuntimeError("killed")))], [1], tmp_path)
+    deliver([writer := Rows(new_run_id=lambda: "another")], [1], tmp_path)
+    assert writer.opened[0][1] == "new"
+
+
+def test_a_copied_workdir_begins_a_run_of_its_own_at_each_writer(tmp_path, caplog):
+    for run, run_id in (("a", None), ("a", "the run"), ("b", None), ("b", "the run")):
+        with Deliveries([writer := Rows()], str(tmp_path), run).open(0, {}):
+            pass
+        assert writer.opened[0][1] == run_id
+    assert caplog.text.count("is of a copied workdir: Rows begin") == 1
+
+
+def test_a_writer_that_hangs_does_not_keep_a_run_from_leaving(monkeypatch, capsys):
+    monkeypatch.setattr(deliveries, "_LEAVE_SECS", 0.05)
+    release, started = threading.Event(), time.monotonic()
+    with pytest.raises(SystemExit):
+        deliver([Rows("Hanging", write=lambda *_: release.wait(30))], [1, 2], error=SystemExit(75))
+    release.set()
+    assert time.monotonic() - started < 10 and "Hanging lacks 2 rows after step -1." in capsys.readouterr().err
+
+
 def test_a_writer_that_lost_rows_gets_them_again_from_the_workdir(tmp_path):
     write_metrics(tmp_path, range(1, 5))
     deliver([Rows()], range(1, 5), tmp_path)
-    forgetful = Rows()
-    forgetful.last_step = 1
-    deliver([forgetful], [5], tmp_path, start=4)
+    deliver([forgetful := Rows(last_step=1)], [5], tmp_path, start=4)
     assert forgetful.steps == [2, 3, 4, 5]
 
 
-def test_rows_that_are_too_many_to_keep_for_a_writer_that_fails_come_from_the_workdir(tmp_path, monkeypatch):
+@pytest.fixture
+def few_rows_are_kept(monkeypatch):
     monkeypatch.setattr(deliveries, "_MAX_ROWS", 3)
     monkeypatch.setattr(deliveries, "_MAX_MEDIA", 1)
+
+
+def test_rows_that_are_too_many_to_keep_for_a_writer_that_fails_come_from_the_workdir(tmp_path, few_rows_are_kept):
     writer = Rows(fails_at=[2] * 1000)
     with Deliveries([writer], str(tmp_path)).open(0, {}) as opened:
         for step in range(1, 10):
@@ -405,23 +370,20 @@ def test_rows_that_are_too_many_to_keep_for_a_writer_that_fails_come_from_the_wo
     assert writer.steps == list(range(1, 10)) and len(opened._rows) <= 3
 
 
-def test_rows_that_a_flush_leaves_to_the_workdir_while_a_writer_reads_it_are_not_lost(tmp_path, monkeypatch):
-    monkeypatch.setattr(deliveries, "_MAX_ROWS", 3)
-    monkeypatch.setattr(deliveries, "_MAX_MEDIA", 1)
+def test_rows_that_a_flush_leaves_to_a_workdir_being_read_are_not_lost(tmp_path, few_rows_are_kept, monkeypatch):
+    def add(steps):
+        for step in steps:
+            opened.write(step, {"loss": step / 7}, 1e9)
+        write_metrics(tmp_path, steps)
+        opened.flush()
+
+    def rows_between(path, after, until, read=deliveries.rows_between):
+        rows = read(path, after, until)
+        if later:
+            add(later.pop())
+        return rows
+
     with Deliveries([Rows(fails_at=[1] * 1000)], str(tmp_path)).open(0, {}) as opened:
-
-        def add(steps):
-            for step in steps:
-                opened.write(step, {"loss": step / 7}, 1e9)
-            write_metrics(tmp_path, steps)
-            opened.flush()
-
-        def rows_between(path, after, until, read=deliveries.rows_between):
-            rows = read(path, after, until)
-            if steps := later.pop() if later else ():
-                add(steps)
-            return rows
-
         add(range(1, 6))
         settle(opened)  # the thread reads no more
         later = [range(6, 11)]
@@ -430,39 +392,25 @@ def test_rows_that_a_flush_leaves_to_the_workdir_while_a_writer_reads_it_are_not
     assert steps == list(range(1, len(steps) + 1)) and len(steps) >= 5
 
 
-@pytest.mark.slow
-def test_fit_hands_over_media_and_when_the_run_is_over_exports_and_the_best_checkpoint(tmp_path):
-    def fit(steps, writer, error=None):
-        trainer = distloop.Trainer(classifier(), on(1, workdir=str(tmp_path), log_every=2))
-        train = distloop.make_dataset(classification(20), 8)
-        actions = [
-            distloop.Summary("note", lambda state: distloop.Text("x"), every=2),
-            distloop.SaveBest("loss"),
-            distloop.Export(trainer.export, str(tmp_path / "models"), suffix=".npz"),
-        ]
-        if error:
-            actions.append(Fail())
-        trainer.fit(train, steps=steps, actions=actions, writers=[writer])
+def test_a_file_comes_at_the_end_of_a_run_and_again_when_a_writer_did_not_take_it_or_close(tmp_path, capsys):
+    (tmp_path / "model").write_text("1")
+    files = [RunFile(name, str(tmp_path / name), 2) for name in ("model", "gone")]
 
-    class Fail(distloop.Action):
-        every = 4
+    def taken(writer, error=None, is_over=True):
+        opened = Deliveries([writer], str(tmp_path), left_files=lambda: files).open(2, {}, is_over=is_over)
+        with pytest.raises(type(error)) if error else contextlib.nullcontext(), opened:
+            if error:
+                raise error
+        return [step for _, _, step in writer.files]
 
-        def __call__(self, report):
-            raise KeyError("x")
-
-    first, second, complete = Gallery(), Gallery(), Gallery()
-    with pytest.raises(KeyError):
-        fit(4, first, error=True)
-    assert not first.files and [step for step, *_ in first.media] == [2]
-    fit(4, second)
-    best = json.loads((tmp_path / "checkpoints" / "best.json").read_text())["loss"][0]
-    assert second.files == [
-        ("best/loss", str(tmp_path / "checkpoints" / str(best)), best),
-        ("models.npz", str(tmp_path / "models" / "4.npz"), 4),
-    ]
-    assert [step for step, *_ in second.media] == [4] and second.opened[0][0]["steps"] == 0
-    fit(4, complete)
-    assert not complete.opened
+    assert taken(Gallery(), SystemExit(75), is_over=False) == []
+    assert taken(Gallery(close=raising(ConnectionError("no route")))) == [2]
+    assert "Gallery cannot be closed (ConnectionError: no route)" in capsys.readouterr().err
+    assert taken(Gallery(write_file=raising(ConnectionError("no room")))) == []
+    assert "(ConnectionError: no room): the same command tries it again." in capsys.readouterr().err
+    assert taken(again := Gallery()) == [2] and len(again.opened) == again.num_closed == 1
+    assert taken(unopened := Gallery()) == [] and not unopened.opened and not unopened.num_closed
+    assert taken(Gallery(), is_over=False) == [2]  # the run was longer
 
 
 def test_media_come_before_their_row_and_those_that_fail_hold_up_nothing(capsys):
@@ -479,91 +427,48 @@ def test_media_come_before_their_row_and_those_that_fail_hold_up_nothing(capsys)
     assert "Gallery did not take bad of step 2 (ValueError: too large): they are left out." in errors
 
 
-def test_a_writer_that_is_down_when_a_run_resumes_is_opened_later(tmp_path, capsys):
-    class Down(Rows):
-        def open(self, settings, run_id):
-            super().open(settings, run_id)
-            if len(self.opened) < 3:
-                raise ConnectionError("no route")
-            return run_id
-
-    deliver([Rows()], [1, 2], tmp_path)
-    writer = Down("Rows")
-    deliver([writer], [3, 4, 5], tmp_path, start=2)
-    assert writer.steps == [3, 4, 5] and [run_id for _, run_id in writer.opened] == ["the run"] * 3
-    errors = capsys.readouterr().err
-    assert "Rows cannot be opened (ConnectionError: no route): the run goes on" in errors
-    assert errors.count("no route") == 1 and "Rows takes rows again." in errors
+def fit(workdir, steps, *writers, actions=(), last=(), **settings):
+    trainer = distloop.Trainer(classifier(), on(1, workdir=str(workdir), log_every=2, **settings))
+    export = distloop.Export(trainer.export, str(workdir / "models"), suffix=".npz")
+    data = distloop.make_dataset(classification(20), 8)
+    return trainer.fit(data, steps=steps, actions=[*actions, export, *last], writers=writers)
 
 
-def test_a_run_that_a_writer_has_not_begun_has_an_id_before_it_does(tmp_path):
-    class Named(Rows):
-        def new_run_id(self):
-            return "new"
-
-    class Killed(Named):
-        def open(self, settings, run_id):
-            raise RuntimeError("killed")
-
-    with pytest.raises(ValueError, match="cannot be opened"):
-        deliver([Killed("x")], [1], tmp_path)
-    deliver([writer := Named("x")], [1], tmp_path)
-    assert writer.opened[0][1] == "new"
-
-
-def test_a_new_writer_that_takes_long_to_open_holds_up_no_run(monkeypatch, capsys):
-    monkeypatch.setattr(deliveries, "_OPEN_SECS", 0.1)
-    opens, trained = threading.Event(), []
-
-    class Slow(Rows):
-        def open(self, settings, run_id):
-            assert opens.wait(20)
-            return super().open(settings, run_id)
-
-    writer = Slow()
-    with Deliveries([writer], "").open(0, {}) as opened:
-        for step in (1, 2):
-            opened.write(step, {}, 0.0)
-            opened.flush()
-            trained.append(step)
-        assert not writer.opened
-        opens.set()
-    assert writer.steps == trained == [1, 2]
-    assert "New writers are not open after 0.1 seconds: the run goes on" in capsys.readouterr().err
+@pytest.mark.slow
+def test_a_resumed_run_goes_on_where_each_writer_stands(tmp_path, capsys):
+    first, second, newcomer, complete = Rows(), Rows(), Rows("newcomer"), Rows()
+    fit(tmp_path, 6, first, Rows("failing", fails_at=[4] * 1000), checkpoint_every=4)
+    assert "failing lacks 2 rows after step 2." in capsys.readouterr().err
+    assert first.opened[0][0]["workdir"] == str(tmp_path) and first.num_closed == 1
+    fit(tmp_path, 10, second, newcomer, checkpoint_every=4)
+    assert (first.steps, second.steps, newcomer.steps) == ([2, 4, 6], [8, 10], [2, 4, 6, 8, 10])
+    result = fit(tmp_path, 10, complete, checkpoint_every=4)
+    assert result["loss"] == second.rows[-1][1]["loss"] and not complete.opened
+    rows = [(int(row.pop("step")), row.pop("time"), row) for row in distloop.read_metrics(tmp_path)]
+    assert [(step, time, numbers) for step, numbers, time in first.rows + second.rows] == rows
 
 
-def test_a_copied_workdir_begins_a_run_of_its_own_at_each_writer(tmp_path, caplog):
-    for run, run_id in (("a", None), ("a", "the run"), ("b", None), ("b", "the run")):
-        with Deliveries([writer := Rows()], str(tmp_path), run).open(0, {}):
-            pass
-        assert writer.opened[0][1] == run_id
-    assert caplog.text.count("is of a copied workdir: Rows begin") == 1
+@pytest.mark.slow
+def test_fit_hands_over_media_and_when_the_run_is_over_exports_and_the_best_checkpoint(tmp_path):
+    def fail(report):
+        raise KeyError("x")
 
-
-def test_a_writer_that_does_not_open_again_holds_up_no_run_and_gets_its_rows_once_it_has(tmp_path):
-    may_open = threading.Event()
-
-    class Slow(Rows):
-        def open(self, settings, run_id):
-            may_open.wait(60)
-            return super().open(settings, run_id)
-
-    deliver([Rows()], [1], tmp_path)
-    with Deliveries([writer := Slow("Rows")], str(tmp_path)).open(1, {}) as opened:
-        opened.write(2, {}, 0.0)
-        opened.flush()
-        assert writer.steps == []
-        may_open.set()
-    assert writer.steps == [2]
-
-
-def test_a_writer_that_leaves_the_program_when_it_is_opened_ends_fit_in_a_sentence():
-    class Leaving(Rows):
-        def open(self, settings, run_id):
-            raise SystemExit(1)
-
-    with pytest.raises(ValueError, match=r"The writer Leaving cannot be opened \(SystemExit: 1\)"):
-        deliver([Leaving()], [])
+    fail.every = 4
+    note = distloop.Summary("note", lambda state: distloop.Text("x"), every=2)
+    actions = [note, distloop.SaveBest("loss")]
+    first, second, complete = Gallery(), Gallery(), Gallery()
+    with pytest.raises(KeyError):
+        fit(tmp_path, 4, first, actions=actions, last=[fail])
+    assert not first.files and [step for step, *_ in first.media] == [2]
+    fit(tmp_path, 4, second, actions=actions)
+    best = json.loads((tmp_path / "checkpoints" / "best.json").read_text())["loss"][0]
+    assert second.files == [
+        ("best/loss", str(tmp_path / "checkpoints" / str(best)), best),
+        ("models.npz", str(tmp_path / "models" / "4.npz"), 4),
+    ]
+    assert [step for step, *_ in second.media] == [4] and second.opened[0][0]["steps"] == 0
+    fit(tmp_path, 4, complete, actions=actions)
+    assert not complete.opened
 
 
 def test_what_is_no_writer_is_refused_before_the_run():

@@ -1,7 +1,6 @@
 """The ledger of a run: each second of its starts is accounted for once, and the hours of its devices are known."""
 
 import itertools
-import json
 import math
 
 import pytest
@@ -53,10 +52,11 @@ def test_each_second_of_a_run_that_fell_is_accounted_for_once():
     assert ledger.goodput(seconds) == pytest.approx(60 / 115)
 
 
-def test_a_start_that_saved_and_left_has_done_no_step_twice():
-    starts = [STARTS[0], {**STARTS[1], "step": 40}]
-    seconds = account(starts, {**NOW, "step": 60})
+def test_a_start_that_saved_and_left_or_has_no_log_has_done_no_step_twice():
+    seconds = account([STARTS[0], {**STARTS[1], "step": 40}], {**NOW, "step": 60})
     assert seconds["waiting"] == 8.0 and "steps done twice" not in seconds
+    seconds = account([STARTS[0], start(165.0, 0, process_secs=7.0)], NOW)
+    assert seconds["waiting"] == 158.0 - 100.0 and seconds["steps"] == 30.0 and "steps done twice" not in seconds
 
 
 def test_what_an_earlier_start_noted_is_no_work_of_one_that_fell_before_it_noted_anything():
@@ -64,12 +64,6 @@ def test_what_an_earlier_start_noted_is_no_work_of_one_that_fell_before_it_noted
     seconds = account([*STARTS, third], progress(205.0, 50, step=20.0))
     assert seconds["steps done twice"] == 10.0 and seconds["steps"] == 30.0 + 20.0
     assert seconds["waiting"] == 8.0 + 10.0 and sum(seconds.values()) == pytest.approx(205.0 - 90.0)
-
-
-def test_a_start_without_a_log_has_no_steps():
-    starts = [STARTS[0], start(165.0, 0, process_secs=7.0)]
-    seconds = account(starts, NOW)
-    assert seconds["waiting"] == 158.0 - 100.0 and seconds["steps"] == 30.0 and "steps done twice" not in seconds
 
 
 def test_the_row_of_the_last_start_knows_what_all_starts_before_it_have_cost(tmp_path, monkeypatch):
@@ -90,38 +84,28 @@ def test_a_start_of_an_earlier_version_and_no_start_at_all_are_read(tmp_path):
 
 
 def test_what_was_noted_is_read_and_anything_else_is_nothing(tmp_path):
+    noted = {"time": 1.0, "step": 2, "secs": {"step": 3.0}}
     assert ledger.read_progress(str(tmp_path)) is None
-    ledger.note_progress(str(tmp_path), time=1.0, step=2, secs={"step": 3.0})
-    assert ledger.read_progress(str(tmp_path)) == {
-        "time": 1.0,
-        "step": 2,
-        "secs": {"step": 3.0},
-    }
+    ledger.note_progress(str(tmp_path), **noted)
+    assert ledger.read_progress(str(tmp_path)) == noted
     (tmp_path / ledger.PROGRESS).write_text("[1")
     assert ledger.read_progress(str(tmp_path)) is None
 
 
-def test_a_start_holds_its_devices_and_the_time_of_the_last_row_before_it(tmp_path):
+def test_a_start_holds_its_devices_the_time_of_the_last_row_before_it_and_the_age_of_its_process(tmp_path, monkeypatch):
+    monkeypatch.setattr(ledger, "_noted", set())
     assert ledger.read_starts(str(tmp_path)) == []
     ledger.note_start(str(tmp_path), step=0, devices=2, kind="CPU")
-    append_row(str(tmp_path / "metrics.jsonl"), {"step": 10, "time": 5.0})
-    append_row(str(tmp_path / "metrics.jsonl"), {"step": 20, "time": 7.0})
+    for step in (10, 20):
+        append_row(str(tmp_path / "metrics.jsonl"), {"step": step, "time": step / 4})
     with open(tmp_path / "metrics.jsonl", "ab") as file:
         file.write(b'{"step": 30, "ti')  # of a killed process
-    ledger.note_start(str(tmp_path), step=10, devices=8, kind="GPU")
+    ledger.note_start(str(tmp_path), restore_secs=1.5, step=10, devices=8, kind="GPU")
     first, second = ledger.read_starts(str(tmp_path))
-    assert (first["step"], first["devices"], first["kind"], first["last_row_time"]) == (0, 2, "CPU", None)
-    assert (second["step"], second["devices"], second["kind"], second["last_row_time"]) == (10, 8, "GPU", 7.0)
-    assert json.dumps(second)
-
-
-def test_the_age_of_a_process_is_noted_at_its_first_start(tmp_path, monkeypatch):
-    monkeypatch.setattr(ledger, "_noted", set())
-    ledger.note_start(str(tmp_path), step=0, devices=2, kind="CPU")
-    ledger.note_start(str(tmp_path), restore_secs=1.5, step=10, devices=2, kind="CPU")
-    first, second = ledger.read_starts(str(tmp_path))
-    assert 0 < first["process_secs"] < 3600 and first["restore_secs"] is None
-    assert second["process_secs"] is None and second["restore_secs"] == 1.5
+    names = ("step", "devices", "kind", "last_row_time", "restore_secs")
+    assert [first[name] for name in names] == [0, 2, "CPU", None, None]
+    assert [second[name] for name in names] == [10, 8, "GPU", 5.0, 1.5]
+    assert 0 < first["process_secs"] < 3600 and second["process_secs"] is None
 
 
 @pytest.mark.parametrize(
@@ -139,33 +123,20 @@ def test_device_hours_end_with_the_last_row_of_each_start(starts, last_time, hou
     assert ledger.device_hours([dict(zip(names, s, strict=True)) for s in starts], last_time) == hours
 
 
-# Memory.
+def test_what_was_taken_is_known_of_gpus_and_of_the_host_of_cpus():
+    cpus, gpus = ["CPU:0", "CPU:1"], ["GPU:0", "GPU:1"]
+    assert ledger.measured_devices(cpus) == ["host"] and ledger.measured_devices(gpus) == gpus
+    memory = ledger.Memory({}, {"host": 7, "GPU:0": 8})
+    assert ledger.taken_on(memory, cpus) == {"host": 7} and ledger.taken_on(memory, gpus) == {"GPU:0": 8}
+    assert ledger.taken_on(None, ["CPU:0"]) == {}
 
 
-def test_the_memory_that_is_written_is_read(tmp_path):
+def test_the_memory_that_is_written_is_read_and_a_missing_or_damaged_file_tells_nothing(tmp_path):
+    assert ledger.read_memory(str(tmp_path)) is None
     memory = ledger.Memory({"GPU:0": {"weights": 5}}, {"GPU:0": 7})
     ledger.write_memory(str(tmp_path), memory)
     assert ledger.read_memory(str(tmp_path)) == memory
-
-
-def test_what_was_taken_is_known_of_gpus_and_of_the_host_of_cpus():
-    assert ledger.measured_devices(["CPU:0", "CPU:1"]) == ["host"] and ledger.measured_devices(["GPU:0", "GPU:1"]) == [
-        "GPU:0",
-        "GPU:1",
-    ]
-    memory = ledger.Memory({}, {"host": 7, "GPU:0": 8})
-    assert ledger.taken_on(None, ["CPU:0"]) == {}
-    assert ledger.taken_on(memory, ["CPU:0", "CPU:1"]) == {"host": 7}
-    assert ledger.taken_on(memory, ["GPU:0", "GPU:1"]) == {"GPU:0": 8}
-
-
-def test_a_missing_or_damaged_memory_file_tells_nothing(tmp_path):
-    assert ledger.read_memory(str(tmp_path)) is None
-    for text in (
-        "{",
-        '{"devices": 3, "taken": {}}',
-        '{"devices": {}}',
-        '{"devices": {"GPU:0": {"weights": "x"}}, "taken": {}}',
-    ):
+    damaged = ["{", '{"devices": 3, "taken": {}}', '{"devices": {}}']
+    for text in [*damaged, '{"devices": {"GPU:0": {"weights": "x"}}, "taken": {}}']:
         (tmp_path / ledger.MEMORY).write_text(text)
         assert ledger.read_memory(str(tmp_path)) is None

@@ -44,14 +44,14 @@ def test_a_histogram_counts_every_number_in_buckets_side_by_side():
 @pytest.mark.parametrize("value", [0.0, 3.0, -1e-30, 1e30])
 def test_a_histogram_of_one_value_has_it_in_one_bucket(value):
     rows = encoded(distloop.Histogram([value] * 5), "histograms")
-    (bucket,) = rows[rows[:, 2] > 0]
-    assert bucket[0] <= value <= bucket[1] and bucket[2] == 5
+    ((least, most, count),) = rows[rows[:, 2] > 0]
+    assert least <= value <= most and count == 5
 
 
 def test_a_histogram_leaves_out_what_is_not_finite():
     assert encoded(distloop.Histogram([1.0, np.nan, np.inf, 2.0]), "histograms")[:, 2].sum() == 2
-    assert encoded(distloop.Histogram([np.nan]), "histograms").tolist() == [[0, 0, 0]]
-    assert encoded(distloop.Histogram(np.zeros([0])), "histograms").tolist() == [[0, 0, 0]]
+    for nothing in ([np.nan], np.zeros([0])):
+        assert encoded(distloop.Histogram(nothing), "histograms").tolist() == [[0, 0, 0]]
 
 
 @pytest.mark.parametrize(("channels", "shape"), [(1, (5, 7)), (3, (5, 7, 3)), (4, (5, 7, 4))])
@@ -76,13 +76,6 @@ def test_float_images_are_clipped_and_nan_is_black():
     assert pictures(distloop.Images(array))[0].tolist() == [[0, 128, 255, 255, 0, 0]]
 
 
-def test_images_of_another_shape_or_dtype_are_refused():
-    with pytest.raises(ValueError, match=r"float64 of shape \[8, 8\]; it takes .*\[N, H, W, C\] .*, or add an axis"):
-        distloop.Images(np.zeros([8, 8]))
-    with pytest.raises(ValueError, match="int64 of shape .*; it takes uint8, or floats in 0..1, .*: convert"):
-        distloop.Images(np.zeros([1, 8, 8, 1], np.int64))
-
-
 def test_audio_is_a_wav_file():
     tone = np.stack([np.sin(np.arange(800) / 10), np.full(800, 2.0)], 1)
     display = distloop.Audio(tone, 8000)
@@ -93,8 +86,6 @@ def test_audio_is_a_wav_file():
     assert label == b"" and np.allclose(samples, np.clip(tone, -1, 1), atol=1e-4)
     parsed = audio.parse_plugin_metadata(display.encode()[1].plugin_data.content)
     assert parsed.encoding == audio.Encoding.Value("WAV")
-    with pytest.raises(ValueError, match=r"int64 of shape \[3\]; it takes floats"):
-        distloop.Audio(np.zeros(3, np.int64), 8000)
 
 
 def test_a_pr_curve_equals_tensorboards_and_scikit_learns():
@@ -106,12 +97,7 @@ def test_a_pr_curve_equals_tensorboards_and_scikit_learns():
     assert np.allclose(rows, expected)
     assert rows[4, 100] == pytest.approx(precision_score(labels, probabilities >= 0.5))
     assert rows[5, 100] == pytest.approx(recall_score(labels, probabilities >= 0.5))
-    with pytest.raises(ValueError, match="labels of shape .* and probabilities"):
-        distloop.PRCurve([1], [0.5, 0.5])
-
-
-def test_a_pr_curve_without_a_positive_example_is_zero():
-    rows = encoded(distloop.PRCurve([0, 0], [0.2, 0.7]), "pr_curves")
+    rows = encoded(distloop.PRCurve([0, 0], [0.2, 0.7]), "pr_curves")  # without a positive example
     assert np.isfinite(rows).all() and not rows[4:].any()
 
 
@@ -128,13 +114,9 @@ def test_a_confusion_matrix_is_darker_where_more_of_a_row_is():
 
 
 @pytest.mark.slow
-def test_a_confusion_matrix_takes_many_classes_and_refuses_bad_input():
+def test_a_confusion_matrix_takes_many_classes():
     (picture,) = pictures(distloop.ConfusionMatrix(np.arange(100), np.arange(100)))
     assert max(picture.shape) < 3000
-    with pytest.raises(ValueError, match=r"int64\[2\] and float64\[2\]; it takes .*: take the argmax"):
-        distloop.ConfusionMatrix(np.array([0, 1]), np.array([0.1, 0.9]))
-    with pytest.raises(ValueError, match="classes 0 to 2 and 2 names"):
-        distloop.ConfusionMatrix(np.array([0, 1]), np.array([0, 2]), names=["a", "b"])
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -154,15 +136,29 @@ def test_a_video_is_an_animated_gif_of_its_frames(channels):
     assert [*tensor.string_val[:2]] == [b"8", b"6"] and metadata.plugin_data.plugin_name == "images"
 
 
+IMAGES = r"float64 of shape \[8, 8\]; it takes .*\[N, H, W, C\] .*, or add an axis"
+INTEGERS = "int64 of shape .*; it takes uint8, or floats in 0..1, .*: convert"
+VIDEO = r"Video was given float64 of shape \[.*; it takes uint8, or floats in 0..1"
+EMBEDDINGS = "Embeddings was given an array of shape"
+CLASSES = r"int64\[2\] and float64\[2\]; it takes .*: take the argmax"
+
+
 @pytest.mark.parametrize(
-    ("array", "fps"), [(np.zeros([4, 4, 3]), 10), (np.zeros([2, 4, 4, 4]), 10), (np.zeros([2, 4, 4, 3]), 60)]
+    ("make", "sentence"),
+    [
+        (lambda: distloop.Images(np.zeros([8, 8])), IMAGES),
+        (lambda: distloop.Images(np.zeros([1, 8, 8, 1], np.int64)), INTEGERS),
+        (lambda: distloop.Audio(np.zeros(3, np.int64), 8000), r"int64 of shape \[3\]; it takes floats"),
+        (lambda: distloop.PRCurve([1], [0.5, 0.5]), "labels of shape .* and probabilities"),
+        (lambda: distloop.ConfusionMatrix(np.array([0, 1]), np.array([0.1, 0.9])), CLASSES),
+        (lambda: distloop.ConfusionMatrix([0, 1], [0, 2], names=["a", "b"]), "classes 0 to 2 and 2 names"),
+        (lambda: distloop.Video(np.zeros([4, 4, 3]), 10), VIDEO),
+        (lambda: distloop.Video(np.zeros([2, 4, 4, 4]), 10), VIDEO),
+        (lambda: distloop.Video(np.zeros([2, 4, 4, 3]), 60), VIDEO),
+        (lambda: distloop.Embeddings(np.zeros([3]), None), EMBEDDINGS),
+        (lambda: distloop.Embeddings(np.zeros([3, 2]), ["a"]), EMBEDDINGS),
+    ],
 )
-def test_what_is_no_video_is_refused(array, fps):
-    with pytest.raises(ValueError, match=r"Video was given float64 of shape \[.*; it takes uint8, or floats in 0..1"):
-        distloop.Video(array, fps)
-
-
-@pytest.mark.parametrize(("array", "labels"), [(np.zeros([3]), None), (np.zeros([3, 2]), ["a"])])
-def test_what_are_no_embeddings_is_refused(array, labels):
-    with pytest.raises(ValueError, match="Embeddings was given an array of shape"):
-        distloop.Embeddings(array, labels)
+def test_what_is_no_such_media_is_refused(make, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        make()

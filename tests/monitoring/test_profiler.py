@@ -7,8 +7,7 @@ import tensorflow as tf
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 import distloop
-from distloop.monitoring.profiler import Profile, busy_shares
-from distloop.settings.durations import profile_window
+from distloop.monitoring.profiler import busy_shares
 from tests.problems import assert_equal, classification, classifier, everything, on
 
 pytestmark = pytest.mark.slow
@@ -52,8 +51,8 @@ def test_a_run_that_ends_within_the_window_writes_its_profile(tmp_path):
     train(tmp_path, steps=6, profile="4:100")
     assert profiled_steps(tmp_path) == [5, 6]
     train(tmp_path, steps=8)  # and the profiler is free again
-    train(tmp_path / "other", steps=3, profile="1:2")
-    assert profiled_steps(tmp_path / "other") == [2]
+    train(tmp_path / "other", steps=3, profile="0:2")
+    assert profiled_steps(tmp_path / "other") == [1, 2]
 
 
 def test_a_profiler_in_use_elsewhere_is_a_warning(tmp_path, caplog):
@@ -65,19 +64,10 @@ def test_a_profiler_in_use_elsewhere_is_a_warning(tmp_path, caplog):
     assert "These steps are not profiled" in caplog.text
 
 
-def test_a_window_sets_boundaries():
-    profile = Profile("5:8", "unused")
-    assert [profile.next_boundary(step) for step in (0, 3, 4, 5, 6, 7, 8, 9)] == [4, 4, 5, 6, 7, 8, *[float("inf")] * 2]
-    assert [step for step in range(10) if profile.is_single(step)] == [4, 5, 6, 7]
-    assert [Profile("0:2", "unused").next_boundary(step) for step in (0, 1)] == [1, 2]
-    assert Profile("", "unused").next_boundary(0) == float("inf")
-
-
 @pytest.mark.parametrize("text", ["5", "5:", ":5", "8:5", "5:5", "a:b", "-1:5", "1:2:3", "1.5:3"])
 def test_a_malformed_window_is_refused(text):
     with pytest.raises(ValueError, match="two whole numbers, the smaller one first, as in profile=100:110"):
         distloop.Config(workdir="x", profile=text)
-    assert profile_window("0:3") == (0, 3)
 
 
 def test_a_profile_needs_a_workdir():
@@ -103,8 +93,8 @@ def subgraph(number, start, end):
     return ("ExecutorState::Process", start, end, {"id": 7, "_c": number})
 
 
-def write(space, directory, name="now"):
-    path = directory / "plugins" / "profile" / name / "host.xplane.pb"
+def write(space, directory):
+    path = directory / "plugins" / "profile" / "now" / "host.xplane.pb"
     path.parent.mkdir(parents=True)
     path.write_bytes(space.SerializeToString())
 
@@ -115,37 +105,18 @@ def two_stages(devices=("CPU:0", "CPU:1")):
     plane = space.planes.add(name="/host:CPU")
     first, second = ({"key": f"{DEVICE}{device};and;others"} for device in devices)
     add_line(plane, "python", [("train", 0, 100, {})])
-    add_line(
-        plane,
-        "tf_Compute/1",
-        [
-            subgraph("a", 0, 40),
-            ("x/MatMul:MatMul", 0, 20, {}),
-            ("x/_1:_Send", 20, 30, first),
-            ("Outside:Add", 45, 50, {}),
-            subgraph("b", 60, 90),
-            ("y/MatMul:MatMul", 60, 80, {}),
-        ],
-    )
-    add_line(
-        plane,
-        "tf_Compute/2",
-        [
-            subgraph("b", 70, 100),
-            ("y/Add:AddV2", 70, 90, {}),
-            ("IteratorGetNext:IteratorGetNext", 90, 99, {}),
-            ("y/_2:_Send", 99, 100, second),
-        ],
-    )
+    one = [subgraph("a", 0, 40), ("x/MatMul:MatMul", 0, 20, {}), ("x/_1:_Send", 20, 30, first)]
+    one += [("Outside:Add", 45, 50, {}), subgraph("b", 60, 90), ("y/MatMul:MatMul", 60, 80, {})]
+    add_line(plane, "tf_Compute/1", one)
+    two = [subgraph("b", 70, 100), ("y/Add:AddV2", 70, 90, {}), ("IteratorGetNext:IteratorGetNext", 90, 99, {})]
+    add_line(plane, "tf_Compute/2", [*two, ("y/_2:_Send", 99, 100, second)])
     return space
 
 
 def test_the_operations_of_a_subgraph_count_for_the_device_that_it_sent_from(tmp_path):
+    assert busy_shares(str(tmp_path)) == {}  # without a profile
     write(two_stages(), tmp_path)
-    assert busy_shares(str(tmp_path)) == {
-        "CPU:0": 0.3,
-        "CPU:1": 0.31,
-    }
+    assert busy_shares(str(tmp_path)) == {"CPU:0": 0.3, "CPU:1": 0.31}
 
 
 def test_a_gpu_is_busy_while_its_kernels_run(tmp_path):
@@ -154,11 +125,4 @@ def test_a_gpu_is_busy_while_its_kernels_run(tmp_path):
     add_line(plane, "Stream #1(Compute)", [("kernel", 10, 60, {}), ("kernel", 50, 70, {})])
     add_line(plane, "Steps", [("1", 0, 100, {})])
     write(space, tmp_path)
-    assert busy_shares(str(tmp_path)) == {
-        "GPU:0": 0.6,
-        "CPU:0": 0.31,
-    }
-
-
-def test_without_a_profile_no_device_is_known(tmp_path):
-    assert busy_shares(str(tmp_path)) == {}
+    assert busy_shares(str(tmp_path)) == {"GPU:0": 0.6, "CPU:0": 0.31}

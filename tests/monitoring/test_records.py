@@ -1,5 +1,6 @@
 """Rows of a run's files: written, read again, damaged."""
 
+import json
 import math
 import os
 
@@ -32,45 +33,40 @@ def test_values_that_were_not_finite_are_nan_and_the_home_directory_is_expanded(
     assert math.isnan(row["a"]) and math.isnan(row["b"]) and row["c"] == 2.0
 
 
+@pytest.fixture
+def metrics(tmp_path):
+    return tmp_path / "metrics.jsonl"
+
+
 @pytest.mark.parametrize("torn", ['{"step": 3, "ti', '{"step": 3, "loss": 1.', "{", "\x00\x00", "\ufffd"])
-def test_half_a_row_is_left_out_at_the_end_and_inside(tmp_path, torn):
+def test_half_a_row_is_left_out_at_the_end_and_inside(tmp_path, metrics, torn):
     write_metrics(tmp_path, (1, {"loss": 1.0}), (2, {"loss": 0.5}))
-    path = tmp_path / "metrics.jsonl"
-    path.write_text(path.read_text() + torn)
+    metrics.write_text(metrics.read_text() + torn)
     assert [row["step"] for row in distloop.read_metrics(tmp_path)] == [1, 2]
     write_metrics(tmp_path, (3, {"loss": 0.25}))  # sets the half row apart
     assert [row["step"] for row in distloop.read_metrics(tmp_path)] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("line", ["[]", "3", '"step"', "{}", '{"step": null}', '{"step": -1}', '{"loss": 1.0}'])
-def test_a_line_without_a_step_is_no_row(line):
-    assert records.parse_row(line.encode()) is None
-
-
-ODD_LINES = [
-    b"",
-    b"3",
-    b"{}",
-    b'{"step": 4',
-    b'"loss": 2.0}',
-    b'{"step": 5}, {"step": 6}',
-    b'{"step": 7, "of": {"a": [1]}}',
-]
-ODD_LINES += [b'{"step": -1}', b'{"step": 8, "text": "{["}', b'{"step": 9, "loss": null}', b'"b": 2}, {"step": 10}']
+NO_ROWS = [b"[]", b"3", b'"step"', b"{}", b'{"step": null}', b'{"step": -1}', b'{"loss": 1.0}', b"", b'{"step": 4']
+NO_ROWS += [b'"loss": 2.0}', b'{"step": 5}, {"step": 6}', b'"b": 2}, {"step": 10}']
+NO_ROWS += [b'{"step": 1, "loss": ' + b"[" * n + b"]" * n + b"}" for n in (150, 100_000)]  # too deep to be printed
+ODD_ROWS = [b'{"step": 7, "of": {"a": [1]}}', b'{"step": 8, "text": "{["}', b'{"step": 9, "loss": null}']
+ODD_ROWS += [b'{"step": 1, "reason": "' + b"[" * 500 + b'"}']  # brackets in a text are no levels
+ODD_LINES = [*NO_ROWS, *ODD_ROWS]
 
 
 @pytest.mark.parametrize(
-    "odd", [[line] for line in ODD_LINES] + [ODD_LINES, ODD_LINES[::-1], [b'{"step": 1', ODD_LINES[-1]]]
+    "odd", [*([line] for line in ODD_LINES), ODD_LINES, ODD_LINES[::-1], [b'{"step": 1', b'"b": 2}, {"step": 10}']]
 )
-def test_lines_that_are_parsed_together_are_the_rows_of_each_line(odd):
+def test_lines_that_are_parsed_together_are_the_rows_of_each_line(odd, tmp_path, metrics):
     lines = [b'{"step": 1, "loss": 0.5}', *odd, b'{"step": 2, "loss": 0.25}']
-    rows = [row for row in map(records.parse_row, lines) if row is not None]
-    assert records._parse_rows(b"\n".join(lines)) == rows
+    metrics.write_bytes(b"\n".join(lines))
+    rows = [json.loads(line) for line in lines if line not in NO_ROWS and line != b'{"step": 1']
+    assert records.read_rows(str(metrics)) == rows
 
 
-def test_a_long_file_is_parsed_in_few_pieces_whose_rows_share_their_names(tmp_path, monkeypatch):
-    lines = [b'{"step": %d, "loss": 0.5}' % step for step in range(5_000)]
-    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(lines))
+def test_a_long_file_is_parsed_in_few_pieces_whose_rows_share_their_names(tmp_path, metrics, monkeypatch):
+    metrics.write_bytes(b"\n".join(b'{"step": %d, "loss": 0.5}' % step for step in range(5_000)))
     pieces, loads = [], records.json.loads
     monkeypatch.setattr(records.json, "loads", lambda text: pieces.append(text) or loads(text))
     rows = distloop.read_metrics(tmp_path)
@@ -78,13 +74,8 @@ def test_a_long_file_is_parsed_in_few_pieces_whose_rows_share_their_names(tmp_pa
     assert len({id(name) for row in rows for name in row}) <= 2 * len(pieces)
 
 
-def test_a_last_row_without_its_line_break_is_whole(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 2.0}')
-    assert distloop.read_metrics(tmp_path) == [{"step": 1, "time": 2.0}]
-
-
-def test_a_row_can_be_read_while_the_run_is_training(tmp_path):
-    writer = JsonWriter(str(tmp_path / "metrics.jsonl"), start=0)
+def test_a_row_can_be_read_while_the_run_is_training(tmp_path, metrics):
+    writer = JsonWriter(str(metrics), start=0)
     assert distloop.read_metrics(tmp_path) == []
     writer.write(1, {"loss": 1.0})
     writer.flush()
@@ -92,20 +83,15 @@ def test_a_row_can_be_read_while_the_run_is_training(tmp_path):
     writer.close()
 
 
-def test_a_missing_directory_is_refused(tmp_path):
-    write_metrics(tmp_path, (1, {}))
-    for given in (tmp_path / "nope", tmp_path / "metrics.jsonl", ""):
-        with pytest.raises(ValueError, match="There is no directory '.*': give the workdir of a run."):
-            distloop.read_metrics(given)
-
-
-def test_a_directory_without_metrics_is_refused(tmp_path):
+def test_what_holds_no_metrics_is_refused(tmp_path, metrics):
     with pytest.raises(ValueError, match="holds no metrics.jsonl: give the workdir of one run that has begun"):
         distloop.read_metrics(tmp_path)
-
-
-def test_metrics_that_cannot_be_read_are_refused(tmp_path):
-    (tmp_path / "metrics.jsonl").mkdir()
+    metrics.touch()
+    for given in (tmp_path / "nope", metrics, ""):
+        with pytest.raises(ValueError, match="There is no directory '.*': give the workdir of a run."):
+            distloop.read_metrics(given)
+    metrics.unlink()
+    metrics.mkdir()
     with pytest.raises(ValueError, match=r"cannot be read \(Is a directory\): give a workdir that you may read."):
         distloop.read_metrics(tmp_path)
 
@@ -127,46 +113,26 @@ ODD += [b'{"step": {}}', b'{"step": 1e999}', b'{"step": ' + b"9" * 5_000 + b"}",
 def test_a_file_that_holds_something_else_is_named_and_does_without(tmp_path, content):
     path, warnings = tmp_path / "some.json", []
     path.write_bytes(content)
-    found = records.read_json(
-        str(path), lambda value: int(value["step"]), instead="it begins at step 0", warn=warnings.append
-    )
-    assert found is None
+    instead = dict(instead="it begins at step 0", warn=warnings.append)
+    assert records.read_json(str(path), lambda value: int(value["step"]), **instead) is None
     (warning,) = warnings
     assert str(path) in warning and warning.endswith(": it begins at step 0.") and "\n" not in warning
 
 
-def test_a_file_that_is_not_there_is_no_reason_to_warn(tmp_path):
-    (tmp_path / "file").touch()
-    for path in (tmp_path / "none.json", tmp_path / "file" / "none.json"):
-        assert records.read_json(str(path), instead="", warn=pytest.fail) is None
-
-
-def test_a_fifo_in_place_of_a_file_is_named_and_waited_for_by_nobody(tmp_path):
-    os.mkfifo(tmp_path / "config.json")
-    warnings = []
-    assert records.read_json(str(tmp_path / "config.json"), instead="it is unknown", warn=warnings.append) is None
-    assert "config.json' cannot be read" in warnings[0] and records.read_rows(str(tmp_path / "config.json")) == []
-
-
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
-def test_a_row_is_appended_to_no_fifo_and_no_directory_and_neither_is_waited_for(make, tmp_path):
-    make(path := str(tmp_path / "starts.jsonl"))
+def test_a_fifo_or_a_directory_in_place_of_a_file_is_named_and_waited_for_by_nobody(make, tmp_path):
+    path, warnings = str(tmp_path / "starts.jsonl"), []
+    assert records.read_rows_if_any(path, instead="", warn=pytest.fail) == []
+    (tmp_path / "file").touch()
+    for nothing in (path, str(tmp_path / "file" / "none.json")):
+        assert records.read_json(nothing, instead="", warn=pytest.fail) is None
+    make(path)
     with pytest.raises(OSError):
         records.append_row(path, {"step": 1})
-
-
-def test_rows_that_cannot_be_read_are_named_and_done_without(tmp_path):
-    path, warnings = str(tmp_path / "starts.jsonl"), []
-    assert records.read_rows_if_any(path, instead="it is unknown", warn=warnings.append) == [] == warnings
-    os.mkdir(path)
+    assert records.read_json(path, instead="it is unknown", warn=warnings.append) is None
+    assert "starts.jsonl' cannot be read" in warnings.pop()
     assert records.read_rows_if_any(path, instead="it is unknown", warn=warnings.append) == []
-    assert warnings == [f"{path!r} cannot be read (Is a directory): it is unknown."]
-
-
-@pytest.mark.parametrize("line", [b'{"step": 1, "loss": ' + b"[" * n + b"]" * n + b"}" for n in (150, 100_000)])
-def test_a_row_that_is_nested_too_deeply_to_be_printed_is_no_row(line):
-    assert records.parse_row(line) is None
-
-
-def test_brackets_in_a_text_are_no_levels():
-    assert records.parse_row(b'{"step": 1, "reason": "' + b"[" * 500 + b'"}') == {"step": 1, "reason": "[" * 500}
+    if make is os.mkdir:
+        assert warnings == [f"{path!r} cannot be read (Is a directory): it is unknown."]
+    else:
+        assert records.read_rows(path) == []

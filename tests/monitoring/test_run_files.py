@@ -7,7 +7,7 @@ import os
 import pytest
 
 import distloop
-from distloop.monitoring.run_files import better, by_metric, different_settings, load_all
+from distloop.monitoring.run_files import better, by_metric, load_all
 from tests.problems import classification, classifier, on, write_run
 
 
@@ -18,9 +18,6 @@ def load(path):
 
 def steps(*numbers, **metrics):
     return [{"step": number, **metrics} for number in numbers]
-
-
-# How it ended.
 
 
 @pytest.mark.parametrize(
@@ -49,11 +46,9 @@ def test_the_status_of_a_run(tmp_path, last_row, settings, saved, end):
 
 
 def test_a_run_with_rare_logs_counts_as_running_for_longer(tmp_path):
-    write_run(tmp_path / "a", steps(1, 2, 3), {"steps": 9}, age_secs=900)
-    path = tmp_path / "a" / "metrics.jsonl"
+    path = write_run(tmp_path / "a", steps(1, 2, 3), {"steps": 9}, age_secs=900) / "metrics.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    for i, row in enumerate(rows):
-        row["time"] -= 300 * (len(rows) - i)
+    rows = [{**row, "time": row["time"] - 300 * (len(rows) - i)} for i, row in enumerate(rows)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert load(tmp_path / "a").status == "running"
 
@@ -65,16 +60,19 @@ def test_a_run_without_rows_is_running(tmp_path):
     assert load(tmp_path / "a").status == "interrupted"
 
 
-def test_a_run_that_raised_has_diverged_unless_it_resumed(tmp_path):
-    row = {"step": 40, "time": 4e9, "batch": 39, "reason": "The loss jumped.", "action": "raise"}
-    run = load(write_run(tmp_path / "a", steps(30), {"steps": 90}, incidents=[row]))
-    assert run.status == "diverged" and run.incidents == [row]
-    assert load(write_run(tmp_path / "b", [], {"steps": 90}, incidents=[row])).status == "diverged"
-    assert (
-        load(write_run(tmp_path / "c", steps(90), {"steps": 90}, incidents=[{**row, "time": 1}])).status == "complete"
-    )
-    back = {**row, "action": "rollback"}
-    assert load(write_run(tmp_path / "d", steps(90), {"steps": 90}, incidents=[back])).status == "complete"
+@pytest.mark.parametrize(
+    ("step", "incident", "status"),
+    [
+        pytest.param([30], {}, "diverged", id="at its end"),
+        pytest.param([], {}, "diverged", id="before its first row"),
+        pytest.param([90], {"time": 1}, "complete", id="and resumed"),
+        pytest.param([90], {"action": "rollback"}, "complete", id="and went back"),
+    ],
+)
+def test_a_run_that_raised_has_diverged_unless_it_resumed(tmp_path, step, incident, status):
+    row = {"step": 40, "time": 4e9, "batch": 39, "reason": "The loss jumped.", "action": "raise", **incident}
+    run = load(write_run(tmp_path / "a", steps(*step), {"steps": 90}, incidents=[row]))
+    assert run.status == status and run.incidents == [row]
 
 
 @pytest.mark.parametrize("name", ["config.json", "checkpoints/7/manifest.json", "incidents.jsonl"])
@@ -85,9 +83,6 @@ def test_damaged_files_count_as_missing(tmp_path, name, content):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
     assert (load(tmp_path / "a").status, list(load(tmp_path / "a").series)) == ("ended", ["loss"])
-
-
-# How fast.
 
 
 def test_training_time_is_the_time_of_the_steps(tmp_path):
@@ -109,70 +104,46 @@ def test_the_steps_of_the_run_that_it_began_from_do_not_count(tmp_path):
     assert (run.training_secs, run.steps_per_sec, run.elapsed_secs) == (4.0, 50.0, pytest.approx(3.0))
 
 
-def test_the_first_row_may_have_no_speed(tmp_path):
-    rows = [{"step": 0, "test/loss": 1.0}, {"step": 100, "steps_per_sec": 50.0}]
-    run = load(write_run(tmp_path / "a", rows, starts=[{"step": 0}]))
-    assert run.training_secs == 2.0
-    assert run.elapsed_secs == pytest.approx(1.0)  # between the rows
-
-
 @pytest.mark.parametrize("start", [{}, {"step": None}, {"step": "x"}])
 def test_a_start_of_an_unknown_step_is_the_first(tmp_path, start):
     assert load(write_run(tmp_path / "a", steps(100, steps_per_sec=50.0), starts=[start])).training_secs == 2.0
 
 
-def test_the_speed_is_unknown_without_speeds_in_the_rows(tmp_path):
+def test_the_speed_is_unknown_without_speeds_in_the_rows_and_the_first_may_have_none(tmp_path):
     run = load(write_run(tmp_path / "a", steps(1, 2, steps_per_sec=None)))
     assert (run.steps_per_sec, run.examples_per_sec, run.elapsed_secs) == (None, None, None)
+    rows = [{"step": 0, "test/loss": 1.0}, {"step": 100, "steps_per_sec": 50.0}]
+    run = load(write_run(tmp_path / "b", rows, starts=[{"step": 0}]))
+    assert (run.training_secs, run.elapsed_secs) == (2.0, pytest.approx(1.0))  # between the rows
 
 
-# Metrics.
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["loss", "test/loss", "generator/loss", "Loss", "loss_2", "mean_absolute_error", "rmse", "val/perplexity"]
-    + ["sparse_categorical_crossentropy", "accuracy_loss", "absolute_error"],
-)
-def test_smaller_is_better_for_losses_and_errors(name):
-    assert better(name) == "smaller"
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["accuracy", "test/top_5_accuracy", "AUC", "auc_1", "precision", "recall/3", "f1", "f1_score", "test/f1/0", "r2"],
-)
-def test_larger_is_better_for_accuracies_and_scores(name):
-    assert better(name) == "larger"
-
-
-@pytest.mark.parametrize("name", ["reward", "regularization", "glossary", "entropy", "skipped_steps", "f16", "space"])
-def test_other_names_have_no_better(name):
-    assert better(name) is None
+def test_what_is_better_is_known_by_the_name():
+    smaller = ["loss", "test/loss", "generator/loss", "Loss", "loss_2", "mean_absolute_error", "rmse", "val/perplexity"]
+    smaller += ["sparse_categorical_crossentropy", "accuracy_loss", "absolute_error"]
+    larger = ["accuracy", "test/top_5_accuracy", "AUC", "auc_1", "precision", "recall/3", "f1", "f1_score", "test/f1/0"]
+    unknown = ["reward", "regularization", "glossary", "entropy", "skipped_steps", "f16", "space"]
+    for names, answer in ((smaller, "smaller"), ([*larger, "r2"], "larger"), (unknown, None)):
+        assert {name: better(name) for name in names} == dict.fromkeys(names, answer)
 
 
 def test_the_best_value_is_the_first_of_equal_ones_and_never_nan(tmp_path):
     rows = [
-        {"step": 1, "loss": 3.0, "test/accuracy": 0.5, "reward": 1.0},
-        {"step": 2, "loss": None, "test/accuracy": 0.75},
+        {"step": 1, "loss": 3.0, "test/accuracy": 0.5, "reward": 1.0, "test/loss": None},
+        {"step": 2, "loss": None, "test/accuracy": 0.75, "test/loss": None},
         {"step": 3, "loss": 1.0, "test/accuracy": 0.75, "reward": 3.0},
         {"step": 4, "loss": None, "reward": 2.0},
     ]
     series = load(write_run(tmp_path / "a", rows)).series
     assert series["loss"].best == (1.0, 3) and math.isnan(series["loss"].last)
     assert series["test/accuracy"].best == (0.75, 2) and series["test/accuracy"].steps == [1, 2, 3]
-    reward = series["reward"]
+    reward, never = series["reward"], series["test/loss"]
     assert (reward.best, reward.last, reward.least, reward.largest) == (None, 2.0, 1.0, 3.0)
-
-
-def test_a_metric_that_was_never_finite_has_no_best(tmp_path):
-    series = load(write_run(tmp_path / "a", steps(1, 2, loss=None))).series["loss"]
-    assert series.best is None and math.isnan(series.least) and math.isnan(series.largest)
+    assert never.best is None and math.isnan(never.least) and math.isnan(never.largest)
 
 
 def test_numbers_about_the_run_are_not_metrics(tmp_path):
-    row = {"learning_rate": 0.1, "generator/learning_rate": 0.1, "input_wait": 0.0, "gradient_norm": 1.0, "loss": 1.0}
-    assert list(load(write_run(tmp_path / "a", steps(1, skipped_steps=0.0, **row))).series) == ["loss"]
+    about = dict.fromkeys(("learning_rate", "generator/learning_rate", "input_wait", "gradient_norm"), 0.5)
+    assert list(load(write_run(tmp_path / "a", steps(1, skipped_steps=0.0, **about, loss=1.0))).series) == ["loss"]
     rows = [*steps(1, skipped_steps=0.0), *steps(2, skipped_steps=1.0)]
     assert list(load(write_run(tmp_path / "b", rows)).series) == ["skipped_steps"]
 
@@ -185,25 +156,6 @@ def test_each_metric_lists_its_best_run_first(tmp_path):
     assert order == {"loss": ["b", "a", "c"], "accuracy": ["b", "a"], "reward": ["b", "c"]}
 
 
-# Settings.
-
-
-def test_settings_are_those_of_the_config_without_the_workdir(tmp_path):
-    run = load(write_run(tmp_path / "a", steps(5), {"workdir": "x", "steps": 5, "rate": 0.1}))
-    assert run.settings == {"steps": 5, "rate": 0.1}
-
-
-def test_only_settings_that_differ_are_listed(tmp_path):
-    write_run(tmp_path / "a", steps(5), {"steps": 5, "seed": 0, "rate": 0.1})
-    write_run(tmp_path / "b", steps(5), {"steps": 5, "seed": 1, "rate": 0.1, "hidden": 16})
-    found = load_all([str(tmp_path)])
-    assert different_settings(found) == {"seed": [0, 1], "hidden": [None, 16]}
-    assert different_settings(found[:1]) == {}
-
-
-# Where runs are.
-
-
 def test_a_directory_of_runs_is_sorted_by_the_numbers_in_their_names(tmp_path):
     for name in ("run10", "run2", "lr0.01", "lr0.003"):
         write_run(tmp_path / name, steps(1))
@@ -213,20 +165,15 @@ def test_a_directory_of_runs_is_sorted_by_the_numbers_in_their_names(tmp_path):
     assert [run.name for run in load_all([str(tmp_path)])] == ["lr0.003", "lr0.01", "run2", "run10"]
 
 
-def test_names_are_relative_to_the_common_directory(tmp_path, monkeypatch):
-    write_run(tmp_path / "sweep" / "a", steps(1))
-    write_run(tmp_path / "sweep" / "b", steps(1))
-    write_run(tmp_path / "c", steps(1))
+def test_names_are_relative_to_the_common_directory_and_a_run_given_twice_is_loaded_once(tmp_path, monkeypatch):
+    for path in ("sweep/a", "sweep/b", "c"):
+        write_run(tmp_path / path, steps(1))
     assert [run.name for run in load_all([f"{tmp_path}/sweep/", f"{tmp_path}/c"])] == ["sweep/a", "sweep/b", "c"]
     assert load(tmp_path / "sweep" / "a").name == "a"
     monkeypatch.chdir(tmp_path / "c")
     assert load_all(["."])[0].name == "c"
-
-
-def test_a_run_given_twice_is_loaded_once(tmp_path):
-    write_run(tmp_path / "a", steps(1))
-    (tmp_path / "link").symlink_to(tmp_path / "a")
-    assert len(load_all([str(tmp_path / "a"), str(tmp_path), f"{tmp_path}/a/../a"])) == 1
+    (tmp_path / "link").symlink_to(tmp_path / "c")
+    assert len(load_all([str(tmp_path / "c"), str(tmp_path), f"{tmp_path}/sweep/../c"])) == 1
 
 
 def test_a_path_without_runs_is_refused(tmp_path):
@@ -234,9 +181,6 @@ def test_a_path_without_runs_is_refused(tmp_path):
         load_all([str(tmp_path / "nope")])
     with pytest.raises(ValueError, match="Neither '.*' nor a directory in it holds a metrics.jsonl: give the workdirs"):
         load_all([str(tmp_path)])
-
-
-# Real runs.
 
 
 @pytest.mark.slow

@@ -9,16 +9,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.backend.event_processing.plugin_event_accumulator import (
-    EventAccumulator as PluginEventAccumulator,
-)
+from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator as PluginEventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import api_pb2
 from tensorboard.plugins.hparams import metadata as hparams
 
 import distloop
-from distloop.actions.action import Report
-from distloop.actions.write import JsonWriter, Write
 from distloop.checkpoints.store import Checkpoints
 from distloop.monitoring import tensorboard
 from distloop.monitoring.records import GROUPS
@@ -26,50 +22,45 @@ from distloop.monitoring.tensorboard import SummaryWriter
 from tests import problems
 from tests.event_files import read_scalars, steps_in_tensorboard, train_with_media
 
-# Numbers.
+
+def fit(workdir, steps, actions=(), **settings):
+    trainer = distloop.Trainer(problems.classifier(), problems.on(1, workdir=str(workdir), **settings))
+    data = tf.data.Dataset.from_tensor_slices(problems.classification()).batch(16)
+    trainer.fit(data.repeat(), steps=steps, actions=actions)
+    return trainer
 
 
-def test_loss_and_metrics_are_in_the_first_group_and_others_in_that_of_their_last_part():
+def test_a_tag_is_in_the_group_of_its_last_part_metrics_in_the_first_and_has_a_description():
     groups = [*GROUPS, "confusion", "gradients", "weights"]
     assert min(groups) == "Metrics"  # TensorBoard sorts by the code of the characters
     for tag in ("Metrics/loss", "optimizer/discriminator/learning_rate", "system/stage_0/device_memory_gb"):
         assert tensorboard.group_tag(tag.partition("/")[2]) == tag
-
-
-def test_every_tag_has_a_description():
     assert tensorboard.describe("optimizer/discriminator/update_ratio") == "`update_norm` divided by `weight_norm`."
     assert "weighted means" in tensorboard.describe("Metrics/accuracy")
     assert "after clipping" in tensorboard.describe_media("gradients/dense/kernel")
     assert "distloop.Summary" in tensorboard.describe_media("samples")
 
 
-def test_a_run_that_goes_on_shows_every_step_once(tmp_path):
-    for start, end in ((0, 11), (5, 9), (6, 12)):  # cut off at 11, restored at 5; cut off at 9, restored at 6
-        summaries = SummaryWriter(str(tmp_path), [], start)
-        for step in range(start + 1, end + 1):
-            summaries.write(step, {"loss": 1.0 / step})
-        summaries.close()
-    assert steps_in_tensorboard(tmp_path / "train", "Metrics/loss") == list(range(1, 13))
-
-
-def test_a_run_that_goes_on_after_its_clock_was_set_back_is_read_after_what_it_has_written(tmp_path, monkeypatch):
+@pytest.mark.parametrize("secs", [10.0, -3600.0], ids=["the clock goes on", "the clock is set back"])
+def test_a_run_that_goes_on_shows_every_step_once_in_files_in_the_order_of_their_names(secs, tmp_path, monkeypatch):
     now = time.time()
     monkeypatch.setattr(tensorboard.time, "time", lambda: now)
-    for start, end in ((0, 11), (5, 9), (6, 12)):
+    for start, end in ((0, 11), (5, 9), (6, 12)):  # cut off at 11, restored at 5; cut off at 9, restored at 6
         summaries = SummaryWriter(str(tmp_path), [], start)
         summaries.begin({}, {}, {})
         for step in range(start + 1, end + 1):
             summaries.write(step, {"loss": 1.0 / step})
         summaries.close(has_succeeded=end == 12)
-        now -= 3600.0
+        now += secs
     assert steps_in_tensorboard(tmp_path / "train", "Metrics/loss") == list(range(1, 13))
     names = sorted(os.listdir(tmp_path / "train"), key=lambda name: int(name.rpartition(".")[2]))
     assert len(names) == 3 and sorted(names) == names  # in the order in which they were made
 
 
 def test_evaluations_have_their_own_directory_and_the_tags_of_training(tmp_path):
+    numbers = {"loss": 0.5, "test/loss": 0.25, "test/digits/f1": 0.75, "learning_rate": 0.125}
     writer = SummaryWriter(str(tmp_path), evals=["test"])
-    writer.write(3, {"loss": 0.5, "test/loss": 0.25, "test/digits/f1": 0.75, "learning_rate": 0.125})
+    writer.write(3, numbers)
     writer.close()
     assert read_scalars(tmp_path / "train") == {("Metrics/loss", 3): 0.5, ("optimizer/learning_rate", 3): 0.125}
     assert read_scalars(tmp_path / "test") == {("Metrics/loss", 3): 0.25, ("Metrics/digits/f1", 3): 0.75}
@@ -85,18 +76,16 @@ def test_a_prefix_that_is_no_evaluation_or_a_name_of_the_workdir_stays_in_the_ta
     assert read_scalars(tmp_path / "run" / "train") == numbers
 
 
-def test_no_file_is_created_before_the_first_write(tmp_path):
-    writer = SummaryWriter(str(tmp_path / "summaries"), evals=["test"])
+def test_files_are_created_by_the_first_write_and_can_be_read_before_they_are_closed(tmp_path):
+    writer = SummaryWriter(str(tmp_path / "run"), evals=["test"])
     writer.write(1, {})
     writer.close()
     assert os.listdir(tmp_path) == []
-
-
-def test_summaries_can_be_read_before_the_writer_is_closed(tmp_path):
-    writer = SummaryWriter(str(tmp_path), evals=[])
-    writer.write(1, {"loss": 0.5})
+    writer.write(2, {"a": 0.5, "b": float("nan"), "c": float("inf")})
     writer.flush()
-    assert read_scalars(tmp_path / "train") == {("Metrics/loss", 1): 0.5}
+    scalars = read_scalars(tmp_path / "run" / "train")
+    assert np.isnan(scalars.pop(("Metrics/b", 2)))
+    assert scalars == {("Metrics/a", 2): 0.5, ("Metrics/c", 2): float("inf")}
     writer.close()
 
 
@@ -109,24 +98,6 @@ def test_evaluations_may_come_first_and_writes_after_a_close_are_kept(tmp_path):
     writer.close()
     assert read_scalars(tmp_path / "test") == {("Metrics/loss", 1): 4.0, ("Metrics/loss", 2): 2.0}
     assert read_scalars(tmp_path / "train") == {("Metrics/loss", 2): 3.0}
-
-
-def test_summaries_of_nan_and_inf_are_kept(tmp_path):
-    writer = SummaryWriter(str(tmp_path), evals=[])
-    writer.write(1, {"a": float("nan"), "b": float("inf")})
-    writer.close()
-    scalars = read_scalars(tmp_path / "train")
-    assert np.isnan(scalars["Metrics/a", 1])
-    assert scalars["Metrics/b", 1] == float("inf")
-
-
-def test_a_bad_summary_directory_is_an_os_error(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="file"):
-        SummaryWriter(str(tmp_path / "file"), evals=[]).write(1, {"loss": 1.0})
-
-
-# Media.
 
 
 def steps_of_all(workdir):
@@ -174,19 +145,14 @@ def test_after_a_crash_every_tag_has_each_step_once_and_the_run_its_last_status(
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_counts_as_running(tmp_path):
-    data = tf.data.Dataset.from_tensor_slices(problems.classification()).batch(16)
-    trainer = distloop.Trainer(problems.classifier(), problems.on(1, workdir=str(tmp_path), max_secs=1e-9))
+def test_an_interrupted_run_counts_as_running_and_a_crash_before_the_first_metric_as_failure(tmp_path):
     with pytest.raises(SystemExit):
-        trainer.fit(data.repeat(), steps=100_000)
-    assert status_of(tmp_path) is None
-
-
-def test_a_crash_before_the_first_metric_counts_as_failure(tmp_path):
-    writer = SummaryWriter(str(tmp_path), [], 0)
+        fit(tmp_path / "interrupted", 100_000, max_secs=1e-9)
+    assert status_of(tmp_path / "interrupted") is None
+    writer = SummaryWriter(str(tmp_path / "crashed"), [], 0)
     writer.begin({}, {}, {})
     writer.close(False)
-    assert status_of(tmp_path) == api_pb2.STATUS_FAILURE
+    assert status_of(tmp_path / "crashed") == api_pb2.STATUS_FAILURE
 
 
 def test_hyperparameters_keep_their_types_and_charts_their_tags(tmp_path):
@@ -227,60 +193,45 @@ def test_all_rows_up_to_a_checkpoint_are_in_their_files_before_it_is_written(tmp
         save(checkpoints, step, *arguments)
 
     monkeypatch.setattr(Checkpoints, "save", look)
-    data = tf.data.Dataset.from_tensor_slices(problems.classification()).batch(16)
     show = distloop.Summary("steps", lambda state: distloop.Text(str(state.step)), every=2)
-    settings = problems.on(1, workdir=str(tmp_path), log_every=2, checkpoint_every=4)
-    distloop.Trainer(problems.classifier(), settings).fit(data.repeat(), steps=8, actions=[show])
+    fit(tmp_path, 8, [show], log_every=2, checkpoint_every=4)
     assert saved == {4: ([2, 4],) * 3, 8: ([2, 4, 6, 8],) * 3}
-
-
-# A disk that is full.
 
 
 @pytest.mark.slow
 def test_a_full_disk_stops_no_training_and_is_logged_once(tmp_path, monkeypatch, caplog):
-    os.symlink("/dev/full", tmp_path / "metrics.jsonl")
-    data = tf.data.Dataset.from_tensor_slices(problems.classification()).batch(16)
-    seen = []
-
     def see(report):
         seen.append(report.step)
 
-    see.every = 2
-    trainer = distloop.Trainer(problems.classifier(), problems.on(1, workdir=str(tmp_path), log_every=2))
+    seen, see.every = [], 2
+    os.symlink("/dev/full", tmp_path / "metrics.jsonl")
     monkeypatch.setattr("distloop.actions.write.os.path.isfile", lambda path: False)
     with caplog.at_level("ERROR", "distloop"):
-        trainer.fit(data, steps=8, actions=[see])
-    assert seen == [2, 4, 6, 8] and trainer.step == 8
+        assert fit(tmp_path, 8, [see], log_every=2).step == 8
+    assert seen == [2, 4, 6, 8]
     first, last = [record.getMessage() for record in caplog.records]
     assert "metrics.jsonl cannot be written (No space left on device): the run goes on" in first
     assert "metrics.jsonl lacks 4 rows" in last
 
 
-def test_a_full_disk_under_tensorboards_files_is_an_os_error(tmp_path, monkeypatch, caplog):
+def test_a_bad_directory_or_a_full_disk_under_tensorboards_files_is_an_os_error(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        SummaryWriter(str(tmp_path / "file"), evals=[]).write(1, {"loss": 1.0})
     made = tf.io.TFRecordWriter
     monkeypatch.setattr("distloop.monitoring.tensorboard.tf.io.TFRecordWriter", lambda path: made("/dev/full"))
     writer = SummaryWriter(str(tmp_path), [])
     writer.write(1, {"loss": 1.0})
     with pytest.raises(OSError, match="[Nn]o space left"):
         writer.flush()
-    rows = JsonWriter(str(tmp_path / "m.jsonl"))
-    with caplog.at_level("ERROR", "distloop"), Write([SummaryWriter(str(tmp_path), []), rows]) as write:
-        for step in (1, 2, 3):
-            write(Report(step, 3, {"loss": 1.0}, None, time=1.0))
-    assert ["cannot be written" in r.getMessage() for r in caplog.records] == [True, False], caplog.text
-    assert "lacks 3 rows" in caplog.text and len((tmp_path / "m.jsonl").read_bytes().splitlines()) == 3
 
 
 def test_after_an_error_no_step_is_lost_or_shown_twice(tmp_path):
     writer = SummaryWriter(str(tmp_path), ["test"], start=0)
-    for step in (1, 2, 3):
-        writer.write(step, {"loss": float(step), "test/loss": float(step)})
-    writer.flush()
-    writer.discard(2)  # steps 2 and 3 may be in the files or not
-    for step in (2, 3, 4):
-        writer.write(step, {"loss": float(step), "test/loss": float(step)})
-    writer.close()
+    for steps, act in (((1, 2, 3), writer.flush), ((2, 3, 4), writer.close)):
+        for step in steps:
+            writer.write(step, {"loss": float(step), "test/loss": float(step)})
+        act()
+        writer.discard(2)  # steps 2 and 3 may be in the files or not
     for run in ("train", "test"):
-        events = EventAccumulator(str(tmp_path / run)).Reload()
-        assert [event.step for event in events.Scalars("Metrics/loss")] == [1, 2, 3, 4]
+        assert steps_in_tensorboard(tmp_path / run, "Metrics/loss") == [1, 2, 3, 4]

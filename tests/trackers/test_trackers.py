@@ -1,5 +1,6 @@
 """Runs in W&B and MLflow, with the real packages: each row, image and file over kills; read back from them."""
 
+import contextlib
 import glob
 import importlib
 import json
@@ -51,17 +52,8 @@ def run(workdir, tracker, killed_at, start_secs):
 
     checkpoint = pathlib.Path(workdir, "checkpoint")
     start = int(checkpoint.read_text()) if checkpoint.exists() else 0
-    files = []
-    for step in (8, 12):
-        path = pathlib.Path(workdir, "models", str(step))
-        files.append(RunFile("models", str(path), step))
-        path.mkdir(parents=True, exist_ok=True)
-        if not (path / "saved_model.pb").exists():
-            (path / "saved_model.pb").write_text(f"weights of {step}")
-    best = pathlib.Path(workdir, "best.npz")
-    if not best.exists():
-        best.write_text("best")
-    files.append(RunFile("best/test/acc", str(best), 8))
+    files = [RunFile("models", f"{workdir}/models/{step}", step) for step in (8, 12)]
+    files.append(RunFile("best/test/acc", f"{workdir}/best.npz", 8))
     json_writer = JsonWriter(workdir + "/metrics.jsonl", start)
     settings = {"workdir": workdir, "steps": 12, "rate": 0.1, "token": "***"}
     if killed_at == "end":
@@ -100,7 +92,11 @@ for i, killed_at in enumerate([*kills, "never"]):
 
 
 def run_killed(workdir, tracker, *kills):
-    """Runs the program once for each kill, then to its end."""
+    """Runs the program once for each kill, then to its end; the run leaves two models and its best checkpoint."""
+    for step in (8, 12):
+        (workdir / "models" / str(step)).mkdir(parents=True)
+        (workdir / "models" / str(step) / "saved_model.pb").write_text(f"weights of {step}")
+    (workdir / "best.npz").write_text("best")
     command = [sys.executable, "-c", PROGRAM, str(workdir), tracker, *kills]
     environment = {**os.environ, "WANDB_DATA_DIR": str(workdir), "WANDB_SILENT": "true"}
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
@@ -109,7 +105,7 @@ def run_killed(workdir, tracker, *kills):
 
 def records(workdir, kind):
     """All records of a kind in the offline files of a run, which are in LevelDB's log format."""
-    found = []
+    found, record = [], importlib.import_module("wandb.proto.wandb_internal_pb2").Record
     for path in sorted(glob.glob(f"{workdir}/wandb/offline-run-*/*.wandb")):
         content, start, parts = pathlib.Path(path).read_bytes(), 7, b""  # the first bytes name the format
         while start + 7 <= len(content):
@@ -122,13 +118,9 @@ def records(workdir, kind):
             parts += content[start + 7 : start + 7 + length]
             start += 7 + length
             if part in (1, 4):  # the end of a record
-                found.append(wandb_internal_pb2().Record.FromString(parts))
+                found.append(record.FromString(parts))
                 parts = b""
-    return [getattr(record, kind) for record in found if record.WhichOneof("record_type") == kind]
-
-
-def wandb_internal_pb2():
-    return importlib.import_module("wandb.proto.wandb_internal_pb2")
+    return [getattr(each, kind) for each in found if each.WhichOneof("record_type") == kind]
 
 
 def history(workdir):
@@ -178,30 +170,25 @@ def mlflow_client(uri):
     return mlflow.MlflowClient(tracking_uri=uri)
 
 
-def test_wandb_keeps_the_files_of_a_run_in_a_bucket_in_its_staging_directory(tmp_path, monkeypatch):
+def test_wandb_keeps_the_files_of_a_run_in_a_bucket_in_its_staging_directory_and_sees_no_secrets(tmp_path, monkeypatch):
+    def init(**arguments):
+        seen.update(arguments, argv=[*sys.argv])
+        sys.exit()
+
+    def shown_arguments(arguments):
+        return [text.replace("hf_1", "***") for text in arguments]
+
+    seen, writer = {}, distloop.WandbWriter("digits", mode="offline")
+    monkeypatch.setattr(writer._wandb, "init", init)
+    monkeypatch.setattr(trackers, "shown_arguments", shown_arguments)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--token=hf_1", "--a"])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    writer = distloop.WandbWriter("digits", mode="offline")
-    seen = {}
-    monkeypatch.setattr(writer._wandb, "init", lambda **settings: seen.update(settings) or sys.exit())
     with pytest.raises(SystemExit):
         writer.open({"workdir": "memory://bucket/run"}, "abc")
     assert seen["dir"] == urls.local_directory("memory://bucket/run") and seen["dir"].startswith(str(tmp_path))
     assert seen["config"]["workdir"] == "memory://bucket/run"
-
-
-def test_wandb_sees_a_command_line_without_secrets(monkeypatch):
-    monkeypatch.setattr(
-        trackers, "shown_arguments", lambda arguments: [text.replace("hf_1", "***") for text in arguments]
-    )
-    monkeypatch.setattr(sys, "argv", ["train.py", "--token=hf_1", "--a"])
-    writer = distloop.WandbWriter("digits", mode="offline")
-    seen = []
-    monkeypatch.setattr(writer._wandb, "init", lambda **_: seen.extend(sys.argv) or sys.exit())
-    with pytest.raises(SystemExit):
-        writer.open({}, None)
-    assert seen == ["train.py", "--token=***", "--a"]
-    assert sys.argv[1] == "--token=hf_1"
+    assert seen["argv"] == ["train.py", "--token=***", "--a"] and sys.argv[1] == "--token=hf_1"
 
 
 @pytest.mark.wide
@@ -220,30 +207,23 @@ def test_mlflow_has_each_number_image_and_file_over_kills(tmp_path):
         assert list(dict.fromkeys(taken)) == list(steps)  # after a kill, the last come again
     images = [file.path for file in client.list_artifacts(run.info.run_id, "images") if file.path.endswith(".png")]
     assert {"4", "8"} & {path.split("+step+")[1].split("+")[0] for path in images}
-    for path, content in {
-        "models/8/saved_model.pb": "weights of 8",
-        "models/12/saved_model.pb": "weights of 12",
-    }.items():
-        assert (pathlib.Path(client.download_artifacts(run.info.run_id, path))).read_text() == content
+    for step in (8, 12):
+        path = client.download_artifacts(run.info.run_id, f"models/{step}/saved_model.pb")
+        assert pathlib.Path(path).read_text() == f"weights of {step}"
     assert [file.path for file in client.list_artifacts(run.info.run_id, "best/test/acc")] == ["best/test/acc/best.npz"]
-
-
-def deliver(writer, steps, workdir, error=None):
-    with Deliveries([writer], str(workdir)).open(0, {"workdir": str(workdir), "steps": 4}) as opened:
-        for step in steps:
-            opened.write(step, {"loss": 0.5}, 1e9 + step)
-        if error:
-            raise error
 
 
 @pytest.mark.slow
 def test_mlflow_tells_how_a_run_ended(tmp_path):
     client = mlflow_client(uri := f"sqlite:///{tmp_path}/mlflow.db")
     for error, status in [(KeyError("x"), "FAILED"), (SystemExit(75), "KILLED"), (None, "FINISHED")]:
-        try:
-            deliver(distloop.MLflowWriter(tracking_uri=uri), [1, 2], tmp_path, error)
-        except (KeyError, SystemExit):
-            pass
+        deliveries = Deliveries([distloop.MLflowWriter(tracking_uri=uri)], str(tmp_path))
+        with pytest.raises(type(error)) if error else contextlib.nullcontext():
+            with deliveries.open(0, {"workdir": str(tmp_path), "steps": 4}) as opened:
+                for step in (1, 2):
+                    opened.write(step, {"loss": 0.5}, 1e9 + step)
+                if error:
+                    raise error
         (run,) = client.search_runs(["0"])
         assert run.info.status == status
     assert [metric.step for metric in client.get_metric_history(run.info.run_id, "loss")] == [1, 2]
