@@ -65,17 +65,6 @@ def test_warm_up_then_decay_has_the_documented_values(decay, arguments, expected
     assert rates(schedule, [0, 9, 10, 60, 110, 1_000_000]) == pytest.approx([2 * value for value in expected], abs=1e-7)
 
 
-@pytest.mark.parametrize("decay", ["cosine", "linear", "constant"])
-def test_without_a_warm_up_the_peak_is_at_step_0(decay):
-    assert rates(make_schedule(0.3, 100, decay=decay), [0]) == pytest.approx([0.3])
-
-
-def test_cosine_equals_its_formula():
-    steps = np.arange(0, 51)
-    expected = 0.02 + (0.2 - 0.02) * (1 + np.cos(np.pi * steps / 50)) / 2
-    np.testing.assert_allclose(rates(make_schedule(0.2, 50, final=0.02), steps), expected, rtol=1e-5)
-
-
 def test_a_stable_phase_ends_where_it_says_and_decays_like_the_rest_alone():
     schedule = make_schedule(0.3, 100, warmup=10, hold_until=80, final=0.1)
     assert rates(schedule, [5, *range(10, 81, 7), 80]) == pytest.approx([0.15] + [0.3] * 12)
@@ -108,7 +97,10 @@ def test_warm_up_agrees_with_keras():
 
 @pytest.mark.parametrize("decay", ["cosine", "linear", "step", "constant", "inverse_sqrt"])
 def test_a_schedule_is_float32_in_a_graph_over_int64_steps_and_survives_its_config(decay):
-    schedule = make_schedule(0.7, 100, warmup=10, decay=decay, drop_at=[50] if decay == "step" else ())
+    drop_at = [50] if decay == "step" else ()
+    if decay != "inverse_sqrt":  # which needs a warm-up
+        assert rates(make_schedule(0.7, 100, decay=decay, drop_at=drop_at), [0]) == pytest.approx([0.7])
+    schedule = make_schedule(0.7, 100, warmup=10, decay=decay, drop_at=drop_at)
     rate = tf.function(lambda step: schedule(step))(tf.constant(10, tf.int64))
     assert rate.dtype == tf.float32 and rate.shape == [] and float(rate) == np.float32(0.7)
     optimizer = keras.optimizers.SGD.from_config(keras.optimizers.SGD(schedule).get_config())

@@ -36,7 +36,7 @@ DATA = {
 }
 
 
-def make_trainer(name, num_devices=1, model_class=None):
+def make_trainer(name, model_class):
     """Makes a trainer, and lists the dtypes of what the model gave while training."""
     dtypes = []
 
@@ -55,7 +55,7 @@ def make_trainer(name, num_devices=1, model_class=None):
         optimizer = keras.optimizers.SGD(0.1, momentum=0.5)
         return distloop.ModelSpec(model, optimizer, loss_fn, predict_fn=predict_fn)
 
-    return distloop.Trainer(model_fn, on(num_devices, precision=name)), dtypes
+    return distloop.Trainer(model_fn, on(2, precision=name)), dtypes
 
 
 @pytest.mark.parametrize("name", ["float32", *HALF])
@@ -72,31 +72,20 @@ def test_the_policy_is_in_force_inside_and_put_back_after_also_after_an_exceptio
 @pytest.mark.slow
 @pytest.mark.parametrize("model_class", mostly_wide([None, Lazy]), ids=["built", "lazy"])
 @EACH_HALF
-def test_layers_compute_in_half_precision_and_weights_and_slots_stay_float32(name, model_class):
-    trainer, dtypes = make_trainer(name, 2, model_class)
-    trainer.fit(distloop.make_dataset(DATA, 8), steps=1)
-    assert set(dtypes) == {HALF[name]}
+def test_layers_compute_in_half_precision_and_weights_slots_and_predictions_stay_float32(name, model_class):
+    trainer, dtypes = make_trainer(name, model_class)
+    data = distloop.make_dataset(DATA, 8)
+    first = trainer.evaluate(data)["loss"]
+    trainer.fit(data, steps=20)
+    assert trainer.evaluate(data)["loss"] < 0.8 * first or model_class is Lazy  # which is linear
+    outputs = trainer.predict(data)
+    assert outputs.dtype == np.float32 and outputs.shape == (24, 2)
+    assert set(dtypes) == {HALF[name]} and keras.config.dtype_policy().name == "float32"  # no policy is left behind
     assert {tf.as_dtype(v.dtype) for v in trainer.model.variables} == {tf.float32}
     (optimizer,) = trainer.state.plain_optimizers.values()
     slots = [v for v in optimizer.variables if v.path != optimizer.iterations.path]
     assert len(slots) > 1  # there is the learning rate, too
     assert {tf.as_dtype(v.dtype) for v in slots} == {tf.float32}
-
-
-@pytest.mark.slow
-@EACH_HALF
-def test_half_precision_trains_about_as_float32_does_and_predicts_in_float32(name):
-    losses, data = [], distloop.make_dataset(DATA, 8)
-    for precision, dtype in (("float32", tf.float32), (name, HALF[name])):
-        trainer, dtypes = make_trainer(precision)
-        first = trainer.evaluate(data)["loss"]
-        trainer.fit(data, steps=20)
-        losses.append(trainer.evaluate(data)["loss"])
-        outputs = trainer.predict(data)
-        assert set(dtypes) == {dtype} and outputs.dtype == np.float32 and outputs.shape == (24, 2)
-        assert losses[-1] < 0.8 * first
-    assert losses[1] == pytest.approx(losses[0], rel=0.05) and losses[1] != losses[0]
-    assert keras.config.dtype_policy().name == "float32"  # no policy is left behind
 
 
 @pytest.mark.slow
