@@ -79,6 +79,7 @@ def test_a_value_gets_the_type_of_its_setting(monkeypatch, name, value, expected
         ),
         ({"eager": True, "jit_compile": True}, "eager=True and jit_compile=True contradict"),
         ({"eager": True, "locate_nonfinite": True}, "eager=True and locate_nonfinite=True contradict"),
+        ({"locate_nonfinite": True, "on_nonfinite": "skip"}, "locate_nonfinite=True and on_nonfinite=skip contradict"),
         ({"strategy": "none", "num_devices": 2}, "strategy=none and num_devices=2 contradict"),
         ({"on_divergence": "rollback"}, "on_divergence=rollback was given without a workdir"),
         ({"recompute": "block_("}, "recompute='block_(' is no regular expression: give one that is found in"),
