@@ -7,35 +7,34 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from distloop.distributed import strategies, tensorflow_internals
+from distloop.distributed import tensorflow_internals
 from distloop.optimizers import gradients
-from distloop.settings.config import Config
+from tests.problems import mirrored
 
 REDUCTIONS = {"AddN", "CollectiveReduceV2", "CollectiveReduce", "NcclAllReduce"}
 LARGE = gradients.LARGEST_PACKED_BYTES // 4 + 1  # float32 numbers that travel alone
 
 
-def replicas(count):
-    return strategies.make_strategy(Config(device="cpu", strategy="mirrored", num_devices=count))
+SMALL = [tf.TensorSpec([2, 3]), tf.TensorSpec([]), tf.TensorSpec([4])]
 
 
-def random_gradients(specs, seed=0):
-    rng = np.random.default_rng(seed)
+def random_gradients(specs):
+    rng = np.random.default_rng(0)
     return [tf.cast(rng.normal(size=spec.shape), spec.dtype) for spec in specs]
 
 
-def small_specs():
-    return [tf.TensorSpec([2, 3]), tf.TensorSpec([]), tf.TensorSpec([4])]
-
-
 def reduced(strategy, specs):
-    """Returns each replica's gradients `(replica + 1) * g` and sums by name after `all_reduce`, and the graph."""
+    """Reduces the gradients `(replica + 1) * g`, and sums by name, which are what they should be.
+
+    Returns:
+        The gradients of the first replica before, each replica's ones after, and the types of the graph's operations
+        that add, with the inputs' sizes.
+    """
     packing = gradients.Packing(specs)
     values = random_gradients(specs)
 
     def replica_fn():
-        context = tf.distribute.get_replica_context()
-        factor = tf.cast(context.replica_id_in_sync_group + 1, tf.float32)
+        factor = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group + 1, tf.float32)
         mine = [value * tf.cast(factor, value.dtype) for value in values]
         sums = {"pair": factor * tf.constant([1.0, 10.0]), "list": [factor, tf.fill([2, 1], 0.5 * factor)]}
         segments, sums = packing.all_reduce(packing.pack(mine), sums)
@@ -43,11 +42,15 @@ def reduced(strategy, specs):
 
     function = tf.function(lambda: strategy.run(replica_fn), autograph=False).get_concrete_function()
     result = function()
-    per_replica = [
-        tf.nest.map_structure(lambda t, r=r: strategy.experimental_local_results(t)[r].numpy(), result)
-        for r in range(strategy.num_replicas_in_sync)
-    ]
-    return values, per_replica, function.graph
+    found, total = [], sum(range(strategy.num_replicas_in_sync + 1))
+    for r in range(strategy.num_replicas_in_sync):
+        of_replica = tf.nest.map_structure(lambda t, r=r: strategy.experimental_local_results(t)[r].numpy(), result)
+        found.append(of_replica[0])
+        np.testing.assert_array_equal(of_replica[1]["pair"], [total, 10 * total])
+        np.testing.assert_array_equal(of_replica[1]["list"][0], total)
+        np.testing.assert_array_equal(of_replica[1]["list"][1], [[0.5 * total], [0.5 * total]])
+    added = [(op.type, op.inputs[0].shape.num_elements()) for op in function.graph.get_operations() if op.inputs]
+    return values, found, [(kind, size) for kind, size in added if kind in REDUCTIONS]
 
 
 @functools.cache
@@ -57,72 +60,40 @@ def adding_by_collectives():
         return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
 
 
-def assert_sums(sums, factor):
-    np.testing.assert_array_equal(sums["pair"], [factor, 10 * factor])
-    np.testing.assert_array_equal(sums["list"][0], factor)
-    np.testing.assert_array_equal(sums["list"][1], [[0.5 * factor], [0.5 * factor]])
-
-
 def test_without_other_sums_gradients_alone_are_reduced():
-    packing = gradients.Packing(small_specs())
-    strategy = replicas(2)
+    packing, strategy = gradients.Packing(SMALL), mirrored(2)
     run = tf.function(lambda: strategy.run(lambda: packing.all_reduce([tf.ones([11])], {})), autograph=False)
     segments, sums = run()
     assert sums == {} and strategy.experimental_local_results(segments[0])[0].numpy().tolist() == [2.0] * 11
 
 
-def test_small_gradients_travel_in_one_vector():
-    packing = gradients.Packing(small_specs())
-    segments = packing.pack(random_gradients(small_specs()))
-    assert [segment.shape.as_list() for segment in segments] == [[11]]
-    assert [shape.as_list() for shape in packing.shapes] == [[11]]
-    assert packing.dtypes == [tf.float32]
+@pytest.mark.parametrize(
+    "specs, sizes",
+    [
+        pytest.param(SMALL, [11], id="small ones travel in one vector"),
+        pytest.param([tf.TensorSpec([n]) for n in (LARGE - 1, LARGE, 1)], [LARGE, LARGE], id="large ones travel alone"),
+        pytest.param([keras.Variable(tf.zeros([2, 2])), tf.Variable(tf.zeros([3]))], [7], id="variables are specs"),
+    ],
+)
+def test_gradients_are_packed_by_their_size(specs, sizes):
+    packing = gradients.Packing(specs)
+    assert [shape.as_list() for shape in packing.shapes] == [[size] for size in sizes]
+    assert packing.dtypes == [tf.float32] * len(sizes)
 
 
 def test_packing_and_unpacking_gives_back_every_gradient_in_its_dtype():
-    specs = [
-        tf.TensorSpec([2, 3]),
-        tf.TensorSpec([5], tf.float64),
-        tf.TensorSpec([LARGE]),
-        tf.TensorSpec([], tf.float32),
-        tf.TensorSpec([3, 1], tf.bfloat16),
-        tf.TensorSpec([2], tf.float64),
-    ]
+    sizes = [([2, 3], "float32"), ([5], "float64"), ([LARGE], "float32"), ([], "float32"), ([3, 1], "bfloat16")]
+    specs = [tf.TensorSpec(shape, dtype) for shape, dtype in [*sizes, ([2], "float64")]]
     packing = gradients.Packing(specs)
     values = random_gradients(specs)
     segments = packing.pack(values)
-    assert sorted((s.dtype.name, s.shape[0]) for s in segments) == [
-        ("bfloat16", 3),
-        ("float32", 7),
-        ("float32", LARGE),
-        ("float64", 7),
-    ]
+    expected = [("bfloat16", 3), ("float32", 7), ("float32", LARGE), ("float64", 7)]
+    assert sorted((s.dtype.name, s.shape[0]) for s in segments) == expected
     assert [s.dtype for s in segments] == packing.dtypes
     assert [s.shape.as_list() for s in segments] == [s.as_list() for s in packing.shapes]
     for given, found in zip(values, packing.unpack(segments), strict=True):
         assert given.dtype == found.dtype and given.shape == found.shape
         np.testing.assert_array_equal(given.numpy(), found.numpy())
-
-
-def test_only_gradients_above_the_limit_travel_alone():
-    packing = gradients.Packing([tf.TensorSpec([LARGE - 1]), tf.TensorSpec([LARGE]), tf.TensorSpec([1])])
-    assert sorted(shape[0] for shape in packing.shapes) == [LARGE, LARGE]  # LARGE, and LARGE - 1 with 1
-
-
-def test_variables_are_taken_as_specs():
-    packing = gradients.Packing([keras.Variable(np.zeros([2, 2], np.float32)), tf.Variable(tf.zeros([3]))])
-    assert [shape.as_list() for shape in packing.shapes] == [[7]]
-
-
-def test_a_sparse_gradient_becomes_dense():
-    table = tf.Variable(tf.zeros([4, 2]))
-    with tf.GradientTape() as tape:
-        total = tf.reduce_sum(tf.gather(table, [1, 3, 1]) * [[1.0], [2.0], [4.0]])
-    gradient = tape.gradient(total, table)
-    assert isinstance(gradient, tf.IndexedSlices)
-    packing = gradients.Packing([table])
-    (dense,) = packing.unpack(packing.pack([gradient]))
-    np.testing.assert_array_equal(dense, [[0, 0], [5, 5], [0, 0], [2, 2]])
 
 
 @pytest.mark.slow
@@ -138,26 +109,27 @@ def test_a_sparse_gradient_has_a_size_that_tracing_knows():
     assert sizes(tf.constant([4, 2])) == 11
 
 
-def test_all_reduce_sums_gradients_and_named_values_over_the_replicas():
-    values, per_replica, _ = reduced(replicas(2), small_specs())
-    for found, sums in per_replica:
+SEVERAL = [tf.TensorSpec([LARGE]), tf.TensorSpec([3], tf.float64), tf.TensorSpec([2])]
+
+
+@pytest.mark.parametrize(
+    "specs, collectives",
+    [
+        pytest.param(SMALL, False, id="small"),
+        pytest.param(SEVERAL, False, id="several dtypes"),
+        pytest.param(SEVERAL, True, id="collectives"),
+        pytest.param(SEVERAL[:2], False, id="no vector can carry the named values"),
+    ],
+)
+def test_all_reduce_sums_gradients_and_named_values_over_the_replicas(specs, collectives):
+    values, per_replica, added = reduced(adding_by_collectives() if collectives else mirrored(2), specs)
+    for found in per_replica:
         for given, total in zip(values, found, strict=True):
             np.testing.assert_allclose(total, 3 * given.numpy(), rtol=1e-6)
-        assert_sums(sums, 3.0)
-
-
-@pytest.mark.parametrize("collectives", [False, True], ids=["", "collectives"])
-def test_all_reduce_adds_up_several_dtypes_and_a_large_gradient(collectives):
-    specs = [tf.TensorSpec([LARGE]), tf.TensorSpec([3], tf.float64), tf.TensorSpec([2])]
-    strategy = replicas(2) if not collectives else adding_by_collectives()
-    values, per_replica, graph = reduced(strategy, specs)
     if collectives:  # as GPUs add: the large one is not copied into a vector with the others
-        sizes = {op.inputs[0].shape.num_elements() for op in graph.get_operations() if op.type == "CollectiveReduceV2"}
-        assert sizes == {LARGE, 3, 2 + 5}
-    for found, sums in per_replica:
-        for given, total in zip(values, found, strict=True):
-            np.testing.assert_allclose(total, 3 * given.numpy(), rtol=1e-6)
-        assert_sums(sums, 3.0)
+        assert {size for kind, size in added if kind == "CollectiveReduceV2"} == {LARGE, 3, 2 + 5}
+    elif specs == SMALL:  # a single reduction
+        assert [kind for kind, _ in added] in (["AddN"], ["CollectiveReduceV2"] * 2)  # of each replica
 
 
 def test_messages_of_workers_hold_one_dtype_each(monkeypatch):
@@ -178,47 +150,17 @@ def test_messages_of_workers_hold_one_dtype_each(monkeypatch):
             np.testing.assert_array_equal(of_replica, 3 * tensor)
 
 
-def test_named_values_are_summed_if_no_vector_can_carry_them():
-    values, per_replica, _ = reduced(replicas(2), [tf.TensorSpec([LARGE]), tf.TensorSpec([3], tf.float64)])
-    for found, sums in per_replica:
-        np.testing.assert_allclose(found[0], 3 * values[0].numpy(), rtol=1e-6)
-        assert_sums(sums, 3.0)
-
-
-def test_small_gradients_and_named_values_take_a_single_reduction():
-    _, _, graph = reduced(replicas(2), small_specs())
-    kinds = [op.type for op in graph.get_operations() if op.type in REDUCTIONS]
-    assert kinds in (["AddN"], ["CollectiveReduceV2"] * 2)  # of each replica
-
-
 def test_one_replica_reduces_nothing():
-    for strategy in (replicas(1), tf.distribute.get_strategy()):
-        values, per_replica, graph = reduced(strategy, small_specs())
-        assert not any(op.type in REDUCTIONS for op in graph.get_operations())
-        np.testing.assert_array_equal(per_replica[0][0][0], values[0].numpy())
-        assert_sums(per_replica[0][1], 1.0)
-
-
-def test_each_segment_has_its_squared_norm():
-    squares, _, _ = gradients.norm_and_scale([tf.constant([3.0, 4.0]), tf.constant([2.0])], tf.constant(7.0))
-    assert [float(square) for square in squares] == [25.0, 4.0]
-
-
-def test_a_factor_of_0_gives_0_whatever_the_gradients_are():
-    found = gradients.scaled([tf.constant([np.nan, np.inf, 1.0])], tf.constant(0.0))
-    np.testing.assert_array_equal(found[0], [0.0, 0.0, 0.0])
+    for strategy in (mirrored(1), tf.distribute.get_strategy()):
+        values, per_replica, added = reduced(strategy, SMALL)
+        assert not added
+        np.testing.assert_array_equal(per_replica[0][0], values[0].numpy())
 
 
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
 @pytest.mark.parametrize("places", [[], [0], [1], [2], [3], [1, 4], [0, 1, 2, 3, 4]])
 def test_gradients_that_are_not_finite_are_found(bad, places):
-    specs = [
-        tf.TensorSpec([2, 3]),
-        tf.TensorSpec([LARGE]),
-        tf.TensorSpec([]),
-        tf.TensorSpec([3], tf.bfloat16),
-        tf.TensorSpec([4]),
-    ]
+    specs = [SMALL[0], SEVERAL[0], SMALL[1], tf.TensorSpec([3], tf.bfloat16), SMALL[2]]
     values = [np.ones(spec.shape, np.float32) for spec in specs]
     for place in places:
         values[place].flat[-1] = bad
@@ -250,16 +192,15 @@ def divide_and_clip(segments, weight, clip_norm):
 def test_elements_or_variables_are_clipped_after_the_division(limit, clipped, is_clipped):
     packing = gradients.Packing([tf.Variable(tf.zeros([1, 2])), tf.Variable([0.0])])
     segments = packing.pack([tf.constant([[6.0, -8.0]]), tf.constant([2.0])])
-    clipping = gradients.Clipping(**limit)
-    for bad in (0.0, np.inf):
-        sums = [segment + bad for segment in segments]
-        _, norm, scale = gradients.norm_and_scale(sums, tf.constant(2.0))
-        found, scale, was_clipped = clipping.clip(packing, sums, norm, scale, tf.math.is_finite(norm))
-        if np.isfinite(bad):
-            assert [g.numpy().tolist() for g in packing.unpack(found, scale)] == list(clipped)
-            assert bool(was_clipped) == is_clipped
-        else:
-            assert np.isinf(found[0]).all()  # so that they can be found
+
+    def clip(segments):
+        _, norm, scale = gradients.norm_and_scale(segments, tf.constant(2.0))
+        return gradients.Clipping(**limit).clip(packing, segments, norm, scale, tf.math.is_finite(norm))
+
+    found, scale, was_clipped = clip(segments)
+    assert [g.numpy().tolist() for g in packing.unpack(found, scale)] == list(clipped)
+    assert bool(was_clipped) == is_clipped
+    assert np.isinf(clip([segment + np.inf for segment in segments])[0][0]).all()  # so that they can be found
 
 
 @pytest.mark.parametrize("clip_norm", [0.0, 0.1, 100.0])
@@ -274,25 +215,18 @@ def test_gradients_are_divided_and_clipped_as_numpy_does_it(clip_norm):
         np.testing.assert_allclose(part, expected * factor, rtol=1e-6)
 
 
-def test_gradients_at_the_clip_norm_are_not_touched():
-    found, norm = divide_and_clip([tf.constant([6.0, 8.0])], 2.0, 5.0)
-    assert float(norm) == 5.0
-    np.testing.assert_array_equal(found[0], [3.0, 4.0])
-
-
-@pytest.mark.parametrize("clip_norm", [0.0, 1.0])
-@pytest.mark.parametrize("segment, weight", [([6.0, 8.0], 0.0), ([0.0, 0.0], 2.0)])
-def test_gradients_of_weight_0_or_of_0_become_0_and_no_nan(segment, weight, clip_norm):
-    found, norm = divide_and_clip([tf.constant(segment)], weight, clip_norm)
-    assert float(norm) == 0.0
-    np.testing.assert_array_equal(found[0], [0.0, 0.0])
-
-
-@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
-@pytest.mark.parametrize("clip_norm", [0.0, 1.0])
-def test_the_norm_is_not_finite_if_one_gradient_is_not(bad, clip_norm):
-    _, norm = divide_and_clip([tf.ones([3]), tf.constant([1.0, bad])], 2.0, clip_norm)
-    assert not np.isfinite(norm)
+@pytest.mark.parametrize(
+    "segment, weight, clip_norm, norm, expected",
+    [
+        pytest.param([6.0, 8.0], 2.0, 5.0, 5.0, [3.0, 4.0], id="at the clip norm"),
+        *[pytest.param([6.0, 8.0], 0.0, clip_norm, 0.0, [0.0, 0.0], id="of weight 0") for clip_norm in (0.0, 1.0)],
+        *[pytest.param([0.0, 0.0], 2.0, clip_norm, 0.0, [0.0, 0.0], id="of 0") for clip_norm in (0.0, 1.0)],
+    ],
+)
+def test_gradients_at_the_clip_norm_stay_and_those_of_weight_0_become_0(segment, weight, clip_norm, norm, expected):
+    found, found_norm = divide_and_clip([tf.constant(segment)], weight, clip_norm)
+    assert float(found_norm) == norm
+    np.testing.assert_array_equal(found[0], expected)
 
 
 @pytest.mark.parametrize("dtype", [tf.bfloat16, tf.float16, tf.float64])

@@ -5,14 +5,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from distloop.distributed import strategies
 from distloop.evaluation.comparison import relative_difference
 from distloop.optimizers import gradients, keras_hooks
-from distloop.settings.config import Config
-
-
-def replicas(count):
-    return strategies.make_strategy(Config(device="cpu", strategy="mirrored", num_devices=count))
+from tests.problems import mirrored
 
 
 def moved_by(strategy, *, is_hooked, optimizer_class=keras.optimizers.SGD):
@@ -35,12 +30,9 @@ def moved_by(strategy, *, is_hooked, optimizer_class=keras.optimizers.SGD):
 
 
 def test_a_reduced_gradient_moves_the_weight_once_on_every_replica():
-    assert moved_by(replicas(2), is_hooked=True) == [1.0, 1.0]
-    assert moved_by(replicas(4), is_hooked=True) == [1.0] * 4
-
-
-def test_keras_alone_would_move_it_once_a_replica():
-    assert moved_by(replicas(2), is_hooked=False) == [2.0, 2.0]  # else skip_reduction is not needed any more
+    assert moved_by(mirrored(2), is_hooked=True) == [1.0, 1.0]
+    assert moved_by(mirrored(4), is_hooked=True) == [1.0] * 4
+    assert moved_by(mirrored(2), is_hooked=False) == [2.0, 2.0]  # else skip_reduction is not needed any more
 
 
 OPTIMIZERS = [keras.optimizers.Adam, keras.optimizers.Lion]
@@ -51,7 +43,7 @@ if tuple(map(int, keras.__version__.split(".")[:2])) >= (3, 13):  # before, Muon
 @pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
 def test_every_optimizer_takes_the_hook(optimizer_class):
     once = moved_by(tf.distribute.get_strategy(), is_hooked=False, optimizer_class=optimizer_class)
-    assert moved_by(replicas(2), is_hooked=True, optimizer_class=optimizer_class) == once * 2
+    assert moved_by(mirrored(2), is_hooked=True, optimizer_class=optimizer_class) == once * 2
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
@@ -65,14 +57,14 @@ def test_a_shorter_adam_has_the_same_bits(make, dtype):
         if is_short:
             keras_hooks.simplify_adam(optimizer)
             keras_hooks.scale_learning_rates(optimizer, [(variables[0], 1.0)])
-        draws = np.random.default_rng(0).normal(size=(4, 64))
-        step_fn = tf.function(
-            lambda draw: gradients.apply(optimizer, [tf.cast(draw[: v.shape[0]], dtype) for v in variables], variables),
-            autograph=False,
-        )
-        for draw in draws:
+
+        @tf.function(autograph=False)
+        def step_fn(draw):
+            gradients.apply(optimizer, [tf.cast(draw[: v.shape[0]], dtype) for v in variables], variables)
+
+        for draw in np.random.default_rng(0).normal(size=(4, 64)):
             step_fn(tf.constant(draw))
-        graph = step_fn.get_concrete_function(tf.constant(draws[0])).graph
+        graph = step_fn.get_concrete_function(tf.constant(draw)).graph
         return [v.numpy() for v in (*variables, *optimizer.variables)], len(graph.get_operations())
 
     (expected, many), (found, few) = train(is_short=False), train(is_short=True)
@@ -135,7 +127,7 @@ def trained_with(optimizer, strategy, *, is_fused, steps=30):
     ],
 )
 def test_a_fused_update_equals_that_of_keras(make, count):
-    strategy = replicas(count) if count > 1 else tf.distribute.get_strategy()
+    strategy = mirrored(count) if count > 1 else tf.distribute.get_strategy()
     expected, _ = trained_with(make, strategy, is_fused=False)
     found, operations = trained_with(make, strategy, is_fused=True)
     assert operations.count("ResourceApplyAdam") == count
@@ -155,20 +147,16 @@ def test_other_optimizers_keep_their_updates():
 
 
 def test_a_keras_without_the_method_is_refused():
-    class Optimizer:
-        pass
-
     with pytest.raises(RuntimeError, match=r"has no Optimizer._all_reduce_sum_gradients, .*: install a tested version"):
-        keras_hooks.skip_reduction(Optimizer())
+        keras_hooks.skip_reduction(type("Optimizer", (), {})())
 
 
 def test_layers_have_their_own_calls_again_when_the_last_scope_is_left():
     layer = keras.layers.Dense(2, kernel_initializer="ones", name="dense")
     rows = tf.ones([1, 3])
     own = layer(rows)
-    calls = keras_hooks.ReplacedCalls(
-        {"net/dense": layer}, lambda path, layer, call: lambda rows: call(rows) * len(path)
-    )
+    layers = {"net/dense": layer}
+    calls = keras_hooks.ReplacedCalls(layers, lambda path, layer, call: lambda rows: call(rows) * len(path))
     with calls:
         with calls:
             pass

@@ -1,20 +1,16 @@
 """The moving average of the weights: its formula, and the swap that leaves no trace."""
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from distloop.distributed.strategies import make_strategy
 from distloop.optimizers.slot_placement import MovingAverage
-from distloop.settings.config import Config
+from tests.problems import mirrored
 
 DECAY = 0.9
-
-
-def strategies():
-    mirrored = [make_strategy(Config(device="cpu", strategy="mirrored", num_devices=n)) for n in (1, 2)]
-    return [tf.distribute.get_strategy(), *mirrored]
 
 
 def expected(weights):
@@ -31,7 +27,7 @@ def local(strategy, variable):
 
 @pytest.fixture(params=range(3), ids=["none", "mirrored-1", "mirrored-2"])
 def strategy(request):
-    return strategies()[request.param]
+    return mirrored(request.param) if request.param else tf.distribute.get_strategy()
 
 
 def make(strategy, values):
@@ -40,7 +36,7 @@ def make(strategy, values):
         return variables, MovingAverage(variables, DECAY)
 
 
-def train(strategy, variables, average, steps, start=1):
+def train(strategy, variables, average, steps):
     """Adds the step to each variable and updates the average, in a replica's context."""
 
     def replica_fn(t):
@@ -49,17 +45,13 @@ def train(strategy, variables, average, steps, start=1):
         average.update(variables, t)
 
     run = tf.function(lambda t: strategy.run(replica_fn, args=(t,)), autograph=False)
-    for t in range(start, start + steps):
+    for t in range(1, 1 + steps):
         run(tf.constant(t, tf.int64))
-
-
-def test_the_average_starts_from_the_first_weights(strategy):
-    _, average = make(strategy, [[1.0, 2.0]])
-    np.testing.assert_array_equal(average.variables[0], [1.0, 2.0])
 
 
 def test_the_average_follows_the_formula_on_every_replica(strategy):
     variables, average = make(strategy, [[1.0, 2.0], [[5.0]]])
+    assert not any(averaged.trainable for averaged in average.variables)
     train(strategy, variables, average, 100)  # past the warm-up, which ends at t = 80
     for variable, averaged, first in zip(variables, average.variables, ([1.0, 2.0], [[5.0]]), strict=True):
         weights = np.asarray(first) + np.cumsum(range(101)).reshape([-1] + [1] * np.ndim(first))
@@ -68,81 +60,43 @@ def test_the_average_follows_the_formula_on_every_replica(strategy):
             np.testing.assert_allclose(value, expected(weights), rtol=1e-5)
 
 
-def test_the_decay_warms_up():
-    variables, average = make(tf.distribute.get_strategy(), [0.0])
-    train(tf.distribute.get_strategy(), variables, average, 1)
-    np.testing.assert_allclose(average.variables[0], 9 / 11, rtol=1e-6)  # 1 - 2 / 11 of the way to 1
-
-
-def test_only_the_variables_given_are_moved():
+def test_the_decay_warms_up_and_only_the_variables_given_are_moved():
     variables, average = make(tf.distribute.get_strategy(), [0.0, 0.0])
-    variables[0].assign(1.0)
-    variables[1].assign(1.0)
+    for variable in variables:
+        variable.assign(1.0)
     average.update(variables[:1], tf.constant(1))
-    assert float(average.variables[0]) > 0.0
+    np.testing.assert_allclose(average.variables[0], 9 / 11, rtol=1e-6)  # 1 - 2 / 11 of the way to 1
     assert float(average.variables[1]) == 0.0
 
 
-def test_keras_variables_are_averaged():
-    variable = keras.Variable([1.0, 2.0])
+@pytest.mark.parametrize("make_variable", [keras.Variable, lambda value: tf.Variable(value, dtype=tf.float64)])
+def test_variables_of_keras_and_of_any_dtype_are_averaged(make_variable):
+    variable = make_variable([1.0, 2.0])
     average = MovingAverage([variable], DECAY)
     variable.assign([2.0, 2.0])
     average.update([variable], tf.constant(1))
+    assert average.variables[0].dtype == variable.dtype
     np.testing.assert_allclose(average.variables[0], [1 + 9 / 11, 2.0], rtol=1e-6)
     with average.applied():
         np.testing.assert_allclose(variable.numpy(), [1 + 9 / 11, 2.0], rtol=1e-6)
     np.testing.assert_array_equal(variable.numpy(), [2.0, 2.0])
 
 
-def test_the_average_keeps_the_variables_dtype():
-    variable = tf.Variable([1.0], dtype=tf.float64)
-    average = MovingAverage([variable], DECAY)
-    variable.assign([2.0])
-    average.update([variable], tf.constant(1))
-    assert average.variables[0].dtype == tf.float64
-    np.testing.assert_allclose(average.variables[0], [1 + 9 / 11], rtol=1e-6)
-
-
-def test_averages_are_not_trainable():
-    _, average = make(tf.distribute.get_strategy(), [0.0])
-    assert not average.variables[0].trainable
-
-
+@pytest.fixture
 def trained(strategy):
-    rng = np.random.default_rng(0)
-    variables, average = make(strategy, [rng.normal(size=[50]).astype(np.float32)])
+    """A variable and its average after 5 steps, and a function that returns what each replica holds of both."""
+    variables, average = make(strategy, [np.random.default_rng(0).normal(size=[50]).astype(np.float32)])
     train(strategy, variables, average, 5)
-    return variables[0], average
+    return variables[0], average, lambda: [local(strategy, v) for v in (variables[0], average.variables[0])]
 
 
-def test_applied_shows_the_averages_and_puts_every_bit_back(strategy):
-    variable, average = trained(strategy)
-    weights, averages = local(strategy, variable), local(strategy, average.variables[0])
+@pytest.mark.parametrize("error", [None, KeyError], ids=["", "after an exception"])
+def test_applied_shows_the_averages_and_puts_every_bit_back(strategy, trained, error):
+    variable, average, both = trained
+    weights, averages = both()
     assert not np.array_equal(weights[0], averages[0])
-    with average.applied():
+    with pytest.raises(error) if error else contextlib.nullcontext(), average.applied():
         np.testing.assert_array_equal(local(strategy, variable), averages)
-    np.testing.assert_array_equal(local(strategy, variable), weights)
-    np.testing.assert_array_equal(local(strategy, average.variables[0]), averages)
-
-
-def test_applied_puts_every_bit_back_after_an_exception(strategy):
-    variable, average = trained(strategy)
-    weights, averages = local(strategy, variable), local(strategy, average.variables[0])
-    with pytest.raises(KeyError), average.applied():
-        raise KeyError
-    np.testing.assert_array_equal(local(strategy, variable), weights)
-    np.testing.assert_array_equal(local(strategy, average.variables[0]), averages)
-
-
-def test_training_goes_on_after_applied_as_if_nobody_had_looked():
-    strategy = tf.distribute.get_strategy()
-    results = []
-    for looks in (False, True):
-        variables, average = make(strategy, [[0.1, 0.2]])
-        train(strategy, variables, average, 3)
-        if looks:
-            with average.applied():
-                pass
-        train(strategy, variables, average, 3, start=4)
-        results.append((variables[0].numpy(), average.variables[0].numpy()))
-    np.testing.assert_array_equal(results[0], results[1])
+        if error:
+            raise error
+    np.testing.assert_array_equal(both(), [weights, averages])

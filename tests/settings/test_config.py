@@ -28,32 +28,24 @@ def test_a_config_cannot_be_changed():
         Config().steps = 3
 
 
-@pytest.mark.parametrize("value", [2_000.0, np.int64(2_000), np.float32(2_000), np.uint16(2_000)])
-def test_whole_numbers_of_any_type_become_integers(value):
-    steps = Config(steps=value).steps
-    assert steps == 2_000
-    assert type(steps) is int
+DURATIONS = [name for name, field in fields().items() if field.type == int | str]
 
 
-@pytest.mark.parametrize("name", [name for name, field in fields().items() if field.type == int | str])
-@pytest.mark.parametrize("value", [0, 100])
-def test_durations_of_any_type_become_integers_at_their_default_too(name, value):
-    assert type(getattr(Config(**{"workdir": "run", name: np.int64(value)}), name)) is int
-
-
-@pytest.mark.parametrize("value", [1, np.float64(1), np.int8(1)])
-def test_numbers_of_any_type_become_floats(value):
-    assert type(Config(clip_norm=value).clip_norm) is float
-
-
-def test_a_path_becomes_a_string():
-    assert Config(workdir=pathlib.Path("/tmp/run")).workdir == "/tmp/run"
-
-
-@pytest.mark.parametrize("name", ["workdir", "init_from"])
-def test_a_tilde_is_the_home_directory(monkeypatch, name):
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        *[("steps", value, 2_000) for value in (2_000.0, np.int64(2_000), np.float32(2_000), np.uint16(2_000))],
+        ("steps", 2**53 + 1, 2**53 + 1),  # above the whole numbers of a float
+        *[(name, np.int64(value), value) for name in DURATIONS for value in (0, 100)],
+        *[("clip_norm", value, 1.0) for value in (1, np.float64(1), np.int8(1))],
+        ("workdir", pathlib.Path("/tmp/run"), "/tmp/run"),
+        *[(name, "~/run", "/home/someone/run") for name in ("workdir", "init_from")],
+    ],
+)
+def test_a_value_gets_the_type_of_its_setting(monkeypatch, name, value, expected):
     monkeypatch.setenv("HOME", "/home/someone")
-    assert getattr(Config(**{name: "~/run"}), name) == "/home/someone/run"
+    found = getattr(Config(**{"workdir": "run", name: value}), name)
+    assert found == expected and type(found) is type(expected)
 
 
 @pytest.mark.parametrize(
@@ -87,6 +79,7 @@ def test_a_tilde_is_the_home_directory(monkeypatch, name):
         ),
         ({"eager": True, "jit_compile": True}, "eager=True and jit_compile=True contradict"),
         ({"eager": True, "locate_nonfinite": True}, "eager=True and locate_nonfinite=True contradict"),
+        ({"locate_nonfinite": True, "on_nonfinite": "skip"}, "locate_nonfinite=True and on_nonfinite=skip contradict"),
         ({"strategy": "none", "num_devices": 2}, "strategy=none and num_devices=2 contradict"),
         ({"on_divergence": "rollback"}, "on_divergence=rollback was given without a workdir"),
         ({"recompute": "block_("}, "recompute='block_(' is no regular expression: give one that is found in"),
@@ -132,10 +125,6 @@ def test_a_number_that_no_float_can_hold_fails_in_one_sentence(name, value):
     with pytest.raises(ValueError, match=rf"^{name}=.{{1,100}} is not allowed: give .* or leave it out") as caught:
         Config(**{name: value})
     assert len(str(caught.value)) < 500
-
-
-def test_whole_numbers_above_those_of_a_float_stay_exact():
-    assert Config(steps=2**53 + 1).steps == 2**53 + 1
 
 
 @pytest.mark.parametrize("text", [f"1:{'9' * 5_000}", "1:2:3", "5:5", ":", "-1:3"])

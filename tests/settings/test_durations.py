@@ -1,5 +1,7 @@
 """Durations from numbers and texts, what they are in steps or seconds, and when something is due."""
 
+import itertools
+
 import pytest
 
 import distloop
@@ -8,75 +10,35 @@ from distloop.settings.durations import Duration, Period, Plan, Units, normalize
 UNITS = Units(lambda: 40, lambda: 64, Period(steps=1_000))
 
 
-@pytest.mark.parametrize("value", [500, "500", "500 steps", " 500steps ", "5e2 steps", 500.0])
-def test_a_plain_number_is_a_number_of_steps(value):
-    assert parse(value) == Duration(500, "steps")
+@pytest.mark.parametrize(
+    "values, amounts, unit",
+    [
+        ([500, "500", "500 steps", " 500steps ", "5e2 steps", 500.0], [500] * 6, "steps"),
+        (["90 s", "10 min", "1.5 h", "2min", "0 s"], [90, 600, 5400, 120, 0], "secs"),
+        (["2 epochs", "1 epoch", "0.5 epochs"], [2, 1, 0.5], "epochs"),
+        (["1e6 examples"], [1e6], "examples"),
+        (["25 %", "5%"], [25, 5], "%"),
+    ],
+)
+def test_a_duration_is_a_number_of_steps_or_has_a_unit(values, amounts, unit):
+    assert [parse(value) for value in values] == [Duration(amount, unit) for amount in amounts]
 
 
-def test_other_durations_have_a_unit():
-    texts = (
-        "90 s",
-        "10 min",
-        "1.5 h",
-        "2min",
-        "0 s",
-        "2 epochs",
-        "1 epoch",
-        "0.5 epochs",
-        "1e6 examples",
-        "25 %",
-        "5%",
-    )
-    durations = [parse(text) for text in texts]
-    assert [amount for amount, _ in durations] == [90, 600, 5400, 120, 0, 2, 1, 0.5, 1e6, 25, 5]
-    assert [unit for _, unit in durations] == ["secs"] * 5 + ["epochs"] * 3 + ["examples", "%", "%"]
+WRONG = ["", "ten", "-5", "10 m", "1.5 steps", "1.5", "10 min 5 s", "inf", "nan s", None, "2 epoch s", "3 hs", "%"]
 
 
-WRONG = [
-    "",
-    "ten",
-    "-5",
-    "10 m",
-    "1.5 steps",
-    "1.5",
-    "10 min 5 s",
-    "inf",
-    "nan s",
-    None,
-    "2 epoch s",
-    "3 hs",
-    "%",
-    "2 %s",
-]
-
-
-@pytest.mark.parametrize("value", WRONG)
+@pytest.mark.parametrize("value", [*WRONG, "2 %s"])
 def test_anything_else_is_refused(value):
-    with pytest.raises(
-        ValueError, match="was given: give a number of steps, or a text with a unit, such as '500 steps'"
-    ):
+    sentence = "was given: give a number of steps, or a text with a unit, such as '500 steps'"
+    with pytest.raises(ValueError, match=sentence):
         parse(value)
 
 
-@pytest.mark.parametrize(
-    ("value", "steps"),
-    [
-        (7, 7),
-        ("2 epochs", 80),
-        ("0.5 epochs", 20),
-        ("0.3 epochs", 12),  # 0.3 * 40 is 12, although the nearest float is not
-        ("640 examples", 10),
-        ("641 examples", 11),
-        ("25 %", 250),
-        ("0.01 %", 1),
-        ("0 epochs", 0),
-    ],
-)
-def test_a_period_is_a_whole_number_of_steps_rounded_up(value, steps):
-    assert UNITS.period(value) == Period(steps=steps)
-
-
-def test_a_period_in_time_stays_in_time_and_so_does_a_share_of_a_run_that_ends_by_time():
+def test_a_period_is_a_whole_number_of_steps_rounded_up_or_stays_in_time():
+    # 0.3 * 40 is 12, although the nearest float is not
+    steps = {7: 7, "2 epochs": 80, "0.5 epochs": 20, "0.3 epochs": 12, "640 examples": 10, "641 examples": 11}
+    steps |= {"25 %": 250, "0.01 %": 1, "0 epochs": 0}
+    assert {value: UNITS.period(value) for value in steps} == {v: Period(steps=n) for v, n in steps.items()}
     assert UNITS.period("2 min") == Period(secs=120.0)
     assert Units(run=Period(secs=60.0)).period("25 %") == Period(secs=15.0)
 
@@ -102,21 +64,16 @@ def test_settings_take_steps_and_texts_with_a_unit(name):
 
     assert setting(500) == setting("500") == setting("500 steps") == 500
     assert [setting(text) for text in ("2 h", "2 epochs", "1e6 examples")] == ["2 h", "2 epochs", "1e6 examples"]
+    sentence = f"^{name}=.* is not allowed: give a number of steps, or a text with a unit"
     for wrong in ("10 m", -1, 1.5, True, None, float("nan")):
-        with pytest.raises(
-            ValueError, match=f"^{name}=.* is not allowed: give a number of steps, or a text with a unit"
-        ):
+        with pytest.raises(ValueError, match=sentence):
             setting(wrong)
 
 
 def test_durations_that_are_not_given_have_defaults_of_their_own():
     config = distloop.Config()
-    assert (config.checkpoint_every, config.eval_every, config.log_every, config.until) == (
-        "10 min",
-        "auto",
-        "auto",
-        "",
-    )
+    found = [config.checkpoint_every, config.eval_every, config.log_every, config.until]
+    assert found == ["10 min", "auto", "auto", ""]
     assert distloop.Config(eval_every="auto") == config
 
 
@@ -133,7 +90,7 @@ def test_more_than_a_run_can_count_is_refused_in_a_sentence(value):
     with pytest.raises(ValueError, match=r"^The duration .{1,100} was given: give a number of steps") as caught:
         parse(value)
     assert len(str(caught.value)) < 400
-    assert normalize(value) is None
+    assert normalize(value) is None and normalize(2**53 + 1) == 2**53 + 1  # above the whole numbers of a float
 
 
 def test_a_product_that_no_run_can_count_is_refused():
@@ -141,17 +98,12 @@ def test_a_product_that_no_run_can_count_is_refused():
         Units(steps_per_epoch=lambda: 20).period("1e18 epochs")
 
 
-def test_steps_above_the_whole_numbers_of_a_float_stay_exact():
-    assert normalize(2**53 + 1) == 2**53 + 1
-
-
 def boundaries(until, everys, steps_per_loop=0, start=0):
     """Lists every boundary of a run."""
-    step, found = start, []
-    while step < until:
-        step = Plan().next_boundary(step, until, everys, steps_per_loop)
-        found.append(step)
-    return found
+    found = [start]
+    while found[-1] < until:
+        found.append(Plan().next_boundary(found[-1], until, everys, steps_per_loop))
+    return found[1:]
 
 
 @pytest.mark.parametrize(
@@ -170,17 +122,12 @@ def test_boundaries_are_the_multiples_of_all_periods_and_the_end(until, everys, 
     assert boundaries(until, everys, **settings) == expected
 
 
-def test_steps_per_loop_need_not_divide_anything():
-    found = boundaries(100, [25, 40], steps_per_loop=7)
+def test_the_next_boundary_lies_after_the_step_and_not_beyond_the_end_or_the_steps_of_a_loop():
+    for step, every, steps_per_loop in itertools.product(range(20), range(5), range(4)):
+        assert step < Plan().next_boundary(step, 20, [every], steps_per_loop) <= 20
+    found = boundaries(100, [25, 40], steps_per_loop=7)  # which divides nothing
     assert {25, 40, 50, 75, 80, 100} <= set(found)
     assert max(b - a for a, b in zip([0, *found], found, strict=False)) <= 7
-
-
-def test_the_next_boundary_lies_after_the_step_and_not_beyond_the_end():
-    for step in range(20):
-        for every in range(5):
-            for steps_per_loop in range(4):
-                assert step < Plan().next_boundary(step, 20, [every], steps_per_loop) <= 20
 
 
 @pytest.mark.parametrize(("every", "steps"), [(4, [4, 8, 10]), (0, [10]), (7, [7, 10])])
@@ -193,10 +140,8 @@ def plan(run=Period(steps=100)):  # noqa: B008 - immutable
 
 
 def test_epochs_examples_and_shares_of_the_run_are_due_by_steps():
-    due = {
-        every: [step for step in range(1, 40) if plan().is_due(every, step, 100)] for every in ("1 epoch", "20 %", 16)
-    }
-    assert due == {"1 epoch": [8, 16, 24, 32], "20 %": [20], 16: [16, 32]}
+    for every, steps in {"1 epoch": [8, 16, 24, 32], "20 %": [20], 16: [16, 32]}.items():
+        assert [step for step in range(1, 40) if plan().is_due(every, step, 100)] == steps
     assert plan().next_boundary(17, 100, ["2 epochs", "80 examples", None, 0]) == 20
 
 

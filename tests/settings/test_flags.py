@@ -15,59 +15,22 @@ from distloop.settings import flags
 from distloop.settings.config import Config
 
 NAMES = [field.name for field in dataclasses.fields(Config)]
-OTHER_VALUES = {
-    "workdir": "/tmp/run=1 of 2",
-    "strategy": "mirrored",
-    "device": "cpu",
-    "num_devices": 3,
-    "intra_op_threads": 18,
-    "precision": "mixed_bfloat16",
-    "steps": 7,
-    "batch_size": 12,
-    "limit_train_batches": 15,
-    "limit_eval_batches": 16,
-    "autotune_batch": True,
-    "microbatches": 4,
-    "max_traces": 3,
-    "replay": 8,
-    "recompute": "block_[0-9]+",
-    "clip_norm": 1e-7,
-    "average_decay": 0.1 + 0.2,
-    "shard_optimizer": True,
-    "on_nonfinite": "skip",
-    "unread_entries": "warn",
-    "executor": "serial",
-    "on_divergence": "rollback",
-    "loss_jump": 2.5,
-    "max_rollbacks": 2,
-    "check_replicas_every": 13,
-    "jit_compile": True,
-    "steps_per_loop": 5,
-    "log_every": 6,
-    "gradient_noise_every": 15,
-    "histograms_every": 14,
-    "graph": "always",
-    "profile": "100:110",
-    "peak_flops": 312e12,
-    "eval_every": 8,
-    "eval_first": True,
-    "fast_dev_run": True,
-    "checkpoint_every": 11,
-    "copy_every": 12,
-    "keep_checkpoints": 4,
-    "resume": False,
-    "init_from": "runs/a=b",
-    "init_rename": r"^a/(.*)=>b/\1 $",
-    "console": "quiet",
-    "max_secs": 1.5,
-    "start_timeout": 20.0,
-    "hang_timeout": 30.5,
-    "audit": True,
-    "memory": True,
-    "full_tracebacks": True,
-    "seed": 9,
-    "deterministic": True,
-}
+OTHER_VALUES = {"workdir": "/tmp/run=1 of 2", "strategy": "mirrored", "device": "cpu", "num_devices": 3}
+OTHER_VALUES |= {"intra_op_threads": 18, "precision": "mixed_bfloat16", "steps": 7, "batch_size": 12}
+OTHER_VALUES |= {"limit_train_batches": 15, "limit_eval_batches": 16, "autotune_batch": True, "microbatches": 4}
+OTHER_VALUES |= {"max_traces": 3, "replay": 8, "recompute": "block_[0-9]+", "clip_norm": 1e-7}
+OTHER_VALUES |= {"average_decay": 0.1 + 0.2, "shard_optimizer": True, "on_nonfinite": "skip", "unread_entries": "warn"}
+OTHER_VALUES |= {"executor": "serial", "on_divergence": "rollback", "loss_jump": 2.5, "max_rollbacks": 2}
+OTHER_VALUES |= {"check_replicas_every": 13, "jit_compile": True, "steps_per_loop": 5, "log_every": 6}
+OTHER_VALUES |= {"gradient_noise_every": 15, "histograms_every": 14, "graph": "always", "profile": "100:110"}
+OTHER_VALUES |= {"peak_flops": 312e12, "eval_every": 8, "eval_first": True, "fast_dev_run": True}
+OTHER_VALUES |= {"checkpoint_every": 11, "copy_every": 12, "keep_checkpoints": 4, "resume": False}
+OTHER_VALUES |= {"init_from": "runs/a=b", "init_rename": r"^a/(.*)=>b/\1 $", "console": "quiet", "max_secs": 1.5}
+OTHER_VALUES |= {"start_timeout": 20.0, "hang_timeout": 30.5, "audit": True, "memory": True, "full_tracebacks": True}
+OTHER_VALUES |= {"seed": 9, "deterministic": True}
+# Others contradict these.
+EXCLUDED = {"average_from", "epochs", "until", "locate_nonfinite", "eager", "overfit_batches", "num_stages"}
+EXCLUDED |= {"clip_variable_norm", "clip_value", "replica_batch_size", "virtual_replicas"}
 
 
 @pytest.fixture
@@ -84,6 +47,12 @@ def fresh_flags(monkeypatch):
 def parse(values, *arguments):
     values(["program", *arguments])
     return Config.from_flags()
+
+
+def written(config, path):
+    """Writes a config's files; returns the text of config.json and of flags.txt."""
+    flags.write(config, str(path))
+    return [(path / name).read_text() for name in ("config.json", "flags.txt")]
 
 
 # --help.
@@ -139,40 +108,32 @@ def test_later_values_take_precedence(fresh_flags, defaults, arguments, override
     assert Config.from_flags(**overrides) == Config(**expected)
 
 
-def test_the_last_call_of_define_flags_holds(fresh_flags):
-    flags.define_flags(steps=2_000, batch_size=64)
+def test_flags_may_be_defined_again_also_after_parsing_and_read_before_it(fresh_flags):
+    assert Config.from_flags(steps=20) == Config(steps=20)
+    flags.define_flags(steps=20, batch_size=64)
+    assert Config.from_flags() == Config(steps=20, batch_size=64)
     flags.define_flags(epochs=3)
-    assert parse(fresh_flags) == Config(epochs=3)
-
-
-def test_define_flags_after_parsing_keeps_the_command_line(fresh_flags):
-    flags.define_flags()
-    fresh_flags(["program", "--seed=5"])
+    assert parse(fresh_flags, "--seed=5") == Config(epochs=3, seed=5)
     flags.define_flags(seed=1, batch_size=2)
     assert Config.from_flags() == Config(seed=5, batch_size=2)
 
 
-def test_from_flags_works_before_flags_are_parsed_or_defined(fresh_flags):
-    assert Config.from_flags(steps=20) == Config(steps=20)
-    flags.define_flags(steps=20)
-    assert Config.from_flags() == Config(steps=20)
-
-
 def test_a_flag_set_by_the_program_takes_precedence_over_defaults(fresh_flags):
     flags.define_flags(steps=2_000)
-    fresh_flags(["program"])
+    parse(fresh_flags)
     fresh_flags.epochs = 3
     assert Config.from_flags() == Config(epochs=3)
 
 
 def test_steps_and_epochs_from_one_place_are_an_error(fresh_flags):
-    with pytest.raises(ValueError, match="steps=5 and epochs=3 were both given"):
-        flags.define_flags(steps=5, epochs=3)
-    flags.define_flags()
-    with pytest.raises(ValueError, match="steps=5 and epochs=3 were both given"):
-        parse(fresh_flags, "--steps=5", "--epochs=3")
-    with pytest.raises(ValueError, match="steps=5 and epochs=3 were both given"):
-        Config.from_flags(steps=5, epochs=3)
+    both = dict(steps=5, epochs=3)
+    for call in (
+        lambda: flags.define_flags(**both),
+        lambda: flags.define_flags() or parse(fresh_flags, "--steps=5", "--epochs=3"),
+        lambda: Config.from_flags(**both),
+    ):
+        with pytest.raises(ValueError, match="steps=5 and epochs=3 were both given"):
+            call()
 
 
 @pytest.mark.parametrize("call", [flags.define_flags, Config.from_flags])
@@ -212,97 +173,61 @@ def test_a_flag_of_the_same_type_is_shared(fresh_flags):
 # Files.
 
 
-def test_config_json_holds_every_field(tmp_path):
-    given = Config(**OTHER_VALUES)
-    flags.write(given, str(tmp_path / "a" / "b"))
-    assert Config(**json.loads((tmp_path / "a" / "b" / "config.json").read_text())) == given
-
-
-def test_flags_txt_restores_every_field(fresh_flags, tmp_path):
+def test_both_files_restore_every_field(fresh_flags, tmp_path):
     flags.define_flags(epochs=2)
     given = Config(**OTHER_VALUES)
-    excluded = {
-        "average_from",
-        "epochs",
-        "until",
-        "locate_nonfinite",
-        "eager",
-        "overfit_batches",
-        "num_stages",
-    }  # by others
-    excluded |= {"clip_variable_norm", "clip_value", "replica_batch_size", "virtual_replicas"}
-    assert set(OTHER_VALUES) == set(NAMES) - excluded
-    flags.write(given, str(tmp_path))
-    assert parse(fresh_flags, f"--flagfile={tmp_path}/flags.txt") == given
+    assert set(OTHER_VALUES) == set(NAMES) - EXCLUDED
+    as_json, _ = written(given, tmp_path / "a" / "b")
+    assert Config(**json.loads(as_json)) == given
+    assert parse(fresh_flags, f"--flagfile={tmp_path}/a/b/flags.txt") == given
 
 
-def test_flags_txt_holds_the_config_if_flags_differ(fresh_flags, tmp_path):
-    flags.define_flags()
-    fresh_flags(["program", "--seed=5"])
-    flags.write(Config(seed=6), str(tmp_path))
-    lines = (tmp_path / "flags.txt").read_text().splitlines()
-    assert [line for line in lines if line.startswith("--seed")] == ["--seed=6"]
-
-
-def test_flags_txt_holds_the_fields_alone_if_nothing_was_parsed(fresh_flags, tmp_path):
+def test_flags_txt_holds_the_config_if_flags_differ_and_its_fields_alone_if_nothing_was_parsed(fresh_flags, tmp_path):
     absl_flags.DEFINE_float("learning_rate", 0.1, "Not ours.")
-    flags.write(Config(), str(tmp_path))
-    lines = (tmp_path / "flags.txt").read_text().splitlines()
+    lines = written(Config(), tmp_path)[1].splitlines()
     assert [line.partition("=")[0] for line in lines] == [f"--{name}" for name in NAMES]
+    flags.define_flags()
+    parse(fresh_flags, "--seed=5")
+    lines = written(Config(seed=6), tmp_path)[1].splitlines()
+    assert [line for line in lines if line.startswith("--seed")] == ["--seed=6"]
 
 
 def test_a_value_with_a_line_break_is_left_to_the_user(fresh_flags, tmp_path):
     flags.define_flags()
     absl_flags.DEFINE_string("prompt", "", "Not ours.")
-    fresh_flags(["program", "--prompt=a\nb"])
-    flags.write(Config(), str(tmp_path))
-    assert "# --prompt holds a line break" in (tmp_path / "flags.txt").read_text()
+    given = parse(fresh_flags, "--prompt=a\nb")
+    assert "# --prompt holds a line break" in written(given, tmp_path)[1]
     assert parse(fresh_flags, f"--flagfile={tmp_path}/flags.txt") == Config()
 
 
-def test_nothing_is_written_without_a_workdir(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    flags.write(Config(), "")
-    assert os.listdir(tmp_path) == []
-
-
 def test_a_file_that_holds_the_settings_already_is_not_written_again_and_a_fifo_is_replaced(tmp_path):
+    def inodes():
+        return {name: os.stat(tmp_path / name).st_ino for name in os.listdir(tmp_path)}
+
     flags.write(Config(seed=5), str(tmp_path))
-    before = {name: os.stat(tmp_path / name).st_ino for name in ("config.json", "flags.txt")}
+    before = inodes()
     flags.write(Config(seed=5), str(tmp_path))
-    assert {name: os.stat(tmp_path / name).st_ino for name in before} == before
+    assert inodes() == before and sorted(before) == ["config.json", "flags.txt"]
     os.remove(tmp_path / "flags.txt")
     os.mkfifo(tmp_path / "flags.txt")
-    flags.write(Config(seed=6), str(tmp_path))
-    assert json.loads((tmp_path / "config.json").read_text())["seed"] == 6
-    assert "--seed=6" in (tmp_path / "flags.txt").read_text()
+    as_json, as_flags = written(Config(seed=6), tmp_path)
+    assert json.loads(as_json)["seed"] == 6 and "--seed=6" in as_flags
 
 
-def test_write_leaves_its_two_files_and_nothing_else(tmp_path):
-    flags.write(Config(), str(tmp_path))
-    flags.write(Config(), str(tmp_path))
-    assert sorted(os.listdir(tmp_path)) == ["config.json", "flags.txt"]
-
-
-def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
-    flags.write(Config(seed=1), str(tmp_path))
-
+def test_a_failed_write_keeps_the_old_file_and_is_one_sentence(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(ValueError, match=r"workdir='.*' cannot be written \(No space left on device\)"):
-        flags.write(Config(seed=2), str(tmp_path))
+    flags.write(Config(seed=1), str(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", fail)
+        with pytest.raises(ValueError, match=r"workdir='.*' cannot be written \(No space left on device\)"):
+            flags.write(Config(seed=2), str(tmp_path))
     assert json.loads((tmp_path / "config.json").read_text())["seed"] == 1
     assert sorted(os.listdir(tmp_path)) == ["config.json", "flags.txt"]
-
-
-def test_a_workdir_that_cannot_be_created_is_refused_in_one_sentence(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(
-        ValueError, match=r"workdir='.*/file/run' cannot be written \(Not a directory\): give a directory"
-    ):
-        flags.write(Config(), str(tmp_path / "file" / "run"))
+    sentence = r"workdir='.*/config.json/run' cannot be written \(Not a directory\): give a directory"
+    with pytest.raises(ValueError, match=sentence):
+        flags.write(Config(), str(tmp_path / "config.json" / "run"))
 
 
 @pytest.mark.parametrize("arguments", [[], ["--token=hf_line", "--workdir=/hf_workdir"]])
@@ -313,15 +238,9 @@ def test_a_secret_is_written_nowhere(arguments, fresh_flags, tmp_path):
     flags.secret_flag(fresh_flags["workdir"])
     given = parse(fresh_flags, *arguments)
     assert token.value.startswith("hf_")
-    flags.write(given, str(tmp_path))
-    files = [(tmp_path / name).read_text() for name in ("config.json", "flags.txt")]
-    shown = [
-        *files,
-        str(flags.facts(given)),
-        str(flags.hyperparameters(given)),
-        str(flags.shown_settings(given)),
-        fresh_flags.main_module_help(),
-    ]
+    files = written(given, tmp_path)
+    shown = [str(show(given)) for show in (flags.facts, flags.hyperparameters, flags.shown_settings)]
+    shown += [*files, fresh_flags.main_module_help()]
     assert not any("hf_" in text for text in shown) and all("***" in text for text in shown)
     assert "# --token=***, which is secret: give it by hand" in files[1].splitlines()
     assert flags.facts(given)["--token"] == "***"
@@ -348,9 +267,8 @@ def test_passwords_of_urls_in_flags_are_written_nowhere(fresh_flags, tmp_path):
     absl_flags.DEFINE_list("mirrors", [], "More of them.", flag_values=fresh_flags)
     arguments = ["--workdir=sftp://me:pa55word@host/run", "--source=https://me:pa55word@host/x?sig=pa55word"]
     given = parse(fresh_flags, *arguments, "--mirrors=ftp://a:pa55word@b,ftp://c:pa55word@d")
-    flags.write(given, str(tmp_path))
-    shown = [(tmp_path / name).read_text() for name in ("config.json", "flags.txt")]
-    shown += [str(flags.facts(given)), str(flags.run_settings(given)), str(flags.hyperparameters(given))]
+    shown = written(given, tmp_path)
+    shown += [str(show(given)) for show in (flags.facts, flags.run_settings, flags.hyperparameters)]
     assert not any("pa55word" in text for text in shown)
     assert "--workdir=sftp://me@host/run\n" in shown[1] and "--source=https://***@host/x?sig=***\n" in shown[1]
     assert json.loads(shown[0])["mirrors"] == ["ftp://a@b", "ftp://c@d"]

@@ -1,6 +1,7 @@
 """The average of a table, of which each step brings some rows up to date: its formula."""
 
 import numpy as np
+import pytest
 import tensorflow as tf
 
 from distloop.tables import row_updates
@@ -23,36 +24,31 @@ def train(average, table, expected, is_sparse):
     return expected
 
 
-def test_rows_are_brought_up_to_date_when_a_step_changes_them_and_when_they_are_read():
-    table = tf.Variable(tf.reshape(tf.range(10.0), [5, 2]))
+@pytest.fixture
+def table():
+    return tf.Variable(tf.reshape(tf.range(10.0), [5, 2]))
+
+
+def test_rows_are_brought_up_to_date_when_a_step_changes_them_and_when_they_are_read(table):
     average = TableAverage(table)
     train(average, table, table.numpy(), lambda step: True)
     np.testing.assert_array_equal(average.stored["rows"].numpy()[3], [6.0, 7.0])  # no step has touched it
 
 
-def test_after_a_gradient_that_is_not_sparse_all_rows_are_up_to_date():
-    table = tf.Variable(tf.reshape(tf.range(10.0), [5, 2]))
+def test_after_a_gradient_that_is_not_sparse_all_rows_are_up_to_date(table):
     average = TableAverage(table)
     train(average, table, table.numpy(), lambda step: step != 4)
     train(average, table, average.numpy(), lambda step: False)
     assert average.raw() == {}
 
 
-def test_what_is_stored_comes_back_with_every_bit_and_a_given_average_starts_anew():
-    table = tf.Variable(tf.reshape(tf.range(10.0), [5, 2]))
+def test_what_is_stored_comes_back_with_every_bit_and_a_step_that_does_not_reach_the_table_moves_it(table):
     average, other = TableAverage(table), TableAverage(table)
-    train(average, table, table.numpy(), lambda step: True)
+    expected = train(average, table, table.numpy(), lambda step: True)
     other.restore_raw(average.raw())
     assert other.numpy().tobytes() == average.numpy().tobytes()
-    average.assign(other.numpy())
+    other.touch(None)
+    other.move(tf.constant(0.5))
+    assert_close({"average": other.numpy()}, {"average": expected + 0.5 * (table.numpy() - expected)})
+    average.assign(other.numpy())  # starts anew
     assert average.raw() == {} and other.numpy().tobytes() == average.numpy().tobytes()
-
-
-def test_a_step_that_does_not_reach_the_table_moves_the_average_of_rows_that_are_not_up_to_date():
-    table = tf.Variable(tf.reshape(tf.range(10.0), [5, 2]))
-    average, restored = TableAverage(table), TableAverage(table)
-    expected = train(average, table, table.numpy(), lambda step: True)
-    restored.restore_raw(average.raw())
-    restored.touch(None)
-    restored.move(tf.constant(0.5))
-    assert_close({"average": restored.numpy()}, {"average": expected + 0.5 * (table.numpy() - expected)})

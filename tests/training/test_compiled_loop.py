@@ -1,5 +1,6 @@
 """The compiled steps between two boundaries: which rows they return, how often they are traced, and the warning."""
 
+import functools
 import time
 
 import numpy as np
@@ -9,35 +10,41 @@ import tensorflow as tf
 import distloop
 from distloop.assembly import make_training_source
 from distloop.data.shards import Batch, BatchLayout
-from distloop.graph_functions import MOST_TRACES, Traces, compiled, describe
+from distloop.graph_functions import MOST_TRACES, Traces, compiled
 from distloop.keras_models.fit_arguments import read_arguments
 from distloop.training.compiled_loop import CompiledLoop
 from distloop.training.step import TrainStep
 from tests.problems import classification, classifier, on, refused
 
 
-@pytest.mark.slow
-def test_rows_end_at_logs_and_hold_what_their_steps_added_up():
-    trainer = distloop.Trainer(classifier(), on(2))
+def looping(replicas):
+    """Returns a trainer, its step, and a function that runs a loop."""
+    trainer = distloop.Trainer(classifier(), on(replicas))
     data = distloop.make_dataset(classification(64), 16)
     trainer.build(data)
-    loop = CompiledLoop(trainer.state, step := TrainStep(trainer.state))
+    step = TrainStep(trainer.state)
+    loop = CompiledLoop(trainer.state, step)
     source = make_training_source(read_arguments(data, None, {}), trainer.state, trainer.config)
     loop.trace(source, executor="")
-    first = loop.run(source, 5, 2, executor="", is_single=False)
-    assert [row.steps for row in first] == [2, 2, 1]
-    second = loop.run(source, 3, 2, executor="", is_single=False)  # a log is due at step 6, which is its first
-    assert [row.steps for row in second] == [1, 2]
-    assert [row.examples for row in second] == [16, 32]
+    return trainer, step, functools.partial(loop.run, source, executor="")
+
+
+@pytest.mark.slow
+def test_rows_end_at_logs_and_hold_what_their_steps_added_up():
+    trainer, step, run = looping(2)
+    assert [row.steps for row in run(5, 2, is_single=False)] == [2, 2, 1]
+    second = run(3, 2, is_single=False)  # a log is due at step 6, which is its first
+    assert [(row.steps, row.examples) for row in second] == [(1, 16), (2, 32)]
     row = second[-1]
     assert row.tallies.shape == (2 * len(step.names),) and row.replica_secs.shape == (2,)
     assert len(row.step_secs) == 2 and np.isclose(row.step_secs.sum(), row.seconds, atol=0.05)
     assert row.diagnosis is None and set(row.numbers) == {"skipped_steps", "learning_rate", "weight_norm"}
     assert trainer.step == 8
     for deadline in (0.0, -100.0):  # in the past: the first step is run all the same
-        (row,) = loop.run(source, 50, 20, executor="", is_single=False, secs=deadline)
+        (row,) = run(50, 20, is_single=False, secs=deadline)
         assert row.steps == 1 and len(row.step_secs) == 1
-    assert trainer.step == 10
+    (row,) = run(1, 0, is_single=True)  # without a loop of TensorFlow
+    assert row.steps == 1 and row.examples == 16 and trainer.step == 11
 
 
 @pytest.mark.slow
@@ -50,34 +57,13 @@ def test_a_clock_that_is_set_back_ends_a_loop_no_later_and_its_rows_have_seconds
         return np.float64(time.time() - (3600.0 if is_at_start or len(calls) > 50 else 0.0))
 
     monkeypatch.setattr(tf, "timestamp", lambda: tf.ensure_shape(tf.numpy_function(now, [], tf.float64), []))
-    trainer = distloop.Trainer(classifier(), on(1))
-    data = distloop.make_dataset(classification(64), 16)
-    trainer.build(data)
-    loop = CompiledLoop(trainer.state, TrainStep(trainer.state))
-    source = make_training_source(read_arguments(data, None, {}), trainer.state, trainer.config)
-    loop.trace(source, executor="")
+    *_, run = looping(1)
     began_at = time.monotonic()
-    rows = loop.run(source, 100_000, 5, executor="", is_single=False, secs=0.3)
+    rows = run(100_000, 5, is_single=False, secs=0.3)
     ended_at = time.monotonic()
     assert ended_at - began_at < 5.0
     assert all(0.0 < row.seconds < 5.0 and 0.0 <= row.input_secs <= row.seconds for row in rows)
     assert all((row.step_secs >= 0.0).all() and began_at <= row.end <= ended_at for row in rows)
-
-
-@pytest.mark.slow
-def test_a_single_step_is_run_without_a_tensorflow_loop():
-    trainer = distloop.Trainer(classifier(), on(1))
-    data = distloop.make_dataset(classification(64), 16)
-    trainer.build(data)
-    loop = CompiledLoop(trainer.state, TrainStep(trainer.state))
-    (row,) = loop.run(
-        make_training_source(read_arguments(data, None, {}), trainer.state, trainer.config),
-        1,
-        0,
-        executor="",
-        is_single=True,
-    )
-    assert row.steps == 1 and row.examples == 16 and trainer.step == 1
 
 
 def test_tensorflow_does_not_warn_of_traces_for_many_kinds_of_data(caplog, monkeypatch):
@@ -99,14 +85,6 @@ def test_no_row_is_without_steps_wherever_the_time_of_a_loop_ends(monkeypatch):
     assert 1 < len(loops) < 10_000
 
 
-def test_batches_are_described_by_their_entries():
-    dataset = tf.data.Dataset.from_tensor_slices({"x": tf.zeros([4, 3]), "y": tf.zeros([4], tf.int32)}).batch(2)
-    expected = {"x": "float32 [None, 3]", "y": "int32 [None]"}
-    assert describe(iter(dataset)) == expected
-    assert describe(Batch({"x": tf.zeros([2, 3])}, tf.constant(2))) == {"x": "float32 [2, 3]"}
-    assert describe(BatchLayout(False, False)) == describe(tf.constant(1)) == {}
-
-
 def test_the_warning_names_what_changed_and_comes_again_when_their_number_has_doubled(caplog):
     traces = Traces("train step")
     for length in range(4 * MOST_TRACES):
@@ -116,14 +94,15 @@ def test_the_warning_names_what_changed_and_comes_again_when_their_number_has_do
     assert "changed x from float32 [2, 4] to float32 [2, 5]. Give" in caplog.text
 
 
-def test_more_traces_than_the_config_allows_are_an_error_that_names_what_changed(caplog):
-    def data(rows):
-        return tf.data.Dataset.from_tensors({name: np.asarray(v) for name, v in classification(rows).items()})
+def one_batch(rows):
+    return tf.data.Dataset.from_tensors({name: np.asarray(v) for name, v in classification(rows).items()})
 
+
+def test_more_traces_than_the_config_allows_are_an_error_that_names_what_changed():
     trainer = distloop.Trainer(classifier(), on(1, max_traces=1))
-    trainer.fit(data(8), steps=2)
-    trainer.evaluate(data(8))
-    for call in (lambda: trainer.evaluate(data(9)), lambda: trainer.fit(data(9), steps=4)):
+    trainer.fit(one_batch(8), steps=2)
+    trainer.evaluate(one_batch(8))
+    for call in (lambda: trainer.evaluate(one_batch(9)), lambda: trainer.fit(one_batch(9), steps=4)):
         refused(call, "to be traced 2 times", "max_traces=1", "[8, 8] to float32 [9, 8]", "give batches of one shape")
     assert trainer.step == 2
 
@@ -132,6 +111,5 @@ def test_evaluating_one_shape_after_another_warns(caplog, monkeypatch):
     monkeypatch.setattr("distloop.graph_functions.MOST_TRACES", 1)
     trainer = distloop.Trainer(classifier(), on(1))
     for rows in (2, 3):
-        data = tf.data.Dataset.from_tensors({name: np.asarray(v) for name, v in classification(rows).items()})
-        trainer.evaluate(data)
+        trainer.evaluate(one_batch(rows))
     assert "The evaluation was traced 2 times" in caplog.text and "[2, 8] to float32 [3, 8]" in caplog.text

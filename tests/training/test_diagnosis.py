@@ -34,58 +34,44 @@ def test_an_update_is_to_blame_if_its_numbers_made_the_step_an_error(given, skip
     assert given.is_to_blame(skip_nonfinite=skip_nonfinite, is_loss_watched=is_loss_watched) == expected
 
 
-def test_a_sentence_names_values_and_gradients():
-    text = diagnosis.explain_nonfinite(7, report("g", np.nan, np.nan, "abcde"), diagnosis.Cause("the cause"))
-    assert text == (
+def test_a_sentence_names_values_gradients_the_smallest_loss_scale_and_losses_that_jumped():
+    explain, cause = diagnosis.explain_nonfinite, diagnosis.Cause("the cause")
+    assert explain(7, report("g", np.nan, np.nan, "abcde"), cause) == (
         "Step 7 is the first that was not finite: g/loss is nan, the gradient of update 'g' of a, b, c and 2 more is "
         "not finite; the cause: lower the learning rate, set clip_norm, or skip such steps with on_nonfinite=skip."
     )
-    assert "gradient_norm is inf; " in diagnosis.explain_nonfinite(7, report(norm=np.inf), diagnosis.Cause("the cause"))
-
-
-def test_a_sentence_names_the_smallest_loss_scale():
-    text = diagnosis.explain_nonfinite(
-        12, report(norm=np.inf, loss_scale=1.0, overflows=10), diagnosis.Cause("the cause")
-    )
+    assert "gradient_norm is inf; " in explain(7, report(norm=np.inf), cause)
+    text = explain(12, report(norm=np.inf, loss_scale=1.0, overflows=10), cause)
     assert text.startswith("Step 12 is number 10 in a row that was not finite at the smallest loss scale, 1: ")
-
-
-def test_the_advice_fits_the_cause():
-    advice = {
-        step: diagnosis.explain_nonfinite(step, given, diagnosis.guess_cause(step, given)).rpartition(": ")[2]
-        for step, given in {1: report(loss=np.nan), 5: report(norm=np.nan, paths=["a"]), 9: report(loss=np.nan)}.items()
-    }
-    assert advice[1].startswith("look at the batch") and "learning rate" not in advice[1]
-    assert advice[5].startswith("keep what they get away from 0")
-    assert advice[9].startswith("lower the learning rate")
-
-
-def test_losses_that_jumped_are_named():
-    statistics = np.array([[30, 1.0, 0.04], [30, 1.0, 0.04]])
     reports = [report("a", loss=1.1), report("b", loss=50.0)]
-    text = diagnosis.explain_jump(40, reports, statistics, 10.0)
+    text = diagnosis.explain_jump(40, reports, np.array([[30, 1.0, 0.04]] * 2), 10.0)
     assert text.startswith("At step 40 b/loss jumped to 50 from 1 (mean of the steps before; deviation 0.2); ")
 
 
 @pytest.mark.parametrize(
-    "step, given, cause",
+    "step, given, cause, advice",
     [
-        (5, report(norm=np.nan, paths=["a"]), "so a derivative is not"),
-        (5, report(norm=np.inf), "not the norm of all"),
-        (1, report(loss=np.nan), "in a first step often the data"),
-        (5, report(loss=np.nan), "often the weights grew too large"),
+        (5, report(norm=np.nan, paths=["a"]), "so a derivative is not", "keep what they get away from 0"),
+        (5, report(norm=np.inf), "not the norm of all", ""),
+        (1, report(loss=np.nan), "in a first step often the data", "look at the batch"),
+        (9, report(loss=np.nan), "often the weights grew too large", "lower the learning rate"),
     ],
 )
-def test_a_cause_is_guessed(step, given, cause):
-    assert cause in diagnosis.guess_cause(step, given).words
+def test_a_cause_is_guessed_and_the_advice_fits_it(step, given, cause, advice):
+    guessed = diagnosis.guess_cause(step, given)
+    found = diagnosis.explain_nonfinite(step, given, guessed).rpartition(": ")[2]
+    assert cause in guessed.words and found.startswith(advice)
+    assert step > 1 or "learning rate" not in found
 
 
 def test_errors_that_are_not_about_xla_are_not_explained():
-    error = tf.errors.InvalidArgumentError(None, None, "shapes differ")
-    assert diagnosis.explain_compile_error(SimpleNamespace(jit_compile=True), error) is None
-    about_xla = tf.errors.InvalidArgumentError(None, None, "INVALID_ARGUMENT: no such op for XLA.")
-    assert diagnosis.explain_compile_error(SimpleNamespace(jit_compile=False), about_xla) is None
-    assert "(no such op for XLA)" in str(diagnosis.explain_compile_error(SimpleNamespace(jit_compile=True), about_xla))
+    def explain(message, jit_compile=True):
+        error = tf.errors.InvalidArgumentError(None, None, message)
+        return diagnosis.explain_compile_error(SimpleNamespace(jit_compile=jit_compile), error)
+
+    about_xla = "INVALID_ARGUMENT: no such op for XLA."
+    assert explain("shapes differ") is None and explain(about_xla, jit_compile=False) is None
+    assert "(no such op for XLA)" in str(explain(about_xla))
 
 
 @pytest.mark.slow

@@ -1,86 +1,71 @@
-"""The forward and backward pass of one update on one replica."""
+"""The forward and backward pass of one update on one replica, and the gradients of one value over some rows."""
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
 import distloop
 from distloop.data.shards import Batch, BatchLayout
 from distloop.model.state import TrainState
+from distloop.training.differentiation import tally_outputs
 from distloop.training.forward_backward import ForwardBackward
 from tests.problems import classification, classifier, on
 
-LAYOUT = BatchLayout(is_split=False, is_padded=False)
-
-
-def make_pass(**settings):
-    """A pass over `w * x + offset`, whose gradient by `w` is the sum of x; its loss_fn writes a statistic."""
-
-    def model_fn():
-        w, offset, mean = tf.Variable(2.0), tf.Variable(1.0), tf.Variable(0.0, trainable=False)
-
-        def loss_fn(batch, training):
-            mean.assign(tf.reduce_mean(batch["x"]))
-            return {"double": 2 * batch["x"], "loss": w * batch["x"]}
-
-        return distloop.ModelSpec([w, offset, mean], keras.optimizers.SGD(0.1), loss_fn)
-
-    state = TrainState(model_fn, tf.distribute.get_strategy())
-    return ForwardBackward(state, state.spec.updates[0], **settings)
-
-
-def run(update_pass, x, factor=None):
-    rows = {"x": tf.constant(x, tf.float32)}
-    return tf.function(lambda rows: update_pass(Batch(rows, None), LAYOUT, factor), autograph=False)(rows)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("microbatches", [1, 2, 3])
-def test_sums_over_microbatches_are_the_sums_over_the_batch(microbatches):
-    update_pass = make_pass(microbatches=microbatches)
-    summed = run(update_pass, range(1, 6))
-    assert [g.numpy().tolist() for g in update_pass.packing.unpack(summed.segments)] == [15.0, 0.0]
-    assert summed.tallies.numpy().tolist() == [30.0, 5.0, 30.0, 5.0]
-
-
-def test_a_factor_multiplies_gradients_and_not_tallies():
-    update_pass = make_pass()
-    summed = run(update_pass, [1.0] * 4, tf.constant(8.0))
-    assert update_pass.packing.unpack(summed.segments)[0].numpy() == 32.0
-    assert summed.tallies.numpy().tolist() == [8.0, 4.0, 8.0, 4.0]
-
-
-def test_tracing_reveals_names_gradients_and_writes():
-    update_pass = make_pass()
-    summed = run(update_pass, [1.0] * 4)
-    trace = update_pass.trace
-    assert (trace.names, trace.outputs, trace.reached) == (["loss", "double"], {"loss", "double"}, [True, False])
-    assert len(trace.written) == 1 and [float(t) for t in (*summed.before, *summed.after)] == [0.0, 1.0]
-
-
-def test_gradients_of_rows_come_by_path():
-    update_pass = make_pass()
-    by_path, tallies = update_pass.differentiate.by_path({"x": tf.ones(3)}, None, training=True)
-    assert {path: g if g is None else float(g) for path, g in by_path.items()} == {"0": 3.0, "1": None}
-    assert float(tallies["loss"].total) == 6.0
-
 
 def test_other_names_than_before_are_refused():
-    update_pass = make_pass()
-    run(update_pass, [1.0] * 4)
-    object.__setattr__(update_pass.update, "loss_fn", lambda batch, training: {"loss": batch["x"] * 0.0})
-    with pytest.raises(ValueError, match="does not depend on any variable"):
-        run(update_pass, [1.0] * 4)
-    variable = update_pass.variables[0]
-    object.__setattr__(update_pass.update, "loss_fn", lambda batch, training: {"loss": batch["x"] * variable})
-    with pytest.raises(ValueError, match=r"returned \['loss'\], and \['loss', 'double'\] before"):
-        run(update_pass, [1.0] * 4)
+    outputs = [
+        lambda x, w: {"double": 2 * x, "loss": w * x},
+        lambda x, w: {"loss": 0 * x},
+        lambda x, w: {"loss": w * x},
+    ]
+
+    def model_fn():
+        weight = tf.Variable(2.0)
+        loss_fn = lambda batch, training: outputs[0](batch["x"], weight)  # noqa: E731
+        return distloop.ModelSpec([weight], keras.optimizers.SGD(0.1), loss_fn)
+
+    def run():
+        layout = BatchLayout(is_split=False, is_padded=False)
+        tf.function(lambda x: update_pass(Batch({"x": x}, None), layout, None), autograph=False)(tf.ones(4))
+
+    state = TrainState(model_fn, tf.distribute.get_strategy())
+    update_pass = ForwardBackward(state, state.spec.updates[0])
+    run()
+    for sentence in ("does not depend on any variable", r"returned \['loss'\], and \['loss', 'double'\] before"):
+        outputs.pop(0)
+        with pytest.raises(ValueError, match=sentence):
+            run()
 
 
 @pytest.mark.slow
 def test_a_model_that_talks_to_other_replicas_is_refused():
     trainer = distloop.Trainer(classifier(batch_norm="synchronized"), on(2, jit_compile=True))
-    with pytest.raises(
-        ValueError, match=r"^jit_compile=True was given with a model that talks .*use jit_compile=False.$"
-    ):
+    sentence = r"^jit_compile=True was given with a model that talks .*use jit_compile=False.$"
+    with pytest.raises(ValueError, match=sentence):
         trainer.fit(distloop.make_dataset(classification(16), 16), steps=1)
+
+
+def test_padding_counts_in_no_tally():
+    tallies, _ = tally_outputs({"loss": tf.constant([1.0, np.nan])}, tf.zeros([2]), tf.constant([1.0, 0.0]), {})
+    assert [float(t) for t in tallies["loss"][:2]] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("is_part_first", [False, True])
+def test_a_part_of_another_model_counts_its_losses_once(is_part_first):
+    def model_fn():
+        l2 = keras.regularizers.L2(0.1)
+        encoder = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4, kernel_regularizer=l2)])
+        activity = keras.layers.ActivityRegularization(l2=0.01)
+        model = keras.Sequential([keras.Input((3,)), encoder, activity, keras.layers.Dense(1, kernel_regularizer=l2)])
+        models = {"encoder": encoder, "model": model} if is_part_first else [model, encoder, activity]
+        loss_fn = lambda batch, training: {"loss": model(batch["x"], training=training)}  # noqa: E731
+        return distloop.ModelSpec(models, keras.optimizers.SGD(0.1), loss_fn)
+
+    state = TrainState(model_fn, tf.distribute.get_strategy())
+    rows = {"x": tf.ones([2, 3])}
+    _, tallies = ForwardBackward(state, state.spec.updates[0]).differentiate.by_path(rows, None, training=True)
+    total, weight, *_ = tallies["regularization"]
+    model = state.model["model"] if is_part_first else state.model[0]
+    np.testing.assert_allclose(total / weight, sum(model.losses), rtol=1e-6)
+    assert len(model.losses) == 3 and state.num_parameters() == model.count_params()

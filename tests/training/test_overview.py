@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 from types import SimpleNamespace
 
 import keras
@@ -16,11 +17,11 @@ from distloop.monitoring import ledger
 from distloop.training import overview
 from tests import problems
 
-SPEC = {
-    "x": tf.TensorSpec([None, 8], tf.float32),
-    "label": tf.TensorSpec([None], tf.int32),
-    "weight": tf.TensorSpec([None], tf.float32),
-}
+SPEC = {"x": tf.TensorSpec([None, 8]), "label": tf.TensorSpec([None], tf.int32), "weight": tf.TensorSpec([None])}
+
+
+def data():
+    return tf.data.Dataset.from_tensor_slices(problems.classification(64)).batch(16)
 
 
 def trainer_of(model_fn=None, replicas=2, **settings):
@@ -43,11 +44,9 @@ def test_the_model_is_a_table_of_its_variables():
 @pytest.mark.slow
 def test_a_large_model_is_cut_off():
     def model_fn():
-        layers = [keras.layers.Dense(1) for _ in range(120)]
-        model = keras.Sequential([keras.Input((8,)), *layers])
-        return distloop.ModelSpec(
-            model, keras.optimizers.SGD(0.1), lambda batch, training: {"loss": model(batch["x"])[:, 0]}
-        )
+        model = keras.Sequential([keras.Input((8,)), *(keras.layers.Dense(1) for _ in range(120))])
+        loss_fn = lambda batch, training: {"loss": model(batch["x"])[:, 0]}  # noqa: E731
+        return distloop.ModelSpec(model, keras.optimizers.SGD(0.1), loss_fn)
 
     text = overview.describe_model(trainer_of(model_fn, 1).state)
     assert text.count("\n| `") == 200 and text.endswith("and 40 more variables")
@@ -56,10 +55,7 @@ def test_a_large_model_is_cut_off():
 def test_the_environment_has_versions_and_devices():
     text = overview.describe_environment(trainer_of().state, problems.on(2))
     assert f"| `TensorFlow` | `{tf.__version__}` |" in text and "| `replicas` | `2` |" in text
-
-
-def test_values_cannot_break_a_table():
-    assert overview._table(["a"], [["x|y`z\nw"]]).splitlines()[-1] == "| `x\\|y'z w` |"
+    assert overview._table(["a"], [["x|y`z\nw"]]).splitlines()[-1] == "| `x\\|y'z w` |"  # no value breaks it
 
 
 def test_incidents_are_told(tmp_path):
@@ -69,13 +65,15 @@ def test_incidents_are_told(tmp_path):
     assert "| `5` | `4` | `rollback` | `2` | `4` | `it jumped` |" in overview.describe_incidents(str(tmp_path))
 
 
-def test_the_graph_has_the_layers_by_name_and_no_large_constants():
+def test_the_graph_has_the_layers_by_name_and_no_large_constants_and_is_left_out_if_it_is_too_large(monkeypatch):
     trainer = trainer_of()
     forward = overview.ForwardPass(trainer.state, trainer.config).trace(SPEC)
     graph = tf.compat.v1.GraphDef.FromString(overview.drawable(forward))
     names = [node.name for node in graph.node]
     assert any(re.search(r"net\w*/hidden\w*/MatMul", name) for name in names) and {"x", "label"} <= set(names)
     assert sum(node.ByteSize() for node in graph.node) < 100_000
+    monkeypatch.setattr(overview, "_MAX_NODES", 10)
+    assert overview.drawable(forward) is None
 
 
 @pytest.mark.slow
@@ -91,16 +89,9 @@ def test_a_model_that_cannot_be_traced_alone_trains_without_a_graph(tmp_path):
         return distloop.ModelSpec(model, keras.optimizers.SGD(0.1), loss_fn)
 
     trainer = trainer_of(model_fn, workdir=str(tmp_path), graph="always")
-    data = tf.data.Dataset.from_tensor_slices(problems.classification()).batch(16)
-    assert trainer.fit(data, steps=2)
+    assert trainer.fit(data(), steps=2)
     with trainer.strategy.scope():
         assert overview.ForwardPass(trainer.state, trainer.config).trace(SPEC) is None
-
-
-def test_a_graph_that_is_too_large_is_left_out(monkeypatch):
-    monkeypatch.setattr(overview, "_MAX_NODES", 10)
-    trainer = trainer_of()
-    assert overview.drawable(overview.ForwardPass(trainer.state, trainer.config).trace(SPEC)) is None
 
 
 @pytest.mark.slow
@@ -111,51 +102,46 @@ def test_the_graph_is_written_by_default_where_it_costs_little(setting, few, has
     monkeypatch.setattr(overview, "_FEW_VARIABLES", few)
     drawn = []
     monkeypatch.setattr(overview, "drawable", lambda *_: drawn.append(1))
-    data = tf.data.Dataset.from_tensor_slices(problems.classification()).batch(16)
-    trainer_of(workdir=str(tmp_path), graph=setting).fit(data, steps=2)
+    trainer_of(workdir=str(tmp_path), graph=setting).fit(data(), steps=2)
     assert bool(drawn) == has_graph
 
 
 @pytest.mark.slow
 def test_utilization_is_told_of_a_known_peak():
-    data = tf.data.Dataset.from_tensor_slices(problems.classification(64)).batch(16)
-    found = trainer_of(peak_flops=1e9).fit(data, steps=4)
+    found = trainer_of(peak_flops=1e9).fit(data(), steps=4)
     of_one = 3 * 2 * (8 * 16 + 16 * 4)  # forward and backward; two layers
     assert found["model_flops_per_sec"] == pytest.approx(of_one * found["examples_per_sec"])
     assert found["model_flops_utilization"] == pytest.approx(found["model_flops_per_sec"] / 2e9)
-    assert "model_flops_utilization" not in trainer_of().fit(data, steps=4)
+    assert "model_flops_utilization" not in trainer_of().fit(data(), steps=4)
 
 
 def test_known_gpus_have_a_peak(monkeypatch):
-    trainer = trainer_of()
-    monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: ["first", "second"])
-    monkeypatch.setattr(tf.config.experimental, "get_device_details", lambda gpu: {"device_name": "NVIDIA L4"})
-    on = distloop.Config(device="gpu", precision="mixed_bfloat16")
-    assert overview.peak_flops(trainer.state, on) == 2 * 121e12
-    monkeypatch.setattr(tf.config.experimental, "get_device_details", lambda gpu: {"device_name": f"NVIDIA {gpu}"})
-    assert overview.peak_flops(trainer.state, on) is None
-    assert overview.peak_flops(trainer.state, distloop.Config(device="cpu", peak_flops=5.0)) == 10.0
+    state = trainer_of().state
+    gpu, names = distloop.Config(device="gpu", precision="mixed_bfloat16"), {"first": "L4", "second": "L4"}
+    monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: list(names))
+    details = lambda gpu: {"device_name": f"NVIDIA {names[gpu]}"}  # noqa: E731
+    monkeypatch.setattr(tf.config.experimental, "get_device_details", details)
+    assert overview.peak_flops(state, gpu) == 2 * 121e12
+    names.update(first="first", second="second")
+    assert overview.peak_flops(state, gpu) is None
+    assert overview.peak_flops(state, distloop.Config(device="cpu", peak_flops=5.0)) == 10.0
 
 
-def test_each_device_of_a_pipeline_counts_once(tmp_path):
-    def model_fn(devices):
-        layers = [keras.layers.Dense(4) for _ in range(3)]
-        model = distloop.split(keras.Sequential([keras.Input((8,)), *layers]), 3, devices)
-        return distloop.ModelSpec(
-            model, keras.optimizers.SGD(0.1), lambda batch, training: {"loss": tf.reduce_sum(model(batch["x"]), 1)}
-        )
-
+def test_each_device_of_a_pipeline_counts_once_on_each_worker(tmp_path):
     for devices in (["CPU:0", "CPU:1", "CPU:0"], ["CPU:1", "CPU:0", "CPU:1"]):
-        config = distloop.Config(device="cpu", num_stages=3, strategy="none")
-        state = distloop.Trainer(lambda devices=devices: model_fn(devices), config).state
+
+        def model_fn(devices=devices):
+            layers = [keras.layers.Dense(4) for _ in range(3)]
+            model = distloop.split(keras.Sequential([keras.Input((8,)), *layers]), 3, devices)
+            loss_fn = lambda batch, training: {"loss": tf.reduce_sum(model(batch["x"]), 1)}  # noqa: E731
+            return distloop.ModelSpec(model, keras.optimizers.SGD(0.1), loss_fn)
+
+        state = distloop.Trainer(model_fn, distloop.Config(device="cpu", num_stages=3, strategy="none")).state
         assert overview.peak_flops(state, distloop.Config(device="cpu", peak_flops=5.0)) == 10.0
         fit._begin_in(str(tmp_path), state, None, {})
     assert [start["devices"] for start in ledger.read_starts(str(tmp_path))] == [2, 2]
-
-
-def test_each_worker_has_the_devices_of_a_pipeline():
-    strategy, placement = SimpleNamespace(num_replicas_in_sync=3), SimpleNamespace(devices=["CPU:0", "CPU:1"])
-    assert overview.num_devices(SimpleNamespace(strategy=strategy, placement=placement)) == 6
+    on_3 = SimpleNamespace(strategy=SimpleNamespace(num_replicas_in_sync=3), placement=state.placement)
+    assert overview.num_devices(on_3) == 6
 
 
 def test_the_layout_has_charts_for_what_the_run_reports():
@@ -184,7 +170,6 @@ def test_the_command_for_tensorboard_works_where_none_is_on_the_path(monkeypatch
     monkeypatch.setattr(overview.shutil, "which", lambda name: f"/usr/bin/{name}")
     assert overview._tensorboard() == "tensorboard"
     monkeypatch.setattr(overview.shutil, "which", lambda name: None)
-    monkeypatch.setattr(overview.sys, "executable", os.path.abspath(".venv/bin/python"))
-    assert overview._tensorboard() == ".venv/bin/python -m tensorboard.main"
-    monkeypatch.setattr(overview.sys, "executable", "/opt/my python")
-    assert overview._tensorboard() == "'/opt/my python' -m tensorboard.main"
+    for python, shown in ((os.path.abspath(".venv/bin/python"), ".venv/bin/python"), ("/opt/my python",) * 2):
+        monkeypatch.setattr(overview.sys, "executable", python)
+        assert overview._tensorboard() == f"{shlex.quote(shown)} -m tensorboard.main"

@@ -23,27 +23,18 @@ def end(**length):
     return run_length.make_units(SOURCE, chosen(**length)).run
 
 
-def test_a_run_ends_with_the_steps_that_fit_was_given():
+def test_a_run_ends_after_the_steps_epochs_examples_or_seconds_that_fit_was_given():
     assert end(steps=5) == end(steps=np.int64(5)) == end(until=5) == end(until="5 steps") == Period(steps=5)
-
-
-def test_epochs_are_passes_over_the_data():
     assert end(epochs=3) == end(until="3 epochs") == Period(steps=21)
-
-
-def test_a_run_may_end_after_so_many_examples_or_seconds():
     assert end(until="1e3 examples") == Period(steps=16) and end(until="2 min") == Period(secs=120.0)
 
 
 def test_without_arguments_the_config_says_when():
-    lengths = [{"steps": 4}, {"epochs": 2}, {"until": "1 h"}]
-    assert [chosen(distloop.Config(**length)) for length in lengths] == [4, "2 epochs", "1 h"]
-
-
-@pytest.mark.parametrize("length", [{"epochs": 2}, {"until": "1 h"}, {"steps": 9}])
-def test_what_fit_was_given_goes_before_the_config(length):
-    assert chosen(distloop.Config(**length), steps=5) == 5
-    assert chosen(distloop.Config(**length), until="2 h") == "2 h"
+    for length, expected in (({"steps": 4}, 4), ({"epochs": 2}, "2 epochs"), ({"until": "1 h"}, "1 h")):
+        config = distloop.Config(**length)
+        assert chosen(config) == expected
+        assert chosen(config, steps=5) == 5 and chosen(config, until="2 h") == "2 h"
+    assert chosen(distloop.Config(fast_dev_run=True)) == 4
 
 
 @pytest.mark.parametrize(
@@ -56,13 +47,10 @@ def test_exactly_one_of_steps_epochs_and_until_is_needed(steps, epochs, until):
 
 
 @pytest.mark.parametrize("steps", [1.5, -1, True, "10"])
-def test_steps_are_whole_numbers(steps):
+@pytest.mark.parametrize("until", ["5 m", "25 %", -3, True])
+def test_steps_are_whole_numbers_and_until_is_a_duration_and_no_share_of_the_run(steps, until):
     with pytest.raises(ValueError, match=r"it takes a whole number, 1 or more"):
         chosen(steps=steps)
-
-
-@pytest.mark.parametrize("until", ["5 m", "25 %", -3, True])
-def test_until_is_a_duration_and_no_share_of_the_run(until):
     with pytest.raises(ValueError, match="fit was given until=.*; it takes a duration, such as '2 h', '3 epochs' or"):
         chosen(until=until)
 
@@ -72,10 +60,6 @@ def test_until_is_a_duration_and_no_share_of_the_run(until):
 )
 def test_a_run_of_epochs_is_evaluated_after_each_and_another_at_its_end(length, every):
     assert run_length.make_units(SOURCE, chosen(**length)).period(distloop.Config().eval_every) == Period(steps=every)
-
-
-def test_a_dry_run_ends_with_the_next_step():
-    assert chosen(distloop.Config(fast_dev_run=True)) == 4
 
 
 def test_a_run_that_is_over_says_what_to_raise():
@@ -118,19 +102,11 @@ def test_the_history_of_epochs_has_a_mean_of_each_and_the_weights_do_not_depend_
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize(
-    ("length", "given"),
-    [
-        (500, {"steps": 500}),
-        ("3 epochs", {"epochs": 3}),
-        ("2 h", {"until": "2 h"}),
-        ("0.5 epochs", {"until": "0.5 epochs"}),
-    ],
-)
-def test_a_length_is_one_of_three_settings(length, given):
-    settings = run_length.as_settings(length)
-    assert settings == {"steps": 0, "epochs": 0, "until": "", **given}
-    distloop.Config(**settings)
+def test_a_length_is_one_of_three_settings():
+    for length, name in ((500, "steps"), ("3 epochs", "epochs"), ("2 h", "until"), ("0.5 epochs", "until")):
+        settings = run_length.as_settings(length)
+        assert settings == {"steps": 0, "epochs": 0, "until": "", name: 3 if name == "epochs" else length}
+        distloop.Config(**settings)
 
 
 def test_the_hyperparameters_of_a_run_have_the_length_that_fit_was_given(tmp_path, monkeypatch):

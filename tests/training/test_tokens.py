@@ -88,10 +88,11 @@ def straight():
     ),
 )
 def test_a_run_ends_and_acts_at_the_steps_that_reach_so_many_tokens(straight, replicas, settings):
-    act = noting("70 tokens")
-    trainer, found = train(replicas, [act], **settings)
+    act, quarter = noting("70 tokens"), noting("25 %")
+    trainer, found = train(replicas, [act, quarter], **settings)
     due = [step for step in range(1, LAST) if COUNTS[step] // 70 > COUNTS[step - 1] // 70]
     assert trainer.step == LAST and act.steps == [*due, LAST]
+    assert quarter.steps == [int(np.argmax(share * UNTIL <= COUNTS)) for share in (0.25, 0.5, 0.75, 1.0)]
     assert_close(weights(trainer), straight)
     rates = dict(zip(found.steps["learning_rate"], found.history["learning_rate"], strict=True))
     expected = {step: rate_after(COUNTS[step]) for step in rates}
@@ -129,35 +130,23 @@ def test_an_evaluation_that_is_due_by_tokens_is_not_left_out_where_an_action_fai
 
 @pytest.mark.slow
 def test_a_schedule_in_tokens_may_be_that_of_a_run_in_steps():
-    def in_tokens():
-        return model_fn(f"{UNTIL} tokens")
-
-    trainer = distloop.Trainer(in_tokens, on(2, log_every=5))
-    dataset = data()
+    trainer, dataset = distloop.Trainer(lambda: model_fn(f"{UNTIL} tokens"), on(2, log_every=5)), data()
     trainer.fit(dataset, steps=5)
     found = trainer.fit(dataset, steps=10)  # the count goes on
     assert found["learning_rate"] == pytest.approx(rate_after(COUNTS[10]), abs=1e-6)
 
 
 @pytest.mark.slow
-def test_a_step_of_a_run_in_tokens_is_replayed(straight, tmp_path):
-    train(workdir=str(tmp_path), checkpoint_every=5)
-    trainer = distloop.Trainer(model_fn, on(1, workdir=str(tmp_path), until=f"{UNTIL} tokens"))
-    result = trainer.replay(data(), step=8)
-    assert result.learning_rate == pytest.approx(rate_after(COUNTS[7]), abs=1e-6)
-    assert_close(result.weights_after, replayed_by_hand(8))
-
-
-def replayed_by_hand(steps):
-    trainer = distloop.Trainer(model_fn, on(1))
-    weights_then = {}
-
+def test_a_step_of_a_run_in_tokens_is_replayed(tmp_path):
     def act(report):
         weights_then[report.step] = weights(report.state)
 
-    act.every = 1
-    trainer.fit(data(), until=f"{UNTIL} tokens", actions=[act])
-    return weights_then[steps]
+    act.every, weights_then = 1, {}
+    train(workdir=str(tmp_path), checkpoint_every=5, actions=[act])
+    trainer = distloop.Trainer(model_fn, on(1, workdir=str(tmp_path), until=f"{UNTIL} tokens"))
+    result = trainer.replay(data(), step=8)
+    assert result.learning_rate == pytest.approx(rate_after(COUNTS[7]), abs=1e-6)
+    assert_close(result.weights_after, weights_then[8])
 
 
 @pytest.mark.slow
@@ -176,13 +165,6 @@ def test_the_weights_of_examples_may_be_their_tokens():
     found = trainer.fit(data(), until=f"{UNTIL} tokens")
     assert trainer.step == LAST
     assert found["tokens_per_sec"] == pytest.approx((COUNTS[LAST] - COUNTS[LAST - 1]) * found["steps_per_sec"])
-
-
-@pytest.mark.slow
-def test_percents_are_of_the_tokens_of_the_run():
-    act = noting("25 %")
-    train(actions=[act])
-    assert act.steps == [int(np.argmax(share * UNTIL <= COUNTS)) for share in (0.25, 0.5, 0.75, 1.0)]
 
 
 @pytest.mark.parametrize(

@@ -61,13 +61,9 @@ def test_a_draw_in_a_called_function_is_named_also_when_it_is_differentiated():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KEEPS_ITS_STATE)
-def test_other_operations_are_not(kind):
-    assert drawing(KEEPS_ITS_STATE[kind]) == []
-
-
-def test_a_generator_whose_state_is_saved_is_not():
-    assert drawing(DRAWS["RngReadAndSkip"], saved=[GENERATOR.state]) == []
+@pytest.mark.parametrize("kind", [*KEEPS_ITS_STATE, "RngReadAndSkip"])
+def test_other_operations_and_a_generator_whose_state_is_saved_are_not(kind):
+    assert drawing((KEEPS_ITS_STATE | DRAWS)[kind], saved=[GENERATOR.state]) == []
 
 
 class Noise(keras.layers.Layer):

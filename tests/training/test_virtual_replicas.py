@@ -20,9 +20,7 @@ def batches():
     return distloop.make_dataset(classification(40), 8)
 
 
-def trainer_of(
-    *layers, virtual_replicas=4, devices=2, strategy=None, gather=lambda logits: None, rows=None, **settings
-):
+def trainer_of(*layers, virtual_replicas=4, devices=2, strategy=None, gather=lambda logits: None, rows=None, **config):
     def model_fn():
         made = [layer() for layer in layers]
         model = keras.Sequential([keras.Input((8,), rows), *made, keras.layers.Dense(4, name="logits")], name="net")
@@ -34,8 +32,12 @@ def trainer_of(
 
         return distloop.ModelSpec(model, keras.optimizers.SGD(0.1), loss_fn)
 
-    config = on(devices, virtual_replicas=virtual_replicas, **settings)
-    return distloop.Trainer(model_fn, config, strategy=strategy)
+    return distloop.Trainer(model_fn, on(devices, virtual_replicas=virtual_replicas, **config), strategy=strategy)
+
+
+def by_collectives(devices=2):
+    ops = tf.distribute.HierarchicalCopyAllReduce()  # adds in an order of its own
+    return tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(devices)], cross_device_ops=ops)
 
 
 class Counter(keras.layers.Layer):
@@ -98,23 +100,18 @@ def test_gathered_rows_of_gathered_rows_are_refused():
 def test_rows_are_not_gathered_with_microbatches_or_by_collectives():
     trainer = trainer_of(gather=distloop.gather_rows, microbatches=2)
     refused(lambda: trainer.fit(batches(), steps=2), "gather_rows", "use microbatches=1")
-    ops = tf.distribute.HierarchicalCopyAllReduce()
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"], cross_device_ops=ops)
-    trainer = trainer_of(gather=distloop.gather_rows, strategy=strategy)
-    refused(
-        lambda: trainer.fit(batches(), steps=2), "gather_rows", "virtual_replicas=4", "collectives", "use one worker"
-    )
+    trainer = trainer_of(gather=distloop.gather_rows, strategy=by_collectives())
+    parts = ["gather_rows", "virtual_replicas=4", "collectives", "use one worker"]
+    refused(lambda: trainer.fit(batches(), steps=2), *parts)
 
 
-def test_states_of_a_whole_batchs_rows_are_refused():
+def test_states_of_a_whole_batchs_rows_split_batches_and_replicas_that_cannot_share_them_out_are_refused():
     layers = [lambda: keras.layers.Reshape((2, 4)), lambda: keras.layers.LSTM(3, stateful=True, name="lstm")]
     refused(lambda: trainer_of(*layers, devices=1, rows=2), "lstm", "stateful", "virtual_replicas")
-
-
-def test_batches_that_tensorflow_has_split_are_refused():
     trainer = trainer_of()
     data = trainer.strategy.experimental_distribute_dataset(batches())
     refused(lambda: trainer.fit(data, steps=2), "virtual_replicas=4")
+    refused(lambda: trainer_of(strategy=mirrored(3)), "virtual_replicas=4", "3 replicas", "divides 4", kind=Indivisible)
 
 
 def test_compilation_by_xla_is_refused():
@@ -125,18 +122,12 @@ def test_compilation_by_xla_is_refused():
         tf.config.optimizer.set_jit(False)
 
 
-def test_replicas_of_a_strategy_object_have_to_share_them_out():
-    refused(lambda: trainer_of(strategy=mirrored(3)), "virtual_replicas=4", "3 replicas", "divides 4", kind=Indivisible)
-
-
 @pytest.mark.wide
 @pytest.mark.slow
 def test_a_strategy_object_has_the_same_bits():
     found = []
     for devices in (0, 2, 4):
-        cpus = [f"CPU:{i}" for i in range(devices)]
-        ops = tf.distribute.HierarchicalCopyAllReduce()  # adds in an order of its own
-        strategy = tf.distribute.MirroredStrategy(cpus, cross_device_ops=ops) if cpus else None
+        strategy = by_collectives(devices) if devices else None
         trainer = trainer_of(lambda: keras.layers.Dropout(0.2), devices=devices or 1, strategy=strategy)
         trainer.fit(batches(), steps=20)
         found.append(weights(trainer))
@@ -165,8 +156,7 @@ def test_a_run_goes_on_with_as_many_virtual_replicas(tmp_path):
     trainer = make(4)
     trainer.fit(batches(), steps=4)
     assert trainer.step == 4
-    other = distloop.Trainer(
-        classifier(), on(2, workdir=str(tmp_path / "b"), virtual_replicas=2, init_from=str(tmp_path))
-    )
+    settings = dict(workdir=str(tmp_path / "b"), virtual_replicas=2, init_from=str(tmp_path))
+    other = distloop.Trainer(classifier(), on(2, **settings))
     other.fit(batches(), steps=1)
     assert other.step == 1

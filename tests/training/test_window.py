@@ -1,13 +1,11 @@
-"""The log window and the layout of its rows; plain arrays, no TensorFlow operation."""
+"""The log window; plain arrays, no TensorFlow operation."""
 
 import dataclasses
 
 import numpy as np
 import pytest
 
-from distloop.training.window import Row, RowLayout, Window
-
-LAYOUT = RowLayout({"tallies": 4, "examples": 1, "replica_secs": 0})
+from distloop.training.window import Row, Window
 
 
 def row(**changes):
@@ -25,38 +23,24 @@ def row(**changes):
     return dataclasses.replace(plain, **changes)
 
 
-def test_segments_come_back_by_name_whatever_order_they_were_given_in():
-    segments = {"replica_secs": [], "examples": [16.0], "tallies": [6.0, 3.0, 1.0, 4.0]}
-    packed = np.concatenate(LAYOUT.pack(segments))
-    assert len(packed) == LAYOUT.width == 5
-    unpacked = LAYOUT.unpack(np.stack([packed, 2 * packed]))
-    assert {name: part.shape for name, part in unpacked.items()} == {
-        "tallies": (2, 4),
-        "examples": (2, 1),
-        "replica_secs": (2, 0),
-    }
-    np.testing.assert_array_equal(unpacked["tallies"][1], [12, 6, 2, 8])
-    np.testing.assert_array_equal(unpacked["examples"], [[16], [32]])
+def window_of(*rows, saved=None):
+    window = Window(saved)
+    for changes in rows:
+        window.add(row(**changes))
+    return window
 
 
-def test_a_segment_that_the_layout_does_not_name_is_refused():
-    with pytest.raises(AssertionError):
-        LAYOUT.pack({"tallies": [], "examples": []})
+OTHER = {"tallies": np.array([0.0, 5.0, 1.0, 0.0])}
+NAMES = ["loss", "accuracy"]
 
 
-def test_means_are_divided_once_over_all_rows():
-    window = Window()
-    window.add(row())
-    window.add(row(tallies=np.array([0.0, 5.0, 1.0, 0.0])))
-    metrics = window.metrics(["loss", "accuracy"])
-    assert metrics["loss"] == 6 / 8 and metrics["accuracy"] == 2 / 4
+def test_means_are_divided_once_over_all_rows_and_numbers_are_those_at_the_end():
+    metrics = window_of({}, OTHER | {"numbers": {"learning_rate": 0.25}}).metrics(NAMES)
+    assert metrics["loss"] == 6 / 8 and metrics["accuracy"] == 2 / 4 and metrics["learning_rate"] == 0.25
 
 
 def test_rates_are_over_the_time_of_the_steps():
-    window = Window()
-    window.add(row(host_secs=1.0))
-    window.add(row(host_secs=0.0))
-    metrics = window.metrics(["loss", "accuracy"])
+    metrics = window_of({"host_secs": 1.0}, {"host_secs": 0.0}).metrics(NAMES)
     assert metrics["steps_per_sec"] == 4 and metrics["examples_per_sec"] == 32
     assert metrics["input_wait"] == pytest.approx(0.2) and metrics["host_share"] == 0.5
     assert metrics["step_secs_p50"] == 0.2 and metrics["step_secs_p90"] == metrics["step_secs_p99"] == 0.3
@@ -64,58 +48,31 @@ def test_rates_are_over_the_time_of_the_steps():
 
 
 def test_tokens_a_second_are_the_summed_weight_of_the_losses_that_count_tokens():
-    window = Window()
-    window.add(row())
-    window.add(row(tallies=np.array([0.0, 5.0, 1.0, 0.0])))
-    assert window.metrics(["loss", "accuracy"], ["loss"])["tokens_per_sec"] == (3 + 5) / 1.0
+    window = window_of({}, OTHER)
+    assert window.metrics(NAMES, ["loss"])["tokens_per_sec"] == (3 + 5) / 1.0
     assert window.metrics(["lm/loss", "lm/accuracy"], ["lm/loss"])["lm/tokens_per_sec"] == 8.0
-    assert "tokens_per_sec" not in window.metrics(["loss", "accuracy"])
+    assert "tokens_per_sec" not in window.metrics(NAMES)
 
 
-def test_numbers_are_those_at_the_end_of_the_window():
-    window = Window()
-    window.add(row())
-    window.add(row(numbers={"learning_rate": 0.25}))
-    assert window.metrics(["loss", "accuracy"])["learning_rate"] == 0.25
-
-
-def test_examples_are_counted_over_windows_and_saves():
-    window = Window()
-    window.add(row())
-    assert window.metrics(["loss", "accuracy"])["examples_seen"] == 16
-    second = Window(Window(examples_seen=window.examples_seen).save())
-    second.add(row())
-    assert second.metrics(["loss", "accuracy"])["examples_seen"] == 32
-
-
-def test_examples_before_an_older_checkpoint_are_unknown():
-    window = Window({"sums": [], "steps": 0, "seconds": 0.0})
-    window.add(row())
-    assert "examples_seen" not in window.metrics(["loss", "accuracy"])
+def test_examples_are_counted_over_windows_and_saves_and_unknown_after_an_older_checkpoint():
+    window = window_of({})
+    assert window.metrics(NAMES)["examples_seen"] == 16
+    second = window_of({}, saved=Window(examples_seen=window.examples_seen).save())
+    assert second.metrics(NAMES)["examples_seen"] == 32
+    assert "examples_seen" not in window_of({}, saved={"sums": [], "steps": 0, "seconds": 0.0}).metrics(NAMES)
 
 
 def test_imbalance_compares_the_slowest_replica_with_the_mean():
-    window = Window()
-    window.add(row(replica_secs=np.array([1.0, 3.0])))
-    window.add(row(replica_secs=np.array([1.0, 1.0])))
-    assert window.metrics(["loss", "accuracy"])["replica_imbalance"] == pytest.approx(4 / 3 - 1)
+    window = window_of(*({"replica_secs": np.array(secs)} for secs in ([1.0, 3.0], [1.0, 1.0])))
+    assert window.metrics(NAMES)["replica_imbalance"] == pytest.approx(4 / 3 - 1)
 
 
 def test_a_saved_window_goes_on_where_it_was():
-    whole, first = Window(), Window()
-    for window in (whole, first):
-        window.add(row())
-    second = Window(first.save())
-    for window in (whole, second):
-        window.add(row(tallies=np.array([1.0, 1.0, 2.0, 2.0])))
+    whole, second = window_of({}, OTHER), window_of(OTHER, saved=window_of({}).save())
     assert second.save() == whole.save()
-    names = ["loss", "accuracy"]
-    assert second.metrics(names)["loss"] == whole.metrics(names)["loss"]
+    assert second.metrics(NAMES)["loss"] == whole.metrics(NAMES)["loss"]
 
 
 def test_a_window_saved_with_other_values_is_dropped():
-    saved = Window()
-    saved.add(row(tallies=np.array([1.0, 1.0])))
-    window = Window(saved.save())
-    window.add(row())
-    assert window.steps == 2 and window.metrics(["loss", "accuracy"])["loss"] == 2
+    window = window_of({}, saved=window_of({"tallies": np.array([1.0, 1.0])}).save())
+    assert window.steps == 2 and window.metrics(NAMES)["loss"] == 2
