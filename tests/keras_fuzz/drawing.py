@@ -192,14 +192,4 @@ def _draw_head(draw: Draw, name: str, axes: tuple[int, ...], is_weighted: bool) 
     )
     shape = draw.choice([(ROWS, *axes), (ROWS,) + (1,) * len(axes)]) if axes else draw.choice([(ROWS,), (ROWS, 1)])
     weights = f"rng.choice([0.0, 0.5, 1.0, 3.0], size={shape}).astype('float32')" if is_weighted else None
-    return Head(
-        name,
-        kind,
-        units,
-        draw.choice(choice.activations),
-        labels,
-        weights,
-        loss,
-        metrics,
-        weighted_metrics,
-    )
+    return Head(name, kind, units, draw.choice(choice.activations), labels, weights, loss, metrics, weighted_metrics)

@@ -63,8 +63,7 @@ def candidates(program: Program) -> Iterator[Program]:
         for place in range(len(drawn.steps)):
             steps = drawn.steps[:place] + drawn.steps[place + 1 :]
             yield replace(
-                program,
-                inputs=(*program.inputs[:index], replace(drawn, steps=steps), *program.inputs[index + 1 :]),
+                program, inputs=(*program.inputs[:index], replace(drawn, steps=steps), *program.inputs[index + 1 :])
             )
     for index, head in enumerate(program.heads):
         for smaller in _smaller_heads(head):

@@ -67,11 +67,7 @@ def masked(values, mask):
         (L.SparseCategoricalCrossentropy(), LABELS[:, None], SHARES),
         (SPARSE(from_logits=True, ignore_class=1), LABELS, SHARES),
         (SPARSE(ignore_class=-1), LABELS - (LABELS == 2) * 3, SHARES),
-        (
-            SPARSE(ignore_class=1),
-            np.tile(LABELS[:, None], 5),
-            np.tile(SHARES[:, None], (5, 1)),
-        ),
+        (SPARSE(ignore_class=1), np.tile(LABELS[:, None], 5), np.tile(SHARES[:, None], (5, 1))),
         (L.Dice(axis=(1, 2, 3)), *IMAGES),
         (L.Tversky(axis=(1, 2, 3), alpha=0.3), *IMAGES),
         (L.Circle(gamma=2.0, margin=0.1), LABELS, SHARES),

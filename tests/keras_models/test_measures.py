@@ -85,10 +85,7 @@ def test_metrics_in_lists_of_lists_measure_the_only_output():
 def test_the_mask_of_an_output_counts_as_in_keras(weight):
     inputs = keras.Input((5,), dtype="int32")
     hidden = keras.layers.Embedding(9, 4, mask_zero=True)(inputs)
-    settings = {
-        "metrics": ["accuracy", Perplexity()],
-        "weighted_metrics": [M.SparseCategoricalAccuracy("weighted")],
-    }
+    settings = {"metrics": ["accuracy", Perplexity()], "weighted_metrics": [M.SparseCategoricalAccuracy("weighted")]}
     model = keras.Model(inputs, keras.layers.Dense(4, "softmax")(hidden))
     model = compiled(model, "sparse_categorical_crossentropy", **settings)
     if weight is None:
