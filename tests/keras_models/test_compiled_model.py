@@ -22,35 +22,44 @@ from tests.problems import mostly_wide, on
 pytestmark = pytest.mark.slow  # half a minute or so in all; left to `make test`
 
 
-def test_a_function_that_compiles_a_model_is_taken():
+def test_a_function_that_compiles_a_model_and_one_that_calls_supervised_train_as_fit_does():
     weights = net().get_weights()
 
-    def build():
-        model = compiled(net(), metrics=["mae"])
+    def make():
+        model = net()
         model.set_weights(weights)
         return model
 
-    trainer = distloop.Trainer(distloop.from_keras(build), on(2))
-    numbers = trainer.fit(batches(X, Y), epochs=2)
-    twin = build()
+    def supervised():
+        return distloop.supervised(make(), "mse", keras.optimizers.Adam(0.01), metrics=["mae"])
+
+    twin = compiled(make())
     twin.fit(batches(X, Y), epochs=2, verbose=0)
-    assert_same_weights(trainer.model, twin)
-    assert "mean_absolute_error" in numbers or "mae" in numbers
+    for model_fn in (distloop.from_keras(lambda: compiled(make(), metrics=["mae"])), supervised):
+        trainer = distloop.Trainer(model_fn, on(2))
+        numbers = trainer.fit(batches(X, Y), epochs=2)
+        assert_same_weights(trainer.model, twin)
+        assert "mean_absolute_error" in numbers or "mae" in numbers
 
 
 def arrays_of(variables):
     return [variable.numpy() for variable in variables]
 
 
-def test_the_original_model_and_its_optimizer_have_what_was_trained_when_fit_ends():
+def test_the_original_model_and_its_optimizer_have_what_was_trained_when_fit_ends_and_what_was_restored(tmp_path):
     model = compiled(net())
+    model.optimizer.learning_rate = 0.025
     model.fit(batches(X, Y), epochs=1, verbose=0)
-    trainer = distloop.Trainer(distloop.from_keras(model), on(1))
+    trainer = distloop.Trainer(distloop.from_keras(model), on(1, workdir=str(tmp_path), checkpoint_every=4))
+    assert float(trainer.optimizer.learning_rate.numpy()) == pytest.approx(0.025)
     trainer.fit(batches(X, Y), epochs=2)
     np.testing.assert_equal(model.get_weights(), trainer.model.get_weights())
     assert int(model.optimizer.iterations) == 12
     np.testing.assert_equal(arrays_of(model.optimizer.variables), arrays_of(trainer.optimizer.variables))
     assert trainer.model is not model and trainer.optimizer is not model.optimizer
+    trainer.restore(str(tmp_path / "checkpoints" / "4"))
+    assert int(model.optimizer.iterations) == 8
+    assert_same_weights(model, trainer.model)
 
 
 def raise_at(step, kind=KeyError):
@@ -78,24 +87,23 @@ def test_keras_goes_on_from_a_fit_and_from_a_file_saved_after_it(settings, tmp_p
         assert_same_weights(one, twin)
 
 
-def test_a_restored_checkpoint_is_in_the_original_model_too(tmp_path):
-    model = compiled(net())
-    trainer = distloop.Trainer(distloop.from_keras(model), on(1, workdir=str(tmp_path), checkpoint_every=4))
-    trainer.fit(batches(X, Y), epochs=2)
-    trainer.restore(str(tmp_path / "checkpoints" / "4"))
-    assert int(model.optimizer.iterations) == 4
-    assert_same_weights(model, trainer.model)
-
-
-def test_a_learning_rate_and_a_loss_scale_come_back_too():
-    scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.05), initial_scale=64.0)
+def test_a_learning_rate_and_a_loss_scale_are_taken_over_and_come_back_too():
+    scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01, momentum=0.9), 64.0, dynamic_growth_steps=2)
     model = compiled(net(), optimizer=scaled)
+    model.fit(batches(X, Y), epochs=1, verbose=0)
     trainer = distloop.Trainer(distloop.from_keras(model), on(1))
-    trainer.optimizer.learning_rate = 0.02
+    optimizer = trainer.optimizer
+    assert type(optimizer) is distloop.LossScaleOptimizer
+    assert float(optimizer.loss_scale) == float(scaled.dynamic_scale) == 256.0
+    assert optimizer.growth_steps == 2
+    assert int(optimizer.iterations.numpy()) == 4
+    found, expected = (each.inner_optimizer.variables for each in (optimizer, scaled))
+    np.testing.assert_equal(arrays_of(found), arrays_of(expected))
+    optimizer.learning_rate = 0.02
     trainer.fit(batches(X, Y), steps=11)
     assert float(scaled.inner_optimizer.learning_rate) == pytest.approx(0.02)
-    assert float(scaled.dynamic_scale) == float(trainer.optimizer.loss_scale) >= 64.0
-    assert int(scaled.inner_optimizer.iterations) == 11
+    assert float(scaled.dynamic_scale) == float(optimizer.loss_scale) > 256.0
+    assert int(scaled.inner_optimizer.iterations) == 4 + 11
 
 
 @pytest.mark.wide
@@ -163,26 +171,6 @@ def test_training_goes_on_where_keras_stopped_slots_included(optimizer):
     assert_trains_on_as_keras_does(trainer, model, batches(X, Y))
 
 
-def test_a_learning_rate_that_was_changed_is_taken_over():
-    model = compiled(net(), optimizer=keras.optimizers.SGD(0.1))
-    model.optimizer.learning_rate = 0.025
-    trainer = distloop.Trainer(distloop.from_keras(model), on(1))
-    assert float(trainer.optimizer.learning_rate.numpy()) == pytest.approx(0.025)
-
-
-def test_a_loss_scale_of_compile_is_taken_over():
-    scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01, momentum=0.9), 64.0, dynamic_growth_steps=2)
-    model = compiled(net(), optimizer=scaled)
-    model.fit(batches(X, Y), epochs=1, verbose=0)
-    trainer = distloop.Trainer(distloop.from_keras(model), on(1))
-    assert type(trainer.optimizer) is distloop.LossScaleOptimizer
-    assert float(trainer.optimizer.loss_scale) == float(scaled.dynamic_scale) == 256.0
-    assert trainer.optimizer.growth_steps == 2
-    assert int(trainer.optimizer.iterations.numpy()) == 4
-    found, expected = (optimizer.inner_optimizer.variables for optimizer in (trainer.optimizer, scaled))
-    np.testing.assert_equal(arrays_of(found), arrays_of(expected))
-
-
 @pytest.mark.wide
 def test_a_script_in_mixed_float16_keeps_its_precision_and_its_loss_scale():
     def make():
@@ -197,8 +185,8 @@ def test_a_script_in_mixed_float16_keeps_its_precision_and_its_loss_scale():
         keras.config.set_dtype_policy("float32")
     x = np.random.default_rng(0).normal(size=(24, 3)).astype(np.float32)
     data = batches(x, x[:, :2])
-    for model_fn in (distloop.from_keras(model), distloop.from_keras(make)):
-        trainer = distloop.Trainer(model_fn, on(2, precision="mixed_float16"))
+    for given in (model, make):
+        trainer = distloop.Trainer(distloop.from_keras(given), on(2, precision="mixed_float16"))
         assert trainer.model.layers[0].compute_dtype == "float16"
         assert type(trainer.optimizer) is distloop.LossScaleOptimizer
         first = trainer.evaluate(data)["loss"]

@@ -33,7 +33,8 @@ RNG = np.random.default_rng(1)
 SPARSE = "sparse_categorical_crossentropy"
 
 
-# As Keras trains.
+def slices(rows):
+    return tf.data.Dataset.from_tensor_slices(rows).batch(8)
 
 
 def with_a_shortcut():
@@ -66,62 +67,37 @@ def test_from_keras_trains_as_fit_does(case):
     assert_trains_as_keras_does(make_model(), batches(*arrays), replicas)
 
 
-def test_supervised_trains_as_fit_does():
-    weights = net().get_weights()
-
-    def model_fn():
-        model = net()
-        model.set_weights(weights)
-        return distloop.supervised(model, "mse", keras.optimizers.Adam(0.01), metrics=["mae"])
-
-    trainer = distloop.Trainer(model_fn, on(2))
-    trainer.fit(batches(X, Y), epochs=2)
-    twin = compiled(net())
-    twin.set_weights(weights)
-    twin.fit(batches(X, Y), epochs=2, verbose=0)
-    assert_same_weights(trainer.model, twin)
-
-
 @pytest.mark.parametrize(("arrays", "replicas"), [((X, Y), 2), (X, 1)], ids=["pairs", "inputs alone"])
 def test_predict_is_the_models_output(arrays, replicas):
     model = compiled(net())
-    trainer = distloop.Trainer(distloop.from_keras(model), on(replicas))
-    found = trainer.predict(tf.data.Dataset.from_tensor_slices(arrays).batch(8))
+    found = distloop.Trainer(distloop.from_keras(model), on(replicas)).predict(slices(arrays))
     np.testing.assert_allclose(found, model.predict(X, verbose=0), rtol=1e-5, atol=1e-6)
 
 
-# As Keras measures.
+KINDS = {"binary": (1, "sigmoid", BINARY[:, None]), "sparse": (3, "softmax", LABEL), "one hot": (3, "softmax", ONE_HOT)}
+ACCURACIES = {  # what the outputs are, their labels, and the loss
+    "binary": ("binary", BINARY, "binary_crossentropy"),
+    "binary column": ("binary", BINARY[:, None], "binary_crossentropy"),
+    "sparse": ("sparse", LABEL, SPARSE),
+    "sparse column": ("sparse", LABEL[:, None], SPARSE),
+    "categorical": ("one hot", ONE_HOT, "categorical_crossentropy"),
+}
 
 
-@pytest.mark.parametrize(
-    ("outputs", "activation", "target", "loss"),
-    mostly_wide(
-        [
-            (1, "sigmoid", BINARY, "binary_crossentropy"),
-            (1, "sigmoid", BINARY[:, None], "binary_crossentropy"),
-            (3, "softmax", LABEL, SPARSE),
-            (3, "softmax", LABEL[:, None], SPARSE),
-            (3, "softmax", ONE_HOT, "categorical_crossentropy"),
-        ]
-    ),
-    ids=["binary", "binary-column", "sparse", "sparse-column", "categorical"],
-)
-def test_accuracy_means_what_it_means_in_keras(outputs, activation, target, loss):
-    model = compiled(net(outputs, activation), loss, metrics=["accuracy"])
+@pytest.mark.parametrize("case", mostly_wide(ACCURACIES))
+def test_accuracy_means_what_it_means_in_keras(case):
+    kind, target, loss = ACCURACIES[case]
+    model = compiled(net(*KINDS[kind][:2]), loss, metrics=["accuracy"])
     found, expected = evaluated(model, batches(X, target, batch_size=7))
-    assert set(found) == {"loss", "accuracy"}
     assert 0.0 < expected["accuracy"] < 1.0
     assert found == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("outputs", "activation", "target"),
-    mostly_wide([(1, "sigmoid", BINARY[:, None]), (3, "softmax", LABEL), (3, "softmax", ONE_HOT)]),
-    ids=["binary", "sparse", "categorical"],
-)
+@pytest.mark.parametrize("kind", mostly_wide(KINDS))
 @pytest.mark.parametrize("name", mostly_wide(["crossentropy", "ce"]))
-def test_crossentropy_means_what_it_means_in_keras(outputs, activation, target, name):
-    found, expected = evaluated(compiled(net(outputs, activation), name), batches(X, target, batch_size=7))
+def test_crossentropy_means_what_it_means_in_keras(kind, name):
+    *outputs, target = KINDS[kind]
+    found, expected = evaluated(compiled(net(*outputs), name), batches(X, target, batch_size=7))
     assert found == pytest.approx(expected, rel=1e-5)
 
 
@@ -161,25 +137,25 @@ def test_the_scale_of_sample_weights_changes_no_weight_of_the_model():
     assert_same_weights(*models)
 
 
-def test_steps_within_examples_take_weights_of_their_own():
+def assert_weighs_steps(model, weights, *batch):
+    """Checks the loss of sequences; `weights` are those of the steps, however they are given."""
+    x, y, *_ = batch
+    found = distloop.Trainer(distloop.from_keras(model), on(2)).evaluate(batches(*batch, batch_size=7))
+    error = np.mean((model.predict(x, verbose=0) - y) ** 2, -1)
+    assert found["loss"] == pytest.approx(np.average(error, weights=weights), rel=1e-5)
+
+
+def test_steps_within_examples_are_weighed_by_weights_of_their_own_and_by_a_mask():
     inputs = keras.Input((None, 2))
     model = compiled(keras.Model(inputs, keras.layers.Dense(1)(inputs)))
     x, y = X.reshape(32, 3, 2), Y[:, :1, None] * np.ones([1, 3, 1], np.float32)
     weight = RNG.choice([0.0, 1.0], size=(32, 3)).astype(np.float32)
-    found = distloop.Trainer(distloop.from_keras(model), on(2)).evaluate(batches(x, y, weight, batch_size=7))
-    error = np.mean((model.predict(x, verbose=0) - y) ** 2, -1)
-    assert found["loss"] == pytest.approx(np.average(error, weights=weight), rel=1e-5)
-
-
-def test_a_mask_weighs_the_steps_within_examples():
+    assert_weighs_steps(model, weight, x, y, weight)
     tokens = RNG.integers(1, 9, size=(32, 5)) * (np.arange(5) < RNG.integers(1, 6, size=(32, 1)))
     inputs = keras.Input((5,), dtype="int32")
     hidden = keras.layers.Embedding(9, 4, mask_zero=True)(inputs)
     model = compiled(keras.Model(inputs, keras.layers.Dense(2)(hidden)))
-    y = RNG.normal(size=(32, 5, 2)).astype(np.float32)
-    found = distloop.Trainer(distloop.from_keras(model), on(2)).evaluate(batches(tokens, y, batch_size=7))
-    error = np.mean((model.predict(tokens, verbose=0) - y) ** 2, -1)
-    assert found["loss"] == pytest.approx(np.average(error, weights=tokens > 0), rel=1e-5)
+    assert_weighs_steps(model, tokens > 0, tokens, RNG.normal(size=(32, 5, 2)).astype(np.float32))
 
 
 def test_a_loss_weight_of_a_single_output_is_a_factor():
@@ -189,9 +165,6 @@ def test_a_loss_weight_of_a_single_output_is_a_factor():
         for factor in (None, 2.0)
     )
     assert double == pytest.approx(2 * plain, rel=1e-6)
-
-
-# Losses of the model's own.
 
 
 class OwnLoss(keras.Model):
@@ -223,27 +196,20 @@ class AsksKeras(OwnLoss):
         return 2.0 * keras.Model.compute_loss(self, x, y, y_pred, sample_weight)
 
 
-def test_values_of_the_models_compute_loss_are_the_loss():
+def test_values_of_the_models_compute_loss_are_the_loss_and_others_are_refused():
     model = compiled(Reduces(), None, metrics=["mae"])
     per_example = OwnLoss()
     per_example.set_weights(model.get_weights())
     spec = distloop.supervised(per_example, None, keras.optimizers.SGD(), metrics=["mae"])
     expected = model.test_on_batch(X, Y, SAMPLE_WEIGHT, return_dict=True)
     assert values_of(spec, X, Y, SAMPLE_WEIGHT) == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("make_model", "sentence"),
-    [
-        (AsksKeras, "asks Keras for the loss of compile, .* one value per example"),
-        (lambda: OwnLoss(kernel_regularizer="l2"), "compute_loss of its own and regularizers .*: write a ModelSpec"),
-        (Reduces, r"compute_loss of the model .* values of shape \(\); .* one value per example, \[32\]"),
-    ],
-    ids=["super", "regularizers", "scalar"],
-)
-def test_a_compute_loss_that_gives_no_values_per_example_is_refused(make_model, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        values_of(distloop.supervised(make_model(), None, keras.optimizers.SGD()), X, Y)
+    for model, sentence in (
+        (AsksKeras(), "asks Keras for the loss of compile, .* one value per example"),
+        (OwnLoss(kernel_regularizer="l2"), "compute_loss of its own and regularizers .*: write a ModelSpec"),
+        (Reduces(), r"compute_loss of the model .* values of shape \(\); .* one value per example, \[32\]"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            values_of(distloop.supervised(model, None, keras.optimizers.SGD()), X, Y)
 
 
 @keras.saving.register_keras_serializable("losses")
@@ -256,8 +222,7 @@ class Adds(keras.layers.Layer):
 @pytest.mark.parametrize("has_targets", mostly_wide([False, True]))
 def test_a_model_trains_by_add_loss_alone(has_targets):
     model = compiled(keras.Sequential([keras.Input((6,)), keras.layers.Dense(2), Adds()]), None)
-    twin = copy_of(model)
-    data = batches(X, Y) if has_targets else tf.data.Dataset.from_tensor_slices(X).batch(8)
+    twin, data = copy_of(model), slices((X, Y) if has_targets else X)
     trainer = distloop.Trainer(distloop.from_keras(model), on(1))
     loss = trainer.evaluate(data)["loss"]
     assert loss == pytest.approx(twin.evaluate(X, Y, batch_size=8, verbose=0), rel=1e-5)
@@ -283,12 +248,8 @@ def test_a_call_without_a_training_argument_trains_as_in_keras_and_is_told(caplo
     for built in (model, twin):
         built(X)
     twin.set_weights(model.get_weights())
-    trainer = distloop.Trainer(distloop.from_keras(model), on(1))
-    assert_trains_on_as_keras_does(trainer, twin, batches(X, Y))
+    assert_trains_on_as_keras_does(distloop.Trainer(distloop.from_keras(model), on(1)), twin, batches(X, Y))
     assert "run in inference mode while it is trained, as in Keras's fit: norm." in caplog.text
-
-
-# What scripts do.
 
 
 def error_of(y_true, y_pred):
@@ -311,24 +272,17 @@ def test_a_loss_and_a_metric_that_keras_cannot_name_are_taken_over():
     assert found == pytest.approx(expected, rel=1e-5)
 
 
-# Refusals.
-
-
 def fit(loss="mse", data=None, model_fn=None):
     """Fits what `supervised` makes, and checks that it fails before the first step."""
     trainer = distloop.Trainer(model_fn or (lambda: distloop.supervised(net(), loss, keras.optimizers.SGD())), on(1))
     try:
-        trainer.fit(data if data is not None else batches(X, Y), steps=1)
+        trainer.fit(data or batches(X, Y), steps=1)
     finally:
         assert trainer.step == 0
 
 
 def of_unknown_rank(x, y):
     return x, tf.ensure_shape(tf.py_function(lambda: y, [], tf.float32), None)
-
-
-def slices(rows):
-    return tf.data.Dataset.from_tensor_slices(rows).batch(8)
 
 
 def test_what_cannot_be_trained_is_refused_before_the_first_step():
@@ -354,9 +308,6 @@ def test_other_reductions_all_mean_the_mean(reduction):
     model = compiled(net(), keras.losses.MeanSquaredError(reduction=reduction))
     found = distloop.Trainer(distloop.from_keras(model), on(2)).evaluate(batches(X, Y, batch_size=7))
     assert found["loss"] == pytest.approx(np.mean((model.predict(X, verbose=0) - Y) ** 2), rel=1e-5)
-
-
-# Outputs by name.
 
 
 def call_of(kind, a, b):
@@ -385,31 +336,22 @@ def functional(kind):
 
 TopK = keras.metrics.SparseTopKCategoricalAccuracy
 BY_NAME = {"cls": LABEL, "box": Y}
+BY_EACH_NAME = {"loss": {"cls": SPARSE, "box": "mse"}, "metrics": {"cls": [TopK, "accuracy"], "box": "mae"}}
+MATCHED = {  # the structure of the outputs, what compile is given, and the targets
+    "by name": ("dict", BY_EACH_NAME, BY_NAME),
+    "lists": ("dict", {"loss": ["mse", SPARSE], "loss_weights": [2.0, 0.5]}, (Y, LABEL)),  # they match the sorted keys
+    "partial": ("dict", {"loss": {"cls": SPARSE}}, BY_NAME),
+    "one loss": ("dict", {"loss": "mse"}, {"cls": ONE_HOT, "box": Y}),
+    "no loss": ("list", {"loss": [SPARSE, None]}, (LABEL, Y)),
+    "one by name": ("one", {"loss": {"cls": SPARSE}, "metrics": {"cls": ["accuracy", TopK]}}, {"cls": LABEL}),
+    "one": ("one", {"loss": SPARSE, "metrics": ["accuracy"]}, LABEL),
+}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("make_model", mostly_wide([functional, Subclassed]))
-@pytest.mark.parametrize(
-    ("kind", "settings", "target"),
-    mostly_wide(
-        [
-            (
-                "dict",
-                {"loss": {"cls": SPARSE, "box": "mse"}, "metrics": {"cls": [TopK, "accuracy"], "box": "mae"}},
-                BY_NAME,
-            ),
-            # Lists match the sorted keys.
-            ("dict", {"loss": ["mse", SPARSE], "loss_weights": [2.0, 0.5]}, (Y, LABEL)),
-            ("dict", {"loss": {"cls": SPARSE}}, BY_NAME),
-            ("dict", {"loss": "mse"}, {"cls": ONE_HOT, "box": Y}),
-            ("list", {"loss": [SPARSE, None]}, (LABEL, Y)),
-            ("one", {"loss": {"cls": SPARSE}, "metrics": {"cls": ["accuracy", TopK]}}, {"cls": LABEL}),
-            ("one", {"loss": SPARSE, "metrics": ["accuracy"]}, LABEL),
-        ]
-    ),
-    ids=["by name", "lists", "partial", "one loss", "no loss", "one by name", "one"],
-)
-def test_outputs_losses_and_metrics_match_as_in_keras(make_model, kind, settings, target):
+@pytest.mark.parametrize("case", mostly_wide(MATCHED))
+def test_outputs_losses_and_metrics_match_as_in_keras(make_model, case):
+    kind, settings, target = MATCHED[case]
     found, expected = measured(compiled(make_model(kind), **settings), X, target)
     assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-5)
 
@@ -423,9 +365,6 @@ def test_a_list_of_metrics_matches_the_outputs_of_a_subclassed_model():
         measured(compiled(Subclassed("list"), [SPARSE, "mse"], metrics=["mae"]), X, (LABEL, Y))
 
 
-# Several outputs.
-
-
 def two_outputs(kind=dict):
     inputs = keras.Input((6,))
     hidden = keras.layers.Dense(8, "tanh")(inputs)
@@ -437,15 +376,12 @@ LOSSES = {"a": "mse", "b": SPARSE}
 BOTH = {"a": Y, "b": LABEL}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "replicas"), mostly_wide([(dict, 1), (dict, 2), (list, 2)]))
 def test_several_outputs_train_as_fit_does(kind, replicas):
     given = {"loss": LOSSES, "loss_weights": {"a": 0.5, "b": 2.0}, "metrics": {"a": ["mae"], "b": ["accuracy"]}}
-    target = BOTH
     if kind is list:
         given = {name: list(value.values()) for name, value in given.items()}
-        target = tuple(BOTH.values())
-    data = slices((X, target))
+    data = slices((X, BOTH if kind is dict else tuple(BOTH.values())))
     trainer, twin = assert_trains_as_keras_does(compiled(two_outputs(kind), **given), data, replicas)
     found, expected = trainer.evaluate(data), evaluated_by_keras(twin, data)
     assert set(found) == {"loss", "a_loss", "b_loss", "a_mae", "b_accuracy"}
@@ -454,14 +390,12 @@ def test_several_outputs_train_as_fit_does(kind, replicas):
     assert found["loss"] == pytest.approx(0.5 * found["a_loss"] + 2.0 * found["b_loss"], rel=1e-5)
 
 
-@pytest.mark.slow
 def test_an_output_without_a_loss_takes_no_part():
     model = compiled(two_outputs(), {"a": "mse"})
     found = distloop.Trainer(distloop.from_keras(model), on(1)).evaluate(slices((X, BOTH)))
     assert found["loss"] == found["a_loss"] and "b_loss" not in found
 
 
-@pytest.mark.slow
 def test_weights_that_several_outputs_share_divide_by_their_sum():
     model = compiled(two_outputs(), LOSSES)
     data = tf.data.Dataset.from_tensor_slices((X, BOTH, SAMPLE_WEIGHT)).batch(7)
@@ -472,12 +406,8 @@ def test_weights_that_several_outputs_share_divide_by_their_sum():
         assert found[name] == pytest.approx(np.average(values, weights=SAMPLE_WEIGHT), rel=1e-5)
 
 
-# Refusals.
-
-
-def values(loss, target, *weight, make_model=two_outputs, **settings):
-    spec = distloop.supervised(make_model(), loss, keras.optimizers.SGD(), **settings)
-    return values_of(spec, X, target, *weight)
+def values(loss, *batch, make_model=two_outputs, **settings):
+    return values_of(distloop.supervised(make_model(), loss, keras.optimizers.SGD(), **settings), X, *batch)
 
 
 def test_what_does_not_match_several_outputs_is_refused():
