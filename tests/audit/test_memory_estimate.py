@@ -28,13 +28,9 @@ def wide(layers=8):
     return model_fn
 
 
-def data(rows=ROWS):
-    return {"x": np.zeros([rows, WIDTH], np.float32)}
-
-
-def estimate(**settings):
-    trainer = distloop.Trainer(wide(), on(1, batch_size=ROWS, **settings))
-    return distloop.estimate_memory(trainer, data())
+def estimate(rows=ROWS, layers=8, **settings):
+    trainer = distloop.Trainer(wide(layers), on(1, batch_size=rows, **settings))
+    return distloop.estimate_memory(trainer, {"x": np.zeros([rows, WIDTH], np.float32)})
 
 
 def available(monkeypatch, gigabytes):
@@ -63,15 +59,17 @@ def test_on_gpus_a_step_that_may_be_skipped_takes_a_copy_of_what_it_changes(monk
 
 
 @pytest.mark.slow
-def test_activations_grow_with_the_rows_and_shrink_with_the_microbatches():
-    trainer = distloop.Trainer(wide(), on(1, batch_size=100 * ROWS))
-    whole = distloop.estimate_memory(trainer, data(100 * ROWS))
+def test_activations_grow_with_the_rows_and_shrink_with_the_microbatches_of_which_enough_are_named(monkeypatch):
     activation = 100 * ROWS * WIDTH * 4
+    available(monkeypatch, 5 * activation / 1e9)
+    whole = estimate(100 * ROWS)
     assert 8 * activation <= whole.parts["activations"] <= 9 * activation
-    halves = distloop.Trainer(wide(), on(1, batch_size=100 * ROWS, microbatches=2))
-    assert distloop.estimate_memory(halves, data(100 * ROWS)).parts["activations"] == pytest.approx(
-        whole.parts["activations"] / 2, rel=0.01
-    )
+    halves = estimate(100 * ROWS, microbatches=2)
+    assert halves.parts["activations"] == pytest.approx(whole.parts["activations"] / 2, rel=0.01)
+    assert not whole.fits and whole.enough_microbatches == 4
+    assert "It does not fit: give --microbatches=4" in str(whole)
+    available(monkeypatch, 0.0)
+    assert "does not fit with any number of microbatches" in str(estimate(2, layers=2))
 
 
 @pytest.mark.slow
@@ -98,18 +96,6 @@ def test_a_table_counts_apart_and_its_sparse_gradient_by_the_rows_of_the_batch(o
     assert found.parts["activations"] < 4 * of_batch
     whole = table if optimizer == "Adam" else 0
     assert whole + of_batch <= found.parts["gradients"] < whole + 4 * of_batch
-
-
-@pytest.mark.slow
-def test_the_microbatches_that_make_a_step_fit_are_named(monkeypatch):
-    activation = 100 * ROWS * WIDTH * 4
-    available(monkeypatch, 5 * activation / 1e9)
-    result = distloop.estimate_memory(distloop.Trainer(wide(8), on(1, batch_size=100 * ROWS)), data(100 * ROWS))
-    assert not result.fits and result.enough_microbatches == 4
-    assert "It does not fit: give --microbatches=4" in str(result)
-    available(monkeypatch, 0.0)
-    few = distloop.estimate_memory(distloop.Trainer(wide(2), on(1, batch_size=2)), data(2))
-    assert "does not fit with any number of microbatches" in str(few)
 
 
 @pytest.mark.slow
@@ -141,13 +127,14 @@ def test_a_tensor_takes_memory_until_its_last_use():
     assert peak(lambda x: tf.exp(x)) == Peak(4 * N)
     assert peak(lambda x: tf.exp(tf.exp(tf.exp(x)))) == Peak(2 * 4 * N)  # an input and an output
 
-
-def test_reshaped_tensors_and_those_of_no_use_take_none():
-    def fn(x):
+    def reshaped_and_of_no_use(x):
         tf.exp(x)
         return tf.reshape(tf.exp(x), [10, -1])
 
-    assert peak(fn) == Peak(4 * N)
+    assert peak(reshaped_and_of_no_use) == Peak(4 * N)
+    twice = tf.function(lambda x: tf.exp(tf.exp(x)), autograph=False)
+    assert peak(lambda x: tf.reduce_sum(twice(x))).total == 2 * 4 * N  # while a called function runs
+    assert peak(lambda x: tf.boolean_mask(x, x > 0)).num_unknown > 0
 
 
 def test_the_backward_pass_keeps_what_it_reads():
@@ -178,11 +165,6 @@ def test_activations_that_the_backward_pass_computes_again_are_no_gradients():
     assert peak(fn) == Peak((2 + 4) * 4 * N)
 
 
-def test_what_a_called_function_needs_counts_while_it_runs():
-    twice = tf.function(lambda x: tf.exp(tf.exp(x)), autograph=False)
-    assert peak(lambda x: tf.reduce_sum(twice(x))).total == 2 * 4 * N
-
-
 def test_a_recurrent_layer_keeps_its_states_of_all_time_steps():
     layer = keras.layers.SimpleRNN(8, activation="tanh")
     layer.build((None, 50, 3))
@@ -194,7 +176,3 @@ def test_a_recurrent_layer_keeps_its_states_of_all_time_steps():
 
     state = 50 * 16 * 8 * 4
     assert state < peak(fn, [16, 50, 3]).activations < 6 * state
-
-
-def test_unknown_sizes_are_told():
-    assert peak(lambda x: tf.boolean_mask(x, x > 0)).num_unknown > 0

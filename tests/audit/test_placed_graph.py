@@ -18,6 +18,7 @@ from distloop.graph_functions import graph_function
 from tests.problems import classification, classifier
 
 SPEC = tf.TensorSpec([4, 8])
+NUMBERS = tf.data.Dataset.from_tensors(tf.ones([])).repeat()
 WEIGHT = tf.Variable(tf.ones([8, 8]))
 
 
@@ -46,7 +47,7 @@ def lines_after(function, count):
     return f"{__file__.rpartition('/')[2]}:{inspect.getsourcelines(function)[1] + count}"
 
 
-def test_a_text_operation_runs_on_the_host():
+def test_operations_on_texts_and_python_in_a_graph_run_on_the_host():
     def fn(x):
         texts = tf.strings.as_string(x)
         return tf.cast(tf.strings.length(texts), tf.float32) @ WEIGHT
@@ -57,23 +58,15 @@ def test_a_text_operation_runs_on_the_host():
         ("StringLength(string)", "it has no GPU kernel", lines_after(fn, 2)),
     ]
     assert f"runs on the host: AsString(float32), it has no GPU kernel ({lines_after(fn, 1)})" in str(found)
-
-
-def test_python_in_a_graph_is_found():
-    def fn(x):
-        return tf.py_function(lambda x: x, [x], tf.float32) + tf.numpy_function(lambda x: x, [x], tf.float32)
-
-    assert [(f.operation, f.reason) for f in found_in(fn).on_host] == [
-        ("EagerPyFunc(float32)", "it runs Python"),
-        ("PyFunc(float32)", "it runs Python"),
-    ]
+    for call, name in ((tf.py_function, "EagerPyFunc(float32)"), (tf.numpy_function, "PyFunc(float32)")):
+        (of_python,) = found_in(lambda x: call(lambda x: x, [x], tf.float32)).on_host  # noqa: B023
+        assert (of_python.operation, of_python.reason) == (name, "it runs Python")
 
 
 def test_float64_without_a_kernel_is_found_and_float32_is_clean():
-    def fn(logits):
-        return tf.nn.sparse_softmax_cross_entropy_with_logits(
-            tf.zeros([4], tf.int64), logits @ tf.cast(WEIGHT, logits.dtype)
-        )
+    def fn(x):
+        logits = x @ tf.cast(WEIGHT, x.dtype)
+        return tf.nn.sparse_softmax_cross_entropy_with_logits(tf.zeros([4], tf.int64), logits)
 
     assert not found_in(fn).on_host
     (found,) = found_in(fn, tf.TensorSpec([4, 8], tf.float64)).on_host
@@ -94,14 +87,12 @@ def test_a_tensor_that_goes_to_the_host_and_back_is_found_with_bytes_and_line():
 
 
 def test_a_comparison_of_int32_goes_to_the_host_and_of_int64_does_not():
-    def fn(x):
-        return tf.where(tf.cast(x * 2, tf.int32) < 3, x, 0.0)
+    def producers(dtype):
+        found = found_in(lambda x: tf.where(tf.cast(x * 2, dtype) < 3, x, 0.0))
+        return {copy.producer for copy in found.through}
 
-    def fn64(x):
-        return tf.where(tf.cast(x * 2, tf.int64) < 3, x, 0.0)
-
-    assert {copy.producer for copy in found_in(fn).through} == {"Cast", "Less"}
-    assert not found_in(fn64).through
+    assert producers(tf.int32) == {"Cast", "Less"}
+    assert not producers(tf.int64)
 
 
 def test_functions_branches_and_loops_are_followed():
@@ -119,16 +110,11 @@ def test_functions_branches_and_loops_are_followed():
     assert any(copy.producer == "Greater" and copy.bytes == 1 for copy in found.through)  # the condition of tf.cond
 
 
-def test_an_operation_in_a_loop_has_the_device_of_the_loop_if_it_names_none():
+def test_in_a_loop_on_the_host_an_operation_that_names_no_device_is_there_and_effects_on_a_gpu_hold_it_back():
     found = step_of(lambda rows, carried: carried + tf.reduce_sum(rows @ WEIGHT), device="/CPU:0")
     assert found.operations["host"] > 4 and found.operations["GPU:0"] == 1  # it reads the variable
-
-
-def test_effects_on_a_gpu_hold_back_a_loop_on_the_host():
-    waits = step_of(clean, device="/CPU:0").waits
-    assert [(wait.what, wait.numbers) for wait in waits] == [
-        ("the loop, whose variables are not on GPU:0,", ("4 side effects",))
-    ]
+    (wait,) = step_of(clean, device="/CPU:0").waits
+    assert (wait.what, wait.numbers) == ("the loop, whose variables are not on GPU:0,", ("4 side effects",))
 
 
 def clean(rows, carried):
@@ -168,14 +154,12 @@ def test_rows_that_a_variable_keeps_are_late_where_the_step_reads_it_after_that(
 
 
 def test_rows_that_go_to_the_next_step_are_not_late():
-    dataset = tf.data.Dataset.from_tensors(tf.ones([])).repeat()
-
     def body(rows, carried):
         with tf.device("/GPU:0"):
             WEIGHT.assign_add(WEIGHT * carried)
             return tf.identity(rows)
 
-    (copy,) = step_of(body, dataset).copies
+    (copy,) = step_of(body, NUMBERS).copies
     assert (copy.path, copy.is_late) == ("into", False)
 
 
@@ -195,8 +179,6 @@ def test_an_effect_on_the_host_that_needs_a_number_of_the_step_holds_back_the_ne
 
 @pytest.mark.parametrize(("age", "count"), [(1, 1), (2, 0)])
 def test_a_condition_may_look_at_the_step_before_the_last(age, count):
-    dataset = tf.data.Dataset.from_tensors(tf.ones([])).repeat()
-
     def run(iterator):
         def body(older, newer):
             with tf.device("/CPU:0"):
@@ -209,13 +191,16 @@ def test_a_condition_may_look_at_the_step_before_the_last(age, count):
             start = (tf.constant(0.0), tf.constant(0.0))
             return tf.while_loop(lambda older, newer: (older if age == 2 else newer) < 9, body, start)
 
-    waits = found_in(run, tf.data.IteratorSpec(dataset.element_spec)).waits
+    waits = found_in(run, tf.data.IteratorSpec(NUMBERS.element_spec)).waits
     assert [(wait.what, wait.numbers) for wait in waits] == [("the condition of the loop", ("Sum",))] * count
 
 
 def test_pretending_changes_nothing_for_what_comes_after():
+    def state():
+        return random.getstate(), str(np.random.get_state()), strategies._make_mirrored.cache_info().currsize
+
     keras.utils.set_random_seed(3)
-    before = (random.getstate(), str(np.random.get_state()), strategies._make_mirrored.cache_info().currsize)
+    before = state()
     keras.layers.Dense(1)
     names = dict(global_state.get_global_attribute("object_name_uids"))
     expected = tf.random.uniform([3], seed=None).numpy()
@@ -224,7 +209,7 @@ def test_pretending_changes_nothing_for_what_comes_after():
     graphs = trace_on_gpus(classifier(dropout=0.1), config, distloop.make_dataset(classification(64), 16), 2)
     assert [found.name for found in graphs] == ["train step", "evaluation", "prediction"]
     assert all(found.operations["GPU:0"] and found.operations["GPU:1"] for found in graphs)
-    assert before == (random.getstate(), str(np.random.get_state()), strategies._make_mirrored.cache_info().currsize)
+    assert before == state()
     assert dict(global_state.get_global_attribute("object_name_uids")) == names
     assert tf.random.uniform([3], seed=None).numpy().tolist() == expected.tolist()
     assert not tf.config.list_logical_devices("GPU") and "GPU" not in tf.Variable(0.0).device

@@ -30,7 +30,7 @@ def weighted():
     return distloop.ModelSpec(model, keras.optimizers.SGD(0.1), loss_fn)
 
 
-def test_the_search_begins_with_the_batch_size_of_fit(monkeypatch):
+def test_the_search_begins_with_the_batch_size_of_fit_and_ends_the_program(monkeypatch):
     sizes = []
 
     def measure(state, settings, rows, batch_size):
@@ -39,9 +39,9 @@ def test_the_search_begins_with_the_batch_size_of_fit(monkeypatch):
 
     monkeypatch.setattr(tryouts.tuning, "_measure", measure)
     trainer = distloop.Trainer(classifier(), on(1, autotune_batch=True, console="quiet"))
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as ended:
         trainer.fit(classification(16), batch_size=4, steps=1)
-    assert sizes == [4, 8]
+    assert ended.value.code == 0 and trainer.step == 0 and sizes == [4, 8]
 
 
 @pytest.mark.parametrize("name", ["audit", "memory", "autotune_batch"])  # and each ends the process with code 0
@@ -75,9 +75,8 @@ def batches():
 
 
 def leave_the_workdir(path, replicas=1, **settings):
-    return distloop.Trainer(
-        classifier(), on(replicas, workdir=path / "run", fast_dev_run=True, epochs=1000, eval_every=1, **settings)
-    )
+    settings = {"fast_dev_run": True, "epochs": 1000, "eval_every": 1, **settings}
+    return distloop.Trainer(classifier(), on(replicas, workdir=path / "run", **settings))
 
 
 @pytest.mark.slow
@@ -107,12 +106,14 @@ def test_what_a_program_does_after_fit_still_works(tmp_path):
     assert not os.listdir(tmp_path)
 
 
-def test_the_directory_goes_with_its_owner():
+def test_the_directory_goes_with_its_owner_and_checkpoints_of_another_process_are_not_waited_for():
     owner = set()  # anything that can be referred to weakly
     directory = tryouts.dry_settings(on(1, fast_dev_run=True), owner).workdir
     assert os.path.isdir(directory)
     del owner
     assert not os.path.exists(directory)
+    with pytest.raises(ValueError, match="leave fast_dev_run out"):
+        distloop.Trainer(classifier(), on(1, fast_dev_run=True)).evaluate_checkpoints(batches())
 
 
 @pytest.mark.slow
@@ -130,34 +131,29 @@ def test_a_checkpoint_that_does_not_restore_everything_is_found(tmp_path, monkey
         leave_the_workdir(tmp_path, console="quiet").fit(batches())
 
 
-@pytest.mark.slow
-def test_a_model_without_predict_fn_is_not_predicted(tmp_path, capsys):
-    def model_fn():
-        spec = classifier()()
-        return distloop.ModelSpec(spec.model, spec.optimizer, spec.loss_fn)
-
-    settings = on(1, fast_dev_run=True, steps=5)
-    distloop.Trainer(model_fn, settings).fit(batches())
-    assert "ModelSpec has no predict_fn" in capsys.readouterr().out
+UNTRIED = (
+    "not tried: serving_default and the export, as predict_fn takes no batch of fit's data (ValueError at test_try"
+)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("has_evaluation", [False, True])
-def test_a_predict_fn_that_reads_what_training_batches_lack_is_told(has_evaluation, capsys):
+@pytest.mark.parametrize(
+    ("has_predict_fn", "has_evaluation", "told", "untold"),
+    [
+        (False, False, "ModelSpec has no predict_fn", UNTRIED),
+        (True, False, UNTRIED, "read the export back"),
+        (True, True, "read the export back", UNTRIED),
+    ],
+)
+def test_a_predict_fn_that_is_not_there_or_reads_what_training_batches_lack_is_told(
+    has_predict_fn, has_evaluation, told, untold, capsys
+):
     def model_fn():
         spec = classifier()()
-        predict_fn = lambda batch: spec.model(batch["inputs"], training=False)  # noqa: E731
+        predict_fn = (lambda batch: spec.model(batch["inputs"], training=False)) if has_predict_fn else None
         return distloop.ModelSpec(spec.model, spec.optimizer, spec.loss_fn, predict_fn=predict_fn)
 
     evals = {"test": batches().map(lambda rows: rows | {"inputs": rows["x"]})} if has_evaluation else {}
     distloop.Trainer(model_fn, on(1, fast_dev_run=True, steps=5)).fit(batches(), evals=evals)
-    untried = (
-        "not tried: serving_default and the export, as predict_fn takes no batch of fit's data (ValueError at test_try"
-    )
     printed = capsys.readouterr().out
-    assert (untried in printed) != has_evaluation and ("read the export back" in printed) == has_evaluation
-
-
-def test_checkpoints_of_another_process_are_not_waited_for():
-    with pytest.raises(ValueError, match="leave fast_dev_run out"):
-        distloop.Trainer(classifier(), on(1, fast_dev_run=True)).evaluate_checkpoints(batches())
+    assert told in printed and untold not in printed

@@ -31,15 +31,20 @@ def test_the_suggestion_is_the_same_on_any_number_of_replicas():
 
 
 @pytest.mark.slow
-def test_the_rate_grows_by_the_same_factor_until_the_loss_explodes():
-    whole = distloop.make_dataset(classification(), 67)
-    result = distloop.find_learning_rate(trainer_of(), whole, lowest=1e-3, highest=1e5, steps=33)
+def test_the_rate_grows_by_the_same_factor_until_the_loss_explodes_and_is_left_to_its_variable():
+    whole, trainer = distloop.make_dataset(classification(), 67), trainer_of()
+    result = distloop.find_learning_rate(trainer, whole, lowest=1e-3, highest=1e5, steps=33)
     assert len(result.rates) == len(result.losses) == len(result.smoothed) < 33
     np.testing.assert_allclose(result.rates[1:] / result.rates[:-1], 10**0.25, rtol=1e-6)
     assert result.rates[0] == pytest.approx(1e-3)
     assert result.smoothed[-1] > 4 * result.smoothed.min()
     falls = result.smoothed[:-3] - result.smoothed[3:]
     assert result.suggestion == result.rates[falls.argmax()] > result.rates[0]
+    assert float(trainer.optimizer.learning_rate) == pytest.approx(0.1)
+    trainer.optimizer.learning_rate = 0.0
+    before = weights(trainer)
+    trainer.fit(whole, steps=2)
+    assert_equal(weights(trainer), before)
 
 
 @pytest.mark.slow
@@ -62,29 +67,19 @@ def test_each_step_takes_its_rate():
 @pytest.mark.slow
 def test_a_learning_rate_test_changes_no_bit():
     schedule = keras.optimizers.schedules.CosineDecay(0.01, 20)
-    data = [batches(shuffle=True) for _ in range(2)]
-    settings = dict(precision="mixed_float16", average_decay=0.9)
     model_fn = classifier(optimizer=lambda: keras.optimizers.Adam(schedule), dropout=0.2, batch_norm="local")
-    pair = [distloop.Trainer(model_fn, on(1, console="quiet", **settings)) for _ in data]
-    for trainer, dataset in zip(pair, data, strict=True):
-        trainer.fit(dataset, steps=3)
-    before = everything(pair[0])
-    assert len(distloop.find_learning_rate(pair[0], data[0], steps=20).rates) > 10
-    assert_equal(everything(pair[0]), before)
-    for trainer, dataset in zip(pair, data, strict=True):
-        trainer.fit(dataset, steps=9)
-    assert_equal(everything(pair[0]), everything(pair[1]))
-
-
-@pytest.mark.slow
-def test_a_learning_rate_test_leaves_the_learning_rate_to_its_variable():
-    trainer = trainer_of()
-    distloop.find_learning_rate(trainer, batches(), steps=3)
-    assert float(trainer.optimizer.learning_rate) == pytest.approx(0.1)
-    trainer.optimizer.learning_rate = 0.0
-    before = weights(trainer)
-    trainer.fit(batches(), steps=2)
-    assert_equal(weights(trainer), before)
+    found = []
+    for is_tested in (True, False):
+        settings = on(1, console="quiet", precision="mixed_float16", average_decay=0.9)
+        trainer, data = distloop.Trainer(model_fn, settings), batches(shuffle=True)
+        trainer.fit(data, steps=3)
+        if is_tested:
+            before = everything(trainer)
+            assert len(distloop.find_learning_rate(trainer, data, steps=20).rates) > 10
+            assert_equal(everything(trainer), before)
+        trainer.fit(data, steps=9)
+        found.append(everything(trainer))
+    assert_equal(*found)
 
 
 def two_updates():
@@ -119,11 +114,10 @@ def test_tensorboard_shows_the_curve_over_the_logarithm_of_the_rate(tmp_path):
     result = distloop.find_learning_rate(trainer_of(workdir=tmp_path), batches(), lowest=1e-4, highest=1e-2, steps=5)
     (path,) = glob.glob(str(tmp_path / "learning_rate" / "*"))
     events = EventAccumulator(path).Reload()
-    shown = events.Tags()
-    assert set(shown["scalars"]) == {"Metrics/loss", "Metrics/smoothed_loss"}
-    assert [(e.step, e.value) for e in events.Scalars("Metrics/loss")] == [
-        (step, pytest.approx(loss)) for step, loss in zip((-400, -350, -300, -250, -200), result.losses, strict=True)
-    ]
+    assert set(events.Tags()["scalars"]) == {"Metrics/loss", "Metrics/smoothed_loss"}
+    shown = events.Scalars("Metrics/loss")
+    assert [e.step for e in shown] == [-400, -350, -300, -250, -200]
+    assert [e.value for e in shown] == pytest.approx(result.losses)
 
 
 @pytest.mark.slow
@@ -134,30 +128,25 @@ def test_a_loss_that_never_falls_gives_no_suggestion(capsys):
     assert "distloop: No learning rate is suggested: the loss never fell by more" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
+def test_what_makes_no_sense_is_refused():
+    trainer = trainer_of()
+    for arguments, words in (
         ({"lowest": 0.0}, "lowest=0.0"),
         ({"lowest": 2.0, "highest": 1.0}, "0 < lowest < highest"),
         ({"steps": 1}, "2 steps at least"),
         ({"update": "generator"}, r"update='generator'; the model's updates are \[''\]"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(arguments, words):
-    with pytest.raises(ValueError, match=words):
-        distloop.find_learning_rate(trainer_of(), batches(), **arguments)
+    ):
+        with pytest.raises(ValueError, match=words):
+            distloop.find_learning_rate(trainer, batches(), **arguments)
 
 
-def test_noise_is_no_fall_and_a_fall_is_seen_through_noise():
+def test_noise_is_no_fall_a_fall_is_seen_through_noise_and_smoothing_has_no_bias():
     noises = [np.random.default_rng(seed).normal(1.0, 0.1, 100) for seed in range(100)]
     assert sum(tuning.steepest_fall(noise, 10) is not None for noise in noises) <= 3
     for noise in noises:
         falling = noise - np.clip(np.arange(-50, 50) / 20, 0, 1)  # by 1 from step 50 to 70
         assert 45 <= tuning.steepest_fall(falling, 10) <= 65
     assert tuning.steepest_fall(np.array([]), 10) is None
-
-
-def test_smoothing_has_no_bias():
     np.testing.assert_allclose(tuning.smooth(np.full(5, 3.0)), 3.0)
     np.testing.assert_allclose(tuning.smooth(np.array([1.0, 2.0])), [1.0, (0.9 + 2.0) / 1.9])
 
@@ -185,14 +174,11 @@ def test_the_fastest_batch_is_suggested_and_larger_ones_are_not_tried(monkeypatc
     assert "take --batch_size=64, and a learning rate 4 times as high with SGD, 2 times with Adam" in printed
 
 
-def test_no_batch_has_more_rows_than_the_dataset(monkeypatch):
+@pytest.mark.slow
+def test_no_batch_has_more_rows_than_the_dataset_and_one_that_a_device_cannot_hold_ends_the_search(monkeypatch):
     speeds(monkeypatch, {16: 100.0, 32: 200.0, 64: 400.0})
     result = distloop.autotune_batch(trainer_of(), batches())  # 67 rows
     assert result.suggestion == 64 and result.reason == "a batch of 128 is more than the dataset has"
-
-
-@pytest.mark.slow
-def test_a_batch_that_a_device_cannot_hold_ends_the_search(monkeypatch):
     full = tf.errors.ResourceExhaustedError(None, None, "OOM")
     speeds(monkeypatch, {16: 100.0, 32: 200.0, 64: full})
     result = distloop.autotune_batch(trainer_of(), batches())
@@ -203,30 +189,25 @@ def test_a_batch_that_a_device_cannot_hold_ends_the_search(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
+def test_a_batch_that_may_take_too_much_memory_is_not_tried(monkeypatch):
+    speeds(monkeypatch, {16: 100.0, 32: 200.0, 64: 400.0})
+    monkeypatch.setattr(tuning.memory, "available_gb", lambda: 2.0)
+    trainer = trainer_of()
+    for arguments, reason in (
         ({}, "a batch of 32 may take more than 1 GB of memory"),
         ({"memory_share": 0.7}, "a batch of 64 may take more than 1.4 GB of memory"),
         ({"memory_share": 1}, "a batch of 128 is more than the dataset has"),
-    ],
-)
-def test_a_batch_that_may_take_too_much_memory_is_not_tried(monkeypatch, arguments, reason):
-    speeds(monkeypatch, {16: 100.0, 32: 200.0, 64: 400.0})
-    levels = iter([1.0, 1.6, 1.8])
-    monkeypatch.setattr(tuning.memory, "peaks", lambda: {"host_memory_gb": next(levels)})
-    monkeypatch.setattr(tuning.memory, "available_gb", lambda: 2.0)
-    assert distloop.autotune_batch(trainer_of(), batches(), **arguments).reason == reason
+    ):
+        levels = iter([1.0, 1.6, 1.8])
+        monkeypatch.setattr(tuning.memory, "peaks", lambda: {"host_memory_gb": next(levels)})  # noqa: B023
+        assert distloop.autotune_batch(trainer, batches(), **arguments).reason == reason
 
 
-@pytest.mark.parametrize("share", [0, -0.5, 1.5, float("nan")])
-def test_a_share_of_memory_that_makes_no_sense_is_refused(share):
-    call = lambda: distloop.autotune_batch(trainer_of(), batches(), memory_share=share)  # noqa: E731
-    refused(call, f"memory_share={share} was given to autotune_batch", "above 0, up to 1")
-
-
-def test_batches_are_not_measured_on_several_workers(monkeypatch):
+def test_a_share_of_memory_that_makes_no_sense_and_several_workers_are_refused(monkeypatch):
     trainer = trainer_of()
+    for share in (0, -0.5, 1.5, float("nan")):
+        call = lambda: distloop.autotune_batch(trainer, batches(), memory_share=share)  # noqa: B023, E731
+        refused(call, f"memory_share={share} was given to autotune_batch", "above 0, up to 1")
     monkeypatch.setattr(tuning.workers, "num_workers", lambda strategy: 2)
     refused(lambda: distloop.autotune_batch(trainer, batches()), "several workers", "call it on one of them")
 
@@ -244,11 +225,3 @@ def test_measuring_batches_changes_no_bit(monkeypatch):
     (result, *_) = distloop.autotune_batch(trainer, data).trials
     assert result.batch_size == 16 and result.examples_per_sec > 0 and result.memory_gb > 0.1
     assert_equal(everything(trainer), before)
-
-
-def test_fit_ends_the_program_where_it_is_to_look_for_a_batch_size(monkeypatch):
-    speeds(monkeypatch, {16: 100.0, 32: 90.0, 64: 80.0})
-    trainer = trainer_of(autotune_batch=True)
-    with pytest.raises(SystemExit) as ended:
-        trainer.fit(batches(), steps=3)
-    assert ended.value.code == 0 and trainer.step == 0

@@ -5,6 +5,7 @@ python -m tests.crash_matrix.buckets            # the whole matrix; writes docs/
 
 import collections
 import dataclasses
+import itertools
 import json
 import os
 import pathlib
@@ -45,24 +46,15 @@ class Alone:
 
 @dataclasses.dataclass(frozen=True)
 class Scenario:
-    """A save into a workdir whose bucket has the checkpoints of steps 10, 20 and 30; 10 is one of the best.
-
-    Attributes:
-        name: of the scenario.
-        step, version: what is saved.
-        befores: what a run may go on from if it was not.
-        keep: number of checkpoints to keep.
-        rows: that stay, as on a disk: a run that goes back cuts off the later ones at once.
-        is_elsewhere: whether the run is new to the machine, which has to bring its files first.
-    """
+    """A save into a workdir whose bucket has the checkpoints of steps 10, 20 and 30; 10 is one of the best."""
 
     name: str
-    step: int
+    step: int  # that is saved
     version: int
-    befores: tuple[tuple[int, int], ...]
-    keep: int
-    rows: tuple[int, ...] = (10, 20, 30)
-    is_elsewhere: bool = False
+    befores: tuple[tuple[int, int], ...]  # what a run may go on from if it was not
+    keep: int  # number of checkpoints
+    rows: tuple[int, ...] = (10, 20, 30)  # that stay: a run that goes back cuts off the later ones at once
+    is_elsewhere: bool = False  # whether the run is new to the machine, which has to bring its files first
 
 
 SCENARIOS = [
@@ -76,21 +68,13 @@ SCENARIOS = [
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """A request at which a machine is lost, and what came of it.
+    """A request at which a machine is lost, and what came of it."""
 
-    Attributes:
-        number: of the request.
-        request: its kind and path.
-        share: of the requests that fail.
-        is_fresh: whether another machine goes on; else the same one does, with its staging directory.
-        colour: what the run goes on from.
-    """
-
-    number: int
-    request: str
-    share: float
-    is_fresh: bool
-    colour: str
+    number: int  # of the request
+    request: str  # its kind and path
+    share: float  # of the requests that fail
+    is_fresh: bool  # whether another machine goes on; else the same one does, with its staging directory
+    colour: str  # what the run goes on from
 
 
 def open_workdir(keep):
@@ -109,9 +93,18 @@ def save(root, keep, step, version=0, best=None):
     store.wait()
 
 
+def cache():
+    return os.environ["XDG_CACHE_HOME"]
+
+
+def template():
+    return f"{cache()}.template"
+
+
 def prepare(scenario):
     """Saves what is there before; returns the content of the bucket."""
-    shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True)
+    shutil.rmtree(cache(), ignore_errors=True)
+    shutil.rmtree(template(), ignore_errors=True)
     Unreliable.store.clear()
     with bucket(share=0.0):
         place, root = open_workdir(keep=3)
@@ -119,22 +112,17 @@ def prepare(scenario):
             for step in ROWS:
                 save(root, 3, step, best={"score": [10]})
     if scenario.is_elsewhere:
-        shutil.rmtree(os.environ["XDG_CACHE_HOME"])
-    shutil.rmtree(template(), ignore_errors=True)
-    if not scenario.is_elsewhere:
-        shutil.copytree(os.environ["XDG_CACHE_HOME"], template())
+        shutil.rmtree(cache())
+    else:
+        shutil.copytree(cache(), template())
     return {path: file.getvalue() for path, file in Unreliable.store.items()}
-
-
-def template():
-    return f"{os.environ['XDG_CACHE_HOME']}.template"
 
 
 def act(scenario, content, **faults):
     """Saves in the workdir; returns the requests, and whether the upload was reported as done."""
-    shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True)
+    shutil.rmtree(cache(), ignore_errors=True)
     if os.path.isdir(template()):
-        shutil.copytree(template(), os.environ["XDG_CACHE_HOME"])
+        shutil.copytree(template(), cache())
     Unreliable.store.clear()
     with bucket(share=0.0):
         for path, data in content.items():
@@ -153,7 +141,7 @@ def act(scenario, content, **faults):
 def judge(scenario, is_fresh, was_told, seed, share):
     """Returns the colour."""
     if is_fresh:
-        shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True)
+        shutil.rmtree(cache(), ignore_errors=True)
     with bucket(seed, share):
         place, root = open_workdir(scenario.keep)
         try:
@@ -213,17 +201,15 @@ def main() -> int:
     lines, bad = [], []
     with tempfile.TemporaryDirectory() as place, mock.patch.dict(os.environ, XDG_CACHE_HOME=f"{place}/cache"):
         with mock.patch.object(RemoteDirectory, "pace", PACE):
-            for scenario in SCENARIOS:
-                for share in SHARES:
-                    for is_fresh in (True, False):
-                        block = cells(scenario, share, is_fresh)
-                        counts = collections.Counter(cell.colour for cell in block)
-                        bad += [(scenario.name, cell) for cell in block if cell.colour not in (NEW, BEFORE)]
-                        who = "another machine" if is_fresh else "the same machine"
-                        numbers = (counts[colour] for colour in (NEW, BEFORE, LOST, HAND, WRONG))
-                        line = (scenario.name, scenario.keep, f"{share:.0%}", who, len(block), *numbers)
-                        lines.append("| " + " | ".join(map(str, line)) + " |")
-                        print(lines[-1], flush=True)
+            for scenario, share, is_fresh in itertools.product(SCENARIOS, SHARES, (True, False)):
+                block = cells(scenario, share, is_fresh)
+                counts = collections.Counter(cell.colour for cell in block)
+                bad += [(scenario.name, cell) for cell in block if cell.colour not in (NEW, BEFORE)]
+                who = "another machine" if is_fresh else "the same machine"
+                numbers = (counts[colour] for colour in (NEW, BEFORE, LOST, HAND, WRONG))
+                line = (scenario.name, scenario.keep, f"{share:.0%}", who, len(block), *numbers)
+                lines.append("| " + " | ".join(map(str, line)) + " |")
+                print(lines[-1], flush=True)
     text = (FOLDER / "bucket_page.md").read_text()
     (DOCS / "bucket_matrix.md").write_text(text.format(table="\n".join(lines)))
     for cell in bad:

@@ -40,13 +40,8 @@ class Faults:
     """Records file operations below a directory and makes one fail."""
 
     def __init__(self, directory: str, fault: str | None = None, at: int = -1):
-        """Records only, until it is entered.
-
-        Args:
-            directory: below which operations count.
-            fault: kill; EIO: that operation fails; ENOSPC: all that write fail from there on; None: none.
-            at: number of the operation, from 0.
-        """
+        """Operations below the directory count from 0; kill ends the process at that one, EIO fails it, ENOSPC all that
+        write from there on."""
         self.operations: list[Operation] = []
         self.is_dead = False
         self._directory, self._fault, self._at = os.path.abspath(directory), fault, at
@@ -58,12 +53,7 @@ class Faults:
         return fault != ENOSPC or self.operations[number].kind in _WRITING
 
     def do(self, operation: Operation) -> None:
-        """Numbers an operation before it is done.
-
-        Raises:
-            Killed: if the process is dead.
-            OSError: if the operation is to fail.
-        """
+        """Numbers an operation before it is done; raises Killed if the process is dead, OSError if it is to fail."""
         if self.is_dead:
             raise Killed
         number = len(self.operations)
@@ -159,8 +149,7 @@ class _WrittenAtOnce(contextlib.AbstractContextManager):
     def __init__(self, faults: Faults, real_open: Any, path: str):
         self._faults, self._open, self._path = faults, real_open, path
         self._content = bytearray()
-        with real_open(path, "wb"):
-            pass
+        real_open(path, "wb").close()
 
     def write(self, content: str | bytes) -> None:
         self._content += content.encode() if isinstance(content, str) else content

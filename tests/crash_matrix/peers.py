@@ -40,12 +40,10 @@ class Manager:
     interval: int | None = None
 
     def __init__(self, directory: str, keep: int):
-        """Restores the newest checkpoint."""
         self.kernel, self.step = tf.Variable([0.0, 0.0]), tf.Variable(0, dtype=tf.int64)
         checkpoint = tf.train.Checkpoint(kernel=self.kernel, step=self.step)
-        self.manager = tf.train.CheckpointManager(
-            checkpoint, directory, keep, step_counter=self.step, checkpoint_interval=self.interval
-        )
+        settings = {"step_counter": self.step, "checkpoint_interval": self.interval}
+        self.manager = tf.train.CheckpointManager(checkpoint, directory, keep, **settings)
         self.restore()
 
     def restore(self) -> None:
@@ -142,7 +140,6 @@ class Block:
         self._library, self._peer, self._keep, self._new, self._place = library, peer, keep, new, place
 
     def cells(self) -> list[Cell]:
-        """Returns all cells."""
         in_child(self._record)
         operations = self._lines("operations")
         tasks = [

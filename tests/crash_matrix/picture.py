@@ -41,13 +41,10 @@ def draw(rows: Sequence[Row]) -> str:
             text = line[0] + (", same" if line[1] else "")
             parts.append(f'<text x="{_LEFT - 5}" y="{y + 7}" text-anchor="end" font-size="7">{text}</text>')
             cells = [row for row in block if (row["fault"], row["is_same"]) == line]
-            worst = {}  # of the states after a loss of power
-            for row in cells:
-                if row["number"] not in worst or _badness(row) > _badness(worst[row["number"]]):
-                    worst[row["number"]] = row
+            # The worst of the states after a loss of power.
+            worst = {n: max(group, key=_badness) for n, group in itertools.groupby(cells, lambda row: row["number"])}
             for colour, group in itertools.groupby(worst.values(), key=lambda row: row["colour"]):
-                numbers = [row["number"] for row in group]
-                for start, count in _runs(numbers):
+                for start, count in _runs([row["number"] for row in group]):
                     parts.append(
                         f'<rect class="cells" x="{_LEFT + start * _STEP}" y="{y}" width="{count * _STEP - _GAP}" '
                         f'height="{_SIZE}" fill="{FILLS[colour]}"/>'
@@ -93,9 +90,8 @@ def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
     """Returns the start and the length of each run of successive numbers."""
     result: list[tuple[int, int]] = []
     for number in numbers:
-        start, count = result[-1] if result else (number, 0)
-        if start + count == number and result:
-            result[-1] = start, count + 1
+        if result and sum(result[-1]) == number:
+            result[-1] = result[-1][0], result[-1][1] + 1
         else:
             result.append((number, 1))
     return result

@@ -7,6 +7,7 @@ removed in a directory that was not flushed since may be as before, from any ope
 
 import dataclasses
 import os
+import pathlib
 import shutil
 from collections.abc import Iterator, Sequence
 
@@ -25,15 +26,10 @@ class _Folder:
     pending: list[dict[str, "_File | _Folder"]] = dataclasses.field(default_factory=list)  # names since the last flush
 
 
-def _read(path: str) -> _Folder:
+def _read(path: pathlib.Path) -> _Folder:
     folder = _Folder()
-    for entry in os.scandir(path):
-        if entry.is_dir():
-            folder.names[entry.name] = _read(entry.path)
-        else:
-            with open(entry.path, "rb") as file:
-                content = file.read()
-            folder.names[entry.name] = _File(content, content)
+    for entry in path.iterdir():
+        folder.names[entry.name] = _read(entry) if entry.is_dir() else _File(content := entry.read_bytes(), content)
     return folder
 
 
@@ -41,13 +37,8 @@ class Disk:
     """A directory as programs see it, and as it was flushed."""
 
     def __init__(self, template: str, directory: str):
-        """Reads what is there before.
-
-        Args:
-            template: a copy of the directory.
-            directory: that the recorded operations name.
-        """
-        self._root = _read(template)
+        """Reads what is there before, from a copy of the directory that the recorded operations name."""
+        self._root = _read(pathlib.Path(template))
         self._directory = os.path.abspath(directory)
 
     def do(self, operation: Operation) -> None:

@@ -17,13 +17,8 @@ from tests.crash_matrix.faults import EIO, ENOSPC, KILL, Faults, Killed
 from tests.crash_matrix.power_loss import states, write_state
 
 # Colours, from the best to the worst.
-NEW, BEFORE, LOST, HAND, WRONG = (
-    "goes on from the new one",
-    "from the one before",
-    "loses a save",
-    "needs a hand",
-    "wrong",
-)
+NEW, BEFORE = "goes on from the new one", "from the one before"
+LOST, HAND, WRONG = "loses a save", "needs a hand", "wrong"
 FAULTS = (KILL, EIO, ENOSPC)
 POWER = "power"
 COLUMNS = [(fault, is_same) for fault in FAULTS for is_same in (True, False)]
@@ -32,43 +27,34 @@ PROCESSES = (999_999_991, 999_999_992)  # larger than the number of any process
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """A fault and what came of it.
+    """A fault and what came of it."""
 
-    Attributes:
-        number: of the operation.
-        operation: its kind and the name of its file.
-        fault: kill, EIO or ENOSPC.
-        is_same: whether the next process has the same number, or after an error the same process goes on.
-        colour: what the run goes on from.
-    """
-
-    number: int
-    operation: str
-    fault: str
-    is_same: bool
-    colour: str
+    number: int  # of the operation
+    operation: str  # its kind and the name of its file
+    fault: str  # kill, EIO or ENOSPC
+    is_same: bool  # whether the next process has the same number, or after an error the same process goes on
+    colour: str  # what the run goes on from
 
 
 def values(step: int, version: int = 0) -> dict[str, tf.Tensor]:
     return {"kernel": tf.fill([2], float(10 * step + version)), "step": tf.constant(step, tf.int64)}
 
 
+@dataclasses.dataclass(frozen=True)
 class Save:
     """A save into the directory of a run that has saved steps 10, 20 and 30; 10 is one of the best."""
 
-    def __init__(self, name: str, step: int, version: int, befores: set[tuple[int, int]]):
-        """Stores what is saved, and what a run may go on from if it was not."""
-        self.name, self.new, self.befores = name, (step, version), befores
+    name: str
+    new: tuple[int, int]  # step and version that are saved
+    befores: set[tuple[int, int]]  # what a run may go on from if they were not
 
     def prepare(self, directory: str, keep: int) -> None:
-        """Saves what was there before."""
         store = Checkpoints(directory, 3 if self.new[0] == 15 else keep)
         for step in (10, 20, 30):
             store.save(step, values(step), {}, {"score": [10]})
         store.wait()
 
     def act(self, directory: str, keep: int) -> Checkpoints:
-        """Saves."""
         store = Checkpoints(directory, keep)
         if self.name == "rollback":
             store.drop_later(10)
@@ -80,23 +66,18 @@ class Save:
     def judge(
         self, directory: str, keep: int, store: Checkpoints | None, was_told: bool, is_flushed: bool = True
     ) -> str:
-        """Returns the colour.
+        """Returns the colour of a directory.
 
-        Args:
-            directory: as the process left it.
-            keep: as in `act`.
-            store: of the process, if it goes on; None: another one starts.
-            was_told: whether the save was reported as done.
-            is_flushed: whether what the process did is in the directory, and not lost with the power.
+        `store` is that of the process, if it goes on; None: another one starts. `was_told`: the save was reported as
+        done. `is_flushed`: what the process did is in the directory, and not lost with the power.
         """
         fresh = Checkpoints(directory, keep)
         was_told = was_told or (is_flushed and self._is_there(directory))
         try:
             saved = fresh.load_newest()
             best = fresh.best_steps
-            is_best_there = 10 in best.get("score", []) and all(
-                fresh.load(step).step == step for steps in best.values() for step in steps
-            )
+            are_there = [fresh.load(step).step == step for steps in best.values() for step in steps]
+            is_best_there = 10 in best.get("score", []) and all(are_there)
         except (OSError, ValueError):
             return HAND
         if saved is None:
@@ -133,21 +114,19 @@ class Save:
         return BEFORE if (saved.step, kernel % 10) in self.befores else LOST
 
 
+@dataclasses.dataclass(frozen=True)
 class Export:
     """An export of two files, where there is one or none."""
 
-    def __init__(self, name: str, has_old: bool):
-        """Stores whether there is one."""
-        self.name, self._has_old = name, has_old
+    name: str
+    has_old: bool
 
     def prepare(self, directory: str, keep: int) -> None:
-        """Writes the old one."""
         os.makedirs(directory)
-        if self._has_old:
+        if self.has_old:
             self._export(directory, "old")
 
     def act(self, directory: str, keep: int) -> None:
-        """Exports."""
         self._export(directory, "new")
 
     def judge(self, directory: str, keep: int, store: None, was_told: bool, is_flushed: bool = True) -> str:
@@ -177,14 +156,18 @@ class Export:
 SCENARIOS = {
     scenario.name: scenario
     for scenario in (
-        Save("new step", 40, 0, {(30, 0)}),
-        Save("replaced step", 30, 1, {(30, 0)}),
-        Save("after going back", 15, 1, {(30, 0), (10, 0)}),
-        Save("rollback", 15, 1, {(30, 0), (10, 0)}),
+        Save("new step", (40, 0), {(30, 0)}),
+        Save("replaced step", (30, 1), {(30, 0)}),
+        Save("after going back", (15, 1), {(30, 0), (10, 0)}),
+        Save("rollback", (15, 1), {(30, 0), (10, 0)}),
         Export("new export", False),
         Export("replaced export", True),
     )
 }
+
+
+def as_process(index: int):
+    return mock.patch.object(os, "getpid", lambda: PROCESSES[index])
 
 
 def act(scenario: Save | Export, template: str, directory: str, keep: int, faults: Faults) -> tuple[object, bool]:
@@ -206,7 +189,7 @@ def _record(scenario: Save | Export, keep: int, place: pathlib.Path) -> tuple[st
     """Acts without a fault; returns the directory before, the one of the run, and the operations."""
     template, directory = str(place / "template"), str(place / "run")
     shutil.rmtree(template, ignore_errors=True)
-    with mock.patch.object(os, "getpid", lambda: PROCESSES[0]):
+    with as_process(0):
         scenario.prepare(template, keep)
         clean = Faults(directory)
         act(scenario, template, directory, keep, clean)
@@ -214,23 +197,16 @@ def _record(scenario: Save | Export, keep: int, place: pathlib.Path) -> tuple[st
 
 
 def cells(scenario: Save | Export, keep: int, place: pathlib.Path, columns: list[tuple[str, bool]]) -> list[Cell]:
-    """Runs a scenario with each fault at each operation.
-
-    Args:
-        scenario: what is done.
-        keep: number of checkpoints to keep.
-        place: a directory, of memory if there is one.
-        columns: faults, and whether the next process has the same number.
-    """
+    """Runs a scenario in a directory, of memory if there is one, with each fault of the columns at each operation."""
     template, directory, clean = _record(scenario, keep, place)
     result = []
     for number, operation in enumerate(clean.operations):
         for fault, is_same in columns:
             if not clean.can_fail(number, fault):
                 continue
-            with mock.patch.object(os, "getpid", lambda: PROCESSES[0]):
+            with as_process(0):
                 store, was_told = act(scenario, template, directory, keep, Faults(directory, fault, number))
-            with mock.patch.object(os, "getpid", lambda is_same=is_same: PROCESSES[0 if is_same else 1]):
+            with as_process(0 if is_same else 1):
                 goes_on = store if is_same and fault != KILL else None
                 colour = scenario.judge(directory, keep, goes_on, was_told)
             name = os.path.relpath(operation.path, directory)
@@ -245,7 +221,7 @@ def power_cells(scenario: Save | Export, keep: int, place: pathlib.Path) -> list
     for number, state in states(template, directory, clean.operations):
         write_state(state, directory)
         was_told = number == len(clean.operations)
-        with mock.patch.object(os, "getpid", lambda: PROCESSES[1]):
+        with as_process(1):
             colour = scenario.judge(directory, keep, None, was_told, is_flushed=False)
         operation = clean.operations[min(number, len(clean.operations) - 1)]
         name = os.path.relpath(operation.path, directory)

@@ -90,7 +90,7 @@ def compare_some(first: int, seconds: float, known: set[str]) -> None:
         start = time.monotonic()
         if start > end:
             return
-        with _silence():
+        with contextlib.redirect_stdout(io.StringIO()):
             program = draw_program(number)
             outcome = compare(program)
             key = f"{outcome.kind}: {outcome.signature}"
@@ -98,10 +98,8 @@ def compare_some(first: int, seconds: float, known: set[str]) -> None:
                 program, outcome = shrink(program, outcome, compare, seconds=min(120.0, end - time.monotonic()))
         if key not in known and (outcome.is_finding or outcome.kind == "refused"):
             known.add(key)
-            if outcome.is_finding:
-                print(f"\n{program.source()}\n# {program.route}, {outcome.text}".replace("\n{", "\n {"))
-            else:
-                print(f"\n# {program.route}, {outcome.text}".replace("\n{", "\n {"))
+            source = f"{program.source()}\n" if outcome.is_finding else ""
+            print(f"\n{source}# {program.route}, {outcome.text}".replace("\n{", "\n {"))
         row = {"number": number, "kind": outcome.kind, "signature": key.partition(": ")[2]}
         print(json.dumps({**row, "secs": time.monotonic() - start}), flush=True)
 
@@ -111,7 +109,7 @@ def compare_one(number: int) -> None:
     draw_program, compare, _ = _modules()
     program = draw_program(number)
     print(program.source())
-    with _silence():
+    with contextlib.redirect_stdout(io.StringIO()):
         outcome = compare(program)
     print(f"# {program.route}, {outcome.kind}: {outcome.text}")
 
@@ -125,10 +123,6 @@ def _modules():
     from tests.keras_fuzz import comparison, drawing, shrinking
 
     return drawing.draw_program, comparison.compare, shrinking.shrink
-
-
-def _silence():
-    return contextlib.redirect_stdout(io.StringIO())
 
 
 if __name__ == "__main__":

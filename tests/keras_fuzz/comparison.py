@@ -24,6 +24,7 @@ import distloop
 from distloop.evaluation.comparison import relative_difference
 from distloop.model.metrics import RESERVED_NAMES, flatten_results
 from tests.keras_fuzz.programs import RANDOM, Program
+from tests.problems import on
 
 # A difference of weights counts above this fraction of what training changed, plus a fraction of the weights.
 OF_UPDATE, OF_VALUES, LEAST = 3e-5, 3e-6, 1e-7
@@ -85,14 +86,9 @@ class Twin:
         settings = model._compile_config.config
         losses = [ByWeights(loss) for loss in tf.nest.flatten(settings["loss"])]
         self._packed = tf.nest.pack_sequence_as(settings["loss"], losses)
-        model.compile(
-            model.optimizer,
-            self._packed if program.has_weights else settings["loss"],
-            loss_weights=settings["loss_weights"],
-            metrics=settings["metrics"],
-            weighted_metrics=settings["weighted_metrics"],
-            run_eagerly=True,
-        )
+        others = {name: settings[name] for name in ("loss_weights", "metrics", "weighted_metrics")}
+        loss = self._packed if program.has_weights else settings["loss"]
+        model.compile(model.optimizer, loss, **others, run_eagerly=True)
         # Slots start from the weights (ScheduleFreeAdamW): before the forward pass writes any, as in distloop. Keras's
         # compiled fit leaves those slots at 0.
         if model.built:
@@ -126,10 +122,10 @@ class Twin:
     def fit(self, data: Any, epochs: int) -> dict[str, Any]:
         """Returns the numbers of all epochs, as distloop names them."""
         numbers: dict[str, Any] = {}
-        for epoch in range(epochs):
+        for epoch in range(1, epochs + 1):
             self.batches = []
             history = self.model.fit(data, verbose=0).history
-            numbers |= self._numbers(f"epoch {epoch + 1}", {name: values[-1] for name, values in history.items()})
+            numbers |= self._numbers(f"epoch {epoch}", {name: values[-1] for name, values in history.items()})
         return numbers
 
     def evaluate(self, data: Any) -> dict[str, Any]:
@@ -151,24 +147,13 @@ class Twin:
         return {f"{prefix}: {name}": value for name, value in numbers.items()}
 
 
-class Rows:
-    """An action that keeps the numbers of each boundary."""
-
-    def __init__(self, every: int):
-        self.every = every
-        self.rows: list[dict[str, float]] = []
-
-    def __call__(self, report: Any) -> None:
-        self.rows.append(dict(report.metrics))
-
-
 def compare(program: Program) -> Outcome:
     """Trains a program by Keras and by distloop and returns what came of it."""
     try:
         with np.errstate(all="ignore"):
             reference = Reference(program)
     except Exception as error:
-        return Outcome("invalid", _signature(error), f"{type(error).__name__}: {error}")
+        return _invalid(error)
     outcomes = [_compare_on(program, replicas, reference) for replicas in program.replicas]
     worst = min(outcomes, key=lambda outcome: ("error", "wrong", "refused", "invalid", "equal").index(outcome.kind))
     if worst.kind == "error":
@@ -178,8 +163,12 @@ def compare(program: Program) -> Outcome:
             if worst.signature.startswith("Diverged"):
                 _require_finite(model.get_weights())
         except Exception as error:
-            return Outcome("invalid", _signature(error), f"{type(error).__name__}: {error}")
+            return _invalid(error)
     return worst
+
+
+def _invalid(error: Exception) -> Outcome:
+    return Outcome("invalid", _signature(error), f"{type(error).__name__}: {error}")
 
 
 class Reference:
@@ -264,27 +253,24 @@ def _compare_on(program: Program, replicas: int, reference: Reference) -> Outcom
         results = _trained_by_distloop(program, replicas, reference)
     except Exception as error:
         return _failure(error, label)
-    differences = []
+    differences = {}
     for name, value in reference.results.items():
         if name not in results:
-            differences.append((name, f"{name}: missing; distloop has {_alike(name, results)}"))
-            continue
-        if difference := _difference(name, results[name], value, reference):
-            differences.append((name, difference))
+            differences[name] = f"{name}: missing; distloop has {_alike(name, results)}"
+        elif difference := _difference(name, results[name], value, reference):
+            differences[name] = difference
     if not differences:
         return Outcome("equal")
-    names = sorted({re.sub(r"\d+", "N", name) for name, _ in differences})
+    names = sorted({re.sub(r"\d+", "N", name) for name in differences})
     signature = "wrong " + ", ".join(names)[:200]
-    return Outcome("wrong", signature, f"{label}:\n" + "\n".join("    " + text for _, text in differences[:12]))
+    return Outcome("wrong", signature, "\n    ".join([f"{label}:", *list(differences.values())[:12]]))
 
 
 def _trained_by_distloop(program: Program, replicas: int, reference: Reference) -> dict[str, Any]:
     """Returns distloop's results."""
     data = reference.names["DATA"]
     steps = -(-len(tf.nest.flatten(reference.names["X"])[0]) // program.batch_size)
-    config = distloop.Config(
-        device="cpu", num_devices=replicas, microbatches=program.microbatches, log_every=steps, seed=program.number
-    )
+    config = on(replicas, microbatches=program.microbatches, log_every=steps, seed=program.number)
     original = None
     if program.route == "from_keras":
         model_fn = distloop.from_keras(original := reference.new_model())
@@ -293,17 +279,21 @@ def _trained_by_distloop(program: Program, replicas: int, reference: Reference) 
     else:
         model_fn = lambda: _supervised(reference.new_model())  # noqa: E731
     trainer = distloop.Trainer(model_fn, config)
-    action = Rows(steps)
-    trainer.fit(data, epochs=program.epochs, actions=[action])
+    rows: list[dict[str, float]] = []
+
+    def keep_row(report: Any) -> None:
+        rows.append(dict(report.metrics))
+
+    keep_row.every = steps
+    trainer.fit(data, epochs=program.epochs, actions=[keep_row])
     weights = trainer.model.get_weights()
     if original is not None and not all(map(np.array_equal, original.get_weights(), weights)):
         raise AssertionError("The model that from_keras was given has other weights than trainer.model.")
     results = {f"weight {i}": w for i, w in enumerate(weights)}
-    for epoch, row in enumerate(action.rows):
-        results |= {f"epoch {epoch + 1}: {name}": value for name, value in row.items()}
+    for epoch, row in enumerate(rows, start=1):
+        results |= {f"epoch {epoch}: {name}": value for name, value in row.items()}
     results |= {f"evaluate: {name}": value for name, value in trainer.evaluate(data).items()}
-    predictions = tf.nest.flatten(trainer.predict(data))
-    results |= {f"predict: {i}": p for i, p in enumerate(predictions)}
+    results |= {f"predict: {i}": p for i, p in enumerate(tf.nest.flatten(trainer.predict(data)))}
     if reference.is_random:
         reference.evaluate(weights)
     return results
@@ -311,14 +301,9 @@ def _trained_by_distloop(program: Program, replicas: int, reference: Reference) 
 
 def _supervised(model: keras.Model) -> distloop.ModelSpec:
     settings = model._compile_config.config
-    return distloop.supervised(
-        model,
-        settings["loss"],
-        model.optimizer,
-        settings["metrics"] or (),
-        weighted_metrics=settings["weighted_metrics"] or (),
-        loss_weights=settings["loss_weights"],
-    )
+    metrics, weighted = (settings[name] or () for name in ("metrics", "weighted_metrics"))
+    more = {"weighted_metrics": weighted, "loss_weights": settings["loss_weights"]}
+    return distloop.supervised(model, settings["loss"], model.optimizer, metrics, **more)
 
 
 def _alike(name: str, results: dict[str, Any]) -> list[str]:

@@ -26,6 +26,9 @@ NEEDS_LAST_AXIS = re.compile(
 DEPENDS_ON_SHARDS = re.compile(r"BatchNormalization\((?!synchronized=True)|losses.Circle")
 # Statistics of the rows of a microbatch; calls in a step.
 DEPENDS_ON_MICROBATCHES = re.compile(r"BatchNormalization|Counter\(")
+# What layers adapt to that come first after an input.
+ARRAYS = {"raw vector": np.zeros((2, 6)), "tokens": np.arange(10).reshape(2, 5)}
+ARRAYS |= {"strings": np.array([["a", "b"], ["c", "a"]]), "texts": np.array([["a"], ["c"]])}
 DTYPES = {"tokens": ["int32", "int64"], "strings": ["string"], "texts": ["string"]}
 NAMES = {"keras": keras, "np": np, "tf": tf, **vars(own_parts)}
 
@@ -71,12 +74,8 @@ def _draw_input(draw: Draw, name: str, style: str) -> tuple[Input, Any]:
     steps: list[Step] = []
     first = "raw vector" if kind == "vector" and draw.has(0.3) else kind
     while True:
-        array = np.zeros((2, *INPUTS[kind][0])) if first == "raw vector" else None
-        if kind in ("strings", "texts"):
-            array = np.array([["a", "b"], ["c", "a"]])[:, : INPUTS[kind][0][0]]
-        if kind == "tokens":
-            array = np.arange(10).reshape(2, 5)
-        tensor = _add_step(draw, steps, tensor, style, first if not steps else None, array if not steps else None)
+        given = {} if steps else {"kind": first, "array": ARRAYS.get(first)}
+        tensor = _add_step(draw, steps, tensor, style, **given)
         is_done = kind_of(tensor) not in (None, "tokens")
         if (is_done and draw.has(0.6)) or len(steps) > 4:
             break
@@ -192,14 +191,4 @@ def _draw_head(draw: Draw, name: str, axes: tuple[int, ...], is_weighted: bool) 
     )
     shape = draw.choice([(ROWS, *axes), (ROWS,) + (1,) * len(axes)]) if axes else draw.choice([(ROWS,), (ROWS, 1)])
     weights = f"rng.choice([0.0, 0.5, 1.0, 3.0], size={shape}).astype('float32')" if is_weighted else None
-    return Head(
-        name,
-        kind,
-        units,
-        draw.choice(choice.activations),
-        labels,
-        weights,
-        loss,
-        metrics,
-        weighted_metrics,
-    )
+    return Head(name, kind, units, draw.choice(choice.activations), labels, weights, loss, metrics, weighted_metrics)

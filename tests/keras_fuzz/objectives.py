@@ -5,6 +5,7 @@ which texts may stand for a loss or a metric in `compile`.
 """
 
 import dataclasses
+import functools
 import re
 
 from tests.keras_fuzz.grammar import SYMBOLS, Draw
@@ -21,28 +22,23 @@ class Kind:
     metrics: tuple[str, ...]
 
 
-def forms(*names: str, arguments: str = "") -> tuple[str, ...]:
+def forms(where: str, *names: str, arguments: str = "") -> tuple[str, ...]:
     """Returns the ways to name a loss or metric: the class's object, and its function, also by its name as a text."""
     texts: list[str] = []
     for name in names:
         class_name, _, function = name.partition("/")
-        texts.append(f"keras.{{where}}.{class_name}({arguments})")
-        if function:
-            texts += [f"keras.{{where}}.{function}", f'"{function}"']
+        texts.append(f"keras.{where}.{class_name}({arguments})")
+        texts += [f"keras.{where}.{function}", f'"{function}"'] if function else []
     return tuple(texts)
 
 
-def losses(*names: str, arguments: str = "") -> tuple[str, ...]:
-    return tuple(text.replace("{where}", "losses") for text in forms(*names, arguments=arguments))
-
-
-def metrics(*names: str, arguments: str = "") -> tuple[str, ...]:
-    return tuple(text.replace("{where}", "metrics") for text in forms(*names, arguments=arguments))
+losses, metrics = functools.partial(forms, "losses"), functools.partial(forms, "metrics")
 
 
 ERRORS = ("MeanSquaredError/mean_squared_error", "MeanAbsoluteError/mean_absolute_error")
 RELATIVE = ("MeanAbsolutePercentageError/mean_absolute_percentage_error",)
 LOGARITHMIC = ("MeanSquaredLogarithmicError/mean_squared_logarithmic_error",)
+CORRELATIONS = ("PearsonCorrelation/pearson_correlation", "ConcordanceCorrelation/concordance_correlation")
 ANY = (
     '"mse"',
     '"mae"',
@@ -54,15 +50,15 @@ ANY = (
     "own_metric",
     "LargestError()",
 )
+BY_THRESHOLD = ("FalseNegatives", "FalsePositives", "TrueNegatives", "TruePositives", "Precision", "Recall")
+AT = ("PrecisionAtRecall", "RecallAtPrecision", "SensitivityAtSpecificity", "SpecificityAtSensitivity")
 SCORES = (
     "keras.metrics.F1Score({average})",
     "keras.metrics.FBetaScore({average}, beta=0.5)",
     "keras.metrics.AUC({auc})",
-    *metrics("FalseNegatives", "FalsePositives", "TrueNegatives", "TruePositives", arguments="{thresholds}"),
-    *metrics("Precision", "Recall", arguments="{thresholds}"),
-    *metrics("PrecisionAtRecall", "RecallAtPrecision", "SensitivityAtSpecificity", "SpecificityAtSensitivity",
-             arguments="0.5"),
-)  # fmt: skip
+    *metrics(*BY_THRESHOLD, arguments="{thresholds}"),
+    *metrics(*AT, arguments="0.5"),
+)
 SYMBOLS["average"] = ["average=None", 'average="macro"', 'average="micro", threshold=0.5', 'average="weighted"']
 SYMBOLS["auc"] = ["", "num_thresholds=20", 'curve="PR"']
 SYMBOLS["thresholds"] = ["", "thresholds=0.3", "thresholds=[0.3, 0.6]"]
@@ -79,8 +75,7 @@ KINDS = {
         (
             '"mse"',
             '"mae"',
-            *losses(*ERRORS, "LogCosh/log_cosh", "Huber/huber"),
-            *losses(*RELATIVE),
+            *losses(*ERRORS, "LogCosh/log_cosh", "Huber/huber", *RELATIVE),
             *losses("Huber", arguments="delta=0.3"),
             *losses("CosineSimilarity/cosine_similarity", arguments="{axis}"),
             *losses("MeanSquaredError", arguments='reduction="{reduction}"'),
@@ -90,8 +85,7 @@ KINDS = {
         ),
         (
             *ANY,
-            *metrics(*RELATIVE, "R2Score", "PearsonCorrelation/pearson_correlation"),
-            *metrics("ConcordanceCorrelation/concordance_correlation"),
+            *metrics(*RELATIVE, "R2Score", *CORRELATIONS),
             'keras.metrics.R2Score(class_aggregation="{aggregation}")',
         ),
     ),
@@ -137,8 +131,9 @@ KINDS = {
         (
             '"crossentropy"',
             *losses("CategoricalCrossentropy/categorical_crossentropy", "KLDivergence/kl_divergence"),
-            *losses("CategoricalFocalCrossentropy/categorical_focal_crossentropy"),
-            *losses("CategoricalHinge/categorical_hinge"),
+            *losses(
+                "CategoricalFocalCrossentropy/categorical_focal_crossentropy", "CategoricalHinge/categorical_hinge"
+            ),
             *losses("CategoricalCrossentropy", "CategoricalFocalCrossentropy", arguments="{smoothing}"),
         ),
         (

@@ -11,14 +11,7 @@ from tests.keras_fuzz.programs import Program
 def shrink(
     program: Program, outcome: Outcome, compare: Callable[[Program], Outcome], seconds: float
 ) -> tuple[Program, Outcome]:
-    """Returns the smallest program that was seen to fail in the same way, and its outcome.
-
-    Args:
-        program: one that fails.
-        outcome: how it fails.
-        compare: returns the outcome of a program.
-        seconds: no program is begun after this time.
-    """
+    """Returns the smallest program seen to fail as this one does, and its outcome; begins none after `seconds`."""
     end = time.monotonic() + seconds
     is_smaller = True
     while is_smaller:
@@ -49,23 +42,19 @@ def candidates(program: Program) -> Iterator[Program]:
         yield replace(program, replicas=(1,))
     if len(program.heads) > 1:
         for index in range(len(program.heads)):
-            heads = program.heads[:index] + program.heads[index + 1 :]
-            weights = program.loss_weights[:index] + program.loss_weights[index + 1 :]
+            heads, weights = _without(program.heads, index), _without(program.loss_weights, index)
             yield replace(program, heads=heads, loss_weights=weights)
     if len(program.inputs) > 1:
         for index in range(len(program.inputs)):
-            yield replace(program, inputs=program.inputs[:index] + program.inputs[index + 1 :])
+            yield replace(program, inputs=_without(program.inputs, index))
     if program.loss_weights:
         yield replace(program, loss_weights=())
     if program.trunk:
         yield replace(program, trunk=())
     for index, drawn in enumerate(program.inputs):
         for place in range(len(drawn.steps)):
-            steps = drawn.steps[:place] + drawn.steps[place + 1 :]
-            yield replace(
-                program,
-                inputs=(*program.inputs[:index], replace(drawn, steps=steps), *program.inputs[index + 1 :]),
-            )
+            smaller = replace(drawn, steps=_without(drawn.steps, place))
+            yield replace(program, inputs=(*program.inputs[:index], smaller, *program.inputs[index + 1 :]))
     for index, head in enumerate(program.heads):
         for smaller in _smaller_heads(head):
             yield replace(program, heads=(*program.heads[:index], smaller, *program.heads[index + 1 :]))
@@ -83,8 +72,12 @@ def candidates(program: Program) -> Iterator[Program]:
         yield replace(program, route="from_keras")
 
 
+def _without(parts, index):
+    return parts[:index] + parts[index + 1 :]
+
+
 def _smaller_heads(head):
     for name in ("metrics", "weighted_metrics"):
         values = getattr(head, name)
         for place in range(len(values)):
-            yield dataclasses.replace(head, **{name: values[:place] + values[place + 1 :]})
+            yield dataclasses.replace(head, **{name: _without(values, place)})

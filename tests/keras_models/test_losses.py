@@ -40,23 +40,14 @@ def masked(values, mask):
 @pytest.mark.parametrize(
     ("loss", "target", "output"),
     [
-        *[
-            (getattr(L, name)(**settings), *NUMBERS)
-            for name, settings in [
-                ("MeanSquaredError", {}),
-                ("MeanSquaredError", {"dtype": "float64"}),
-                ("MeanSquaredError", {"reduction": None}),
-                ("MeanAbsoluteError", {"reduction": "mean"}),
-                ("MeanAbsolutePercentageError", {}),
-                ("MeanSquaredLogarithmicError", {"reduction": "mean_with_sample_weight"}),
-                ("Huber", {"delta": 0.3}),
-                ("LogCosh", {}),
-                ("Poisson", {}),
-                ("Hinge", {}),
-                ("SquaredHinge", {}),
-                ("CosineSimilarity", {}),
-            ]
-        ],
+        (L.MeanSquaredError(), *NUMBERS),
+        (L.MeanSquaredError(dtype="float64"), *NUMBERS),
+        (L.MeanSquaredError(reduction=None), *NUMBERS),
+        (L.MeanAbsoluteError(reduction="mean"), *NUMBERS),
+        (L.MeanSquaredLogarithmicError(reduction="mean_with_sample_weight"), *NUMBERS),
+        (L.Huber(delta=0.3), *NUMBERS),
+        *((make(), *NUMBERS) for make in (L.MeanAbsolutePercentageError, L.LogCosh, L.Poisson, L.CosineSimilarity)),
+        *((make(), *NUMBERS) for make in (L.Hinge, L.SquaredHinge)),
         (L.KLDivergence(), ONE_HOT, SHARES),
         (L.CategoricalHinge(), ONE_HOT, SHARES),
         (L.CategoricalCrossentropy(label_smoothing=0.1), ONE_HOT, SHARES),
@@ -67,11 +58,7 @@ def masked(values, mask):
         (L.SparseCategoricalCrossentropy(), LABELS[:, None], SHARES),
         (SPARSE(from_logits=True, ignore_class=1), LABELS, SHARES),
         (SPARSE(ignore_class=-1), LABELS - (LABELS == 2) * 3, SHARES),
-        (
-            SPARSE(ignore_class=1),
-            np.tile(LABELS[:, None], 5),
-            np.tile(SHARES[:, None], (5, 1)),
-        ),
+        (SPARSE(ignore_class=1), np.tile(LABELS[:, None], 5), np.tile(SHARES[:, None], (5, 1))),
         (L.Dice(axis=(1, 2, 3)), *IMAGES),
         (L.Tversky(axis=(1, 2, 3), alpha=0.3), *IMAGES),
         (L.Circle(gamma=2.0, margin=0.1), LABELS, SHARES),
@@ -130,12 +117,10 @@ class Whole(L.Loss):
 
 
 def test_a_call_of_the_losss_own_is_honoured():
-    loss = Padded()
+    loss, target = Padded(), tf.constant(NUMBERS[0])
     before = dict(vars(loss))
-    assert mean_of(loss, *map(tf.constant, NUMBERS)) == pytest.approx(float(loss(*NUMBERS)), rel=1e-5)
-    assert mean_of(loss, NUMBERS[0], masked(NUMBERS[1], LABELS > 0)) == pytest.approx(
-        float(loss(NUMBERS[0], masked(NUMBERS[1], LABELS > 0))), rel=1e-5
-    )
+    for output in (tf.constant(NUMBERS[1]), masked(NUMBERS[1], LABELS > 0)):
+        assert mean_of(loss, target, output) == pytest.approx(float(loss(target, output)), rel=1e-5)
     assert vars(loss) == before and type(loss) is Padded
 
 
@@ -155,41 +140,36 @@ def test_a_loss_that_reduces_over_the_batch_is_refused(loss, target, output):
         mean_of(loss, tf.constant(target), tf.constant(output))
 
 
-@pytest.mark.parametrize("rows", [None, 3])
-def test_a_loss_that_pairs_the_rows_is_refused(rows):
+@pytest.mark.parametrize(
+    ("axes", "sentence"),
+    [
+        ([None], r"\[B, B\], of"),
+        ([3], r"\[B, B\], of"),
+        ([None, 5], "their last axis"),  # [B, T, 1] pairs rows with time steps where B is 1 or T
+        ([5, 5], "their last axis"),
+    ],
+)
+def test_a_loss_that_pairs_the_rows_is_refused(axes, sentence):
     """Keras takes such targets for this loss and means over all pairs."""
     loss = keras.losses.CategoricalGeneralizedCrossEntropy()
     trace = tf.function(lambda target, output: loss_values(loss, target, output)[0], autograph=False)
-    output = tf.TensorSpec([rows, 3])
-    assert trace.get_concrete_function(tf.TensorSpec([rows], tf.int32), output).structured_outputs.shape == [rows]
-    with pytest.raises(ValueError, match=r"^The loss 'categorical_gen.* a number for each pair of rows, \[B, B\], of"):
-        trace.get_concrete_function(tf.TensorSpec([rows, 1], tf.int32), output)
+    output = tf.TensorSpec([*axes, 3])
+    assert trace.get_concrete_function(tf.TensorSpec(axes, tf.int32), output).structured_outputs.shape == axes
+    with pytest.raises(ValueError, match=f"^The loss 'categorical_gen.* a number for each pair of rows.*{sentence}"):
+        trace.get_concrete_function(tf.TensorSpec([*axes, 1], tf.int32), output)
+    of_as_many_parts = tf.function(lambda target: loss_values(keras.losses.MeanSquaredError(), target, target)[0])
+    assert of_as_many_parts.get_concrete_function(tf.TensorSpec([None, None, 2])).structured_outputs.shape.rank == 2
 
 
-@pytest.mark.parametrize("rows", [None, 5])
-def test_a_loss_that_pairs_the_rows_of_a_sequence_is_refused(rows):
-    """Targets [B, T, 1] pair rows with time steps where B is 1 or T; other batches are an error of TensorFlow's."""
-    loss = keras.losses.CategoricalGeneralizedCrossEntropy()
-    trace = tf.function(lambda target, output: loss_values(loss, target, output)[0], autograph=False)
-    output = tf.TensorSpec([rows, 5, 3])
-    assert trace.get_concrete_function(tf.TensorSpec([rows, 5], tf.int32), output).structured_outputs.shape == [rows, 5]
-    with pytest.raises(
-        ValueError, match=r"^The loss 'categorical_gen.* a number for each pair of rows.* their last axis"
-    ):
-        trace.get_concrete_function(tf.TensorSpec([rows, 5, 1], tf.int32), output)
-
-
-@pytest.mark.slow
-def test_values_of_as_many_parts_as_rows_are_taken():
-    trace = tf.function(lambda target: loss_values(keras.losses.MeanSquaredError(), target, target)[0])
-    assert trace.get_concrete_function(tf.TensorSpec([None, None, 2])).structured_outputs.shape.rank == 2
-
-
-def test_a_loss_that_computes_nothing_is_refused():
+def test_a_loss_that_computes_nothing_and_weights_and_masks_that_fit_no_values_are_refused():
     with pytest.raises(ValueError, match="The loss 'empty' has no call.*: define it in Empty"):
         mean_of(type("Empty", (L.Loss,), {})(name="empty"), *map(tf.constant, NUMBERS))
     with pytest.raises(ValueError, match="The loss '<lambda>' returns None; .* one value per example"):
         mean_of(lambda y_true, y_pred: None, *map(tf.constant, NUMBERS))
+    with pytest.raises(ValueError, match=r"The sample weights have the shape \[12, 5\] .* values of the loss \[12\]"):
+        mean_of("mse", *map(tf.constant, NUMBERS), np.ones([ROWS, 5], np.float32))
+    with pytest.raises(ValueError, match=r"The mask of the output has the shape \[12, 4\] .* \[12\]"):
+        mean_of("mse", NUMBERS[0], masked(NUMBERS[1], NUMBERS[1] > 1))
 
 
 @pytest.mark.parametrize("shape", [(ROWS, 5), (ROWS, 5, 1), (ROWS, 1), (ROWS,)])
@@ -198,13 +178,6 @@ def test_sample_weights_may_have_an_axis_of_size_one_too_many(shape):
     spread = np.broadcast_to(weight.reshape(ROWS, -1), (ROWS, 5))
     expected = np.average(np.mean(np.square(STEPS), -1), weights=spread)
     assert mean_of("mse", np.zeros_like(STEPS), tf.constant(STEPS), weight) == pytest.approx(expected, rel=1e-5)
-
-
-def test_weights_and_masks_that_fit_no_values_are_refused():
-    with pytest.raises(ValueError, match=r"The sample weights have the shape \[12, 5\] .* values of the loss \[12\]"):
-        mean_of("mse", *map(tf.constant, NUMBERS), np.ones([ROWS, 5], np.float32))
-    with pytest.raises(ValueError, match=r"The mask of the output has the shape \[12, 4\] .* \[12\]"):
-        mean_of("mse", NUMBERS[0], masked(NUMBERS[1], NUMBERS[1] > 1))
 
 
 @pytest.mark.slow

@@ -11,6 +11,11 @@ from tests.problems import on
 
 pytestmark = pytest.mark.slow
 
+
+def trainer_of(model, replicas=1):
+    return distloop.Trainer(distloop.from_keras(model), on(replicas))
+
+
 WORDS = np.array(["a", "b c", "c d e", "f"] * 8, dtype=object)[:, None]
 
 
@@ -31,16 +36,12 @@ class Counted(keras.layers.Layer):
 
 def adapted_model():
     """Returns a compiled model of numbers and words whose layers hold more than weights."""
-    layers = keras.layers
-    normalization, bins = layers.Normalization(), layers.Discretization(num_bins=5, output_mode="multi_hot")
-    normalization.adapt(5 * X + 3)
-    bins.adapt(X)
-    counted = Counted()
+    layers, counted = keras.layers, Counted()
     counted.number = 2.5
-    lookup = layers.StringLookup(output_mode="one_hot")
-    text = layers.TextVectorization(output_mode="tf_idf")
-    lookup.adapt(WORDS)
-    text.adapt(WORDS)
+    normalization, bins = layers.Normalization(), layers.Discretization(num_bins=5, output_mode="multi_hot")
+    lookup, text = layers.StringLookup(output_mode="one_hot"), layers.TextVectorization(output_mode="tf_idf")
+    for layer, values in ((normalization, 5 * X + 3), (bins, X), (lookup, WORDS), (text, WORDS)):
+        layer.adapt(values)
     hashing = layers.Hashing(4, output_mode="one_hot")
     numbers, words = keras.Input((6,), name="numbers"), keras.Input((1,), dtype="string", name="words")
     inner = keras.Sequential([keras.Input((6,)), normalization, counted])
@@ -54,7 +55,7 @@ def test_statistics_vocabularies_and_state_of_layers_come_along_to_training_and_
     model = adapted_model()
     inputs = {"numbers": tf.constant(X), "words": tf.constant(WORDS)}
     data = batches(inputs, Y)
-    trainer = distloop.Trainer(distloop.from_keras(model), on(2))
+    trainer = trainer_of(model, 2)
     model.fit(data, epochs=1, verbose=0)
     expected = model(inputs).numpy()
     trainer.fit(data, epochs=1)
@@ -81,7 +82,7 @@ def test_what_was_changed_after_some_training_is_taken_over(change):
     model = compiled(net())
     model.fit(batches(X, Y), epochs=1, verbose=0)
     change(model)
-    assert_trains_on_as_keras_does(distloop.Trainer(distloop.from_keras(model), on(1)), model, batches(X, Y))
+    assert_trains_on_as_keras_does(trainer_of(model), model, batches(X, Y))
 
 
 def test_variables_without_weight_decay_are_taken_over():
@@ -89,7 +90,7 @@ def test_variables_without_weight_decay_are_taken_over():
     optimizer = keras.optimizers.AdamW(0.01, weight_decay=0.5)
     optimizer.exclude_from_weight_decay([model.layers[0].kernel], var_names=["bias"])
     compiled(model, optimizer=optimizer).fit(batches(X, Y), epochs=1, verbose=0)
-    assert_trains_on_as_keras_does(distloop.Trainer(distloop.from_keras(model), on(1)), model, batches(X, Y))
+    assert_trains_on_as_keras_does(trainer_of(model), model, batches(X, Y))
 
 
 def test_a_schedule_without_a_config_is_taken_over():
@@ -99,28 +100,30 @@ def test_a_schedule_without_a_config_is_taken_over():
 
     schedule = Falling()
     model = compiled(net(), optimizer=keras.optimizers.Adam(schedule))
-    assert_trains_on_as_keras_does(distloop.Trainer(distloop.from_keras(model), on(1)), model, batches(X, Y))
+    assert_trains_on_as_keras_does(trainer_of(model), model, batches(X, Y))
     assert model.optimizer._learning_rate is schedule
 
 
-def test_an_optimizer_that_cannot_be_made_again_is_refused():
+def test_what_cannot_be_made_again_or_trained_is_refused():
     class Closed(keras.optimizers.SGD):
         def __init__(self, factor):
             super().__init__(factor * 0.1)
 
-    model = compiled(net(), optimizer=Closed(2.0))
     with pytest.raises(ValueError, match=r"'closed\w*', a Closed, cannot be made again .*: let get_config return"):
-        distloop.Trainer(distloop.from_keras(model), on(1))
+        trainer_of(compiled(net(), optimizer=Closed(2.0)))
 
-
-def test_a_subclass_whose_methods_keras_forgets_is_refused():
     class Doubled(keras.Sequential):
         def call(self, x, **settings):
             return 2 * super().call(x, **settings)
 
-    model = compiled(Doubled([keras.Input((6,)), keras.layers.Dense(2)]))
     with pytest.raises(ValueError, match="Keras makes a Sequential of it, without its call.: give from_keras a func"):
-        distloop.Trainer(distloop.from_keras(model), on(1))
+        trainer_of(compiled(Doubled([keras.Input((6,)), keras.layers.Dense(2)])))
+    inner, inputs = keras.Sequential([keras.Input((6,)), keras.layers.Dense(6)]), keras.Input((6,))
+    shared = keras.Model(inputs, inner.layers[0](inner(inputs)))
+    with pytest.raises(ValueError, match="its layers share a variable, and those of the copy would not.: give from_k"):
+        trainer_of(compiled(shared))
+    with pytest.raises(ValueError, match="There is no trainable variable"):
+        trainer_of(compiled(keras.Sequential([keras.Input((2,)), keras.layers.UnitNormalization()])))
 
 
 def test_a_subclass_that_only_builds_its_layers_is_taken():
@@ -130,7 +133,7 @@ def test_a_subclass_that_only_builds_its_layers_is_taken():
             super().__init__(inputs, keras.layers.Dense(2)(inputs))
 
     model = compiled(Small())
-    assert_trains_on_as_keras_does(distloop.Trainer(distloop.from_keras(model), on(1)), model, batches(X, Y))
+    assert_trains_on_as_keras_does(trainer_of(model), model, batches(X, Y))
 
 
 def test_layers_are_paired_by_name_where_a_subclass_holds_them_in_another_order():
@@ -145,7 +148,7 @@ def test_layers_are_paired_by_name_where_a_subclass_holds_them_in_another_order(
     model = compiled(Encoder())
     for i, variable in enumerate(model.weights):
         variable.assign(tf.fill(variable.shape, 0.01 * i))
-    trainer = distloop.Trainer(distloop.from_keras(model), on(1))
+    trainer = trainer_of(model)
     for layer in model.kept:
         np.testing.assert_array_equal(trainer.model.get_layer(layer.name).kernel, layer.kernel)
 
@@ -165,20 +168,6 @@ def test_layers_that_keras_numbers_anew_are_paired_in_order():
     model = compiled(Pair())
     model(X)
     keras.backend.clear_session()
-    copy = distloop.Trainer(distloop.from_keras(model), on(1)).model
-    np.testing.assert_array_equal(copy.first.kernel, model.first.kernel)
-    np.testing.assert_array_equal(copy.second.kernel, model.second.kernel)
-
-
-def test_a_model_whose_layers_share_a_variable_is_refused():
-    inner = keras.Sequential([keras.Input((6,)), keras.layers.Dense(6)])
-    inputs = keras.Input((6,))
-    model = compiled(keras.Model(inputs, inner.layers[0](inner(inputs))))
-    with pytest.raises(ValueError, match="its layers share a variable, and those of the copy would not.: give from_k"):
-        distloop.Trainer(distloop.from_keras(model), on(1))
-
-
-def test_a_model_without_weights_is_refused_in_a_sentence():
-    model = compiled(keras.Sequential([keras.Input((2,)), keras.layers.UnitNormalization()]))
-    with pytest.raises(ValueError, match="There is no trainable variable"):
-        distloop.Trainer(distloop.from_keras(model), on(1))
+    copy = trainer_of(model).model
+    for found, expected in ((copy.first, model.first), (copy.second, model.second)):
+        np.testing.assert_array_equal(found.kernel, expected.kernel)

@@ -51,16 +51,11 @@ def test_a_model_read_from_a_file_is_rebuilt_in_the_precision(is_given, tmp_path
     trainer.fit(batches(X, Y), steps=1)
     assert set(computed_in(trainer.model)) == {"bfloat16"}
 
+    def with_a_head():
+        model = keras.Sequential([keras.models.load_model(path), keras.layers.Dense(2, dtype="float32")])
+        return distloop.supervised(model, "mse", keras.optimizers.SGD(0.1))
 
-def test_a_loaded_model_under_a_head_made_in_model_fn_is_rebuilt_too(tmp_path):
-    make().save(path := tmp_path / "model.keras")
-
-    def model_fn():
-        body = keras.models.load_model(path)
-        head = keras.layers.Dense(2, dtype="float32")
-        return distloop.supervised(keras.Sequential([body, head]), "mse", keras.optimizers.SGD(0.1))
-
-    trainer = distloop.Trainer(model_fn, on(1, precision="mixed_bfloat16"))
+    trainer = distloop.Trainer(with_a_head, on(1, precision="mixed_bfloat16"))
     assert sorted(computed_in(trainer.model)) == ["bfloat16"] * 4 + ["float32"]
 
 
@@ -83,13 +78,11 @@ def test_the_console_says_what_layers_that_keep_their_precision_compute_in(capsy
 
 
 def test_another_floatx_or_policy_of_keras_is_refused():
-    keras.config.set_floatx("float64")
-    with pytest.raises(ValueError, match="floatx is float64, but layers are made under Config.precision"):
-        distloop.Trainer(distloop.from_keras(make), on(1))
-    keras.config.set_floatx("float32")
-    keras.config.set_dtype_policy("bfloat16")
-    with pytest.raises(ValueError, match="floatx is bfloat16, but layers are made under"):
-        distloop.Trainer(distloop.from_keras(make), on(1))
+    for set_dtype, dtype in ((keras.config.set_floatx, "float64"), (keras.config.set_dtype_policy, "bfloat16")):
+        set_dtype(dtype)
+        with pytest.raises(ValueError, match=f"floatx is {dtype}, but layers are made under Config.precision"):
+            distloop.Trainer(distloop.from_keras(make), on(1))
+        set_dtype("float32")
 
 
 def test_a_precision_that_no_layer_has_is_named(caplog):

@@ -30,217 +30,141 @@ from tests.problems import mostly_wide, on
 pytestmark = pytest.mark.slow  # half a minute or so in all; left to `make test`
 
 RNG = np.random.default_rng(1)
+SPARSE = "sparse_categorical_crossentropy"
 
 
-# As Keras trains.
+def slices(rows):
+    return tf.data.Dataset.from_tensor_slices(rows).batch(8)
 
 
-@pytest.mark.parametrize(
-    ("loss", "outputs", "activation", "target"),
-    mostly_wide(
-        [
-            ("mse", 2, None, Y),
-            ("binary_crossentropy", 1, "sigmoid", BINARY),
-            (keras.losses.SparseCategoricalCrossentropy(from_logits=True), 3, None, LABEL),
-        ]
-    ),
-    ids=["name", "binary", "object"],
-)
-def test_from_keras_trains_as_fit_does(loss, outputs, activation, target, replicas=2):
-    model = compiled(net(outputs, activation), loss)
-    assert_trains_as_keras_does(model, batches(X, target), replicas)
-
-
-@pytest.mark.parametrize(
-    ("loss", "target"),
-    mostly_wide([(keras.losses.CategoricalCrossentropy(label_smoothing=0.1), ONE_HOT), (keras.losses.huber, ONE_HOT)]),
-    ids=["settings", "function"],
-)
-def test_other_ways_to_give_a_loss_train_as_fit_does(loss, target):
-    assert_trains_as_keras_does(compiled(net(3, "softmax"), loss), batches(X, target), replicas=1)
-
-
-def test_l2_terms_train_as_fit_does(replicas=2):
-    model = compiled(net(kernel_regularizer=keras.regularizers.L2(0.1)))
-    assert_trains_as_keras_does(model, batches(X, Y), replicas)
-
-
-def test_a_functional_model_and_a_schedule_train_as_fit_does(replicas=1):
+def with_a_shortcut():
     inputs = keras.Input((6,))
     hidden = keras.layers.Dense(6, "tanh")(inputs)
     outputs = keras.layers.Dense(2)(keras.layers.Add()([hidden, inputs]))
     rate = keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)
-    model = compiled(keras.Model(inputs, outputs), optimizer=keras.optimizers.SGD(rate, momentum=0.9))
-    assert_trains_as_keras_does(model, batches(X, Y), replicas)
+    return compiled(keras.Model(inputs, outputs), optimizer=keras.optimizers.SGD(rate, momentum=0.9))
 
 
-def test_supervised_trains_as_fit_does(replicas=2):
-    weights = net().get_weights()
-
-    def model_fn():
-        model = net()
-        model.set_weights(weights)
-        return distloop.supervised(model, "mse", keras.optimizers.Adam(0.01), metrics=["mae"])
-
-    trainer = distloop.Trainer(model_fn, on(replicas))
-    trainer.fit(batches(X, Y), epochs=2)
-    twin = compiled(net())
-    twin.set_weights(weights)
-    twin.fit(batches(X, Y), epochs=2, verbose=0)
-    assert_same_weights(trainer.model, twin)
-
-
-def test_an_odd_last_batch_trains_as_fit_does_on_one_replica():
-    assert_trains_as_keras_does(compiled(net()), batches(X[:29], Y[:29]), replicas=1)
-
-
-def test_predict_is_the_models_output():
-    model = compiled(net())
-    trainer = distloop.Trainer(distloop.from_keras(model), on(2))
-    np.testing.assert_allclose(trainer.predict(batches(X, Y)), model.predict(X, verbose=0), rtol=1e-5, atol=1e-6)
-
-
-def test_predict_takes_batches_of_inputs_alone():
-    model = compiled(net())
-    trainer = distloop.Trainer(distloop.from_keras(model), on(1))
-    inputs_alone = tf.data.Dataset.from_tensor_slices(X).batch(8)
-    np.testing.assert_allclose(trainer.predict(inputs_alone), model.predict(X, verbose=0), rtol=1e-5, atol=1e-6)
-
-
-# As Keras measures.
+ON_LOGITS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+SMOOTHED = keras.losses.CategoricalCrossentropy(label_smoothing=0.1)
+AS_FIT = {  # a compiled model, its data, and the number of replicas
+    "name": (lambda: compiled(net()), (X, Y), 2),
+    "binary": (lambda: compiled(net(1, "sigmoid"), "binary_crossentropy"), (X, BINARY), 2),
+    "object": (lambda: compiled(net(3), ON_LOGITS), (X, LABEL), 2),
+    "settings": (lambda: compiled(net(3, "softmax"), SMOOTHED), (X, ONE_HOT), 1),
+    "function": (lambda: compiled(net(3, "softmax"), keras.losses.huber), (X, ONE_HOT), 1),
+    "L2 terms": (lambda: compiled(net(kernel_regularizer=keras.regularizers.L2(0.1))), (X, Y), 2),
+    "a functional model and a schedule": (with_a_shortcut, (X, Y), 1),
+    "an odd last batch": (lambda: compiled(net()), (X[:29], Y[:29]), 1),
+}
 
 
 @pytest.mark.parametrize(
-    ("outputs", "activation", "target", "loss"),
-    mostly_wide(
-        [
-            (1, "sigmoid", BINARY, "binary_crossentropy"),
-            (1, "sigmoid", BINARY[:, None], "binary_crossentropy"),
-            (3, "softmax", LABEL, "sparse_categorical_crossentropy"),
-            (3, "softmax", LABEL[:, None], "sparse_categorical_crossentropy"),
-            (3, "softmax", ONE_HOT, "categorical_crossentropy"),
-        ]
-    ),
-    ids=["binary", "binary-column", "sparse", "sparse-column", "categorical"],
+    "case", mostly_wide(AS_FIT, *(case for case in AS_FIT if case not in ("binary", "object", "function")))
 )
-def test_accuracy_means_what_it_means_in_keras(outputs, activation, target, loss, replicas=1):
-    model = compiled(net(outputs, activation), loss, metrics=["accuracy"])
-    found, expected = evaluated(model, batches(X, target, batch_size=7), replicas)
-    assert set(found) == {"loss", "accuracy"}
+def test_from_keras_trains_as_fit_does(case):
+    make_model, arrays, replicas = AS_FIT[case]
+    assert_trains_as_keras_does(make_model(), batches(*arrays), replicas)
+
+
+@pytest.mark.parametrize(("arrays", "replicas"), [((X, Y), 2), (X, 1)], ids=["pairs", "inputs alone"])
+def test_predict_is_the_models_output(arrays, replicas):
+    model = compiled(net())
+    found = distloop.Trainer(distloop.from_keras(model), on(replicas)).predict(slices(arrays))
+    np.testing.assert_allclose(found, model.predict(X, verbose=0), rtol=1e-5, atol=1e-6)
+
+
+KINDS = {"binary": (1, "sigmoid", BINARY[:, None]), "sparse": (3, "softmax", LABEL), "one hot": (3, "softmax", ONE_HOT)}
+ACCURACIES = {  # what the outputs are, their labels, and the loss
+    "binary": ("binary", BINARY, "binary_crossentropy"),
+    "binary column": ("binary", BINARY[:, None], "binary_crossentropy"),
+    "sparse": ("sparse", LABEL, SPARSE),
+    "sparse column": ("sparse", LABEL[:, None], SPARSE),
+    "categorical": ("one hot", ONE_HOT, "categorical_crossentropy"),
+}
+
+
+@pytest.mark.parametrize("case", mostly_wide(ACCURACIES))
+def test_accuracy_means_what_it_means_in_keras(case):
+    kind, target, loss = ACCURACIES[case]
+    model = compiled(net(*KINDS[kind][:2]), loss, metrics=["accuracy"])
+    found, expected = evaluated(model, batches(X, target, batch_size=7))
     assert 0.0 < expected["accuracy"] < 1.0
     assert found == pytest.approx(expected, rel=1e-5)
 
 
-def test_acc_is_accuracy():
-    model = compiled(net(3, "softmax"), "sparse_categorical_crossentropy", metrics=["acc"])
-    found, expected = evaluated(model, batches(X, LABEL))
-    assert found == pytest.approx(expected, rel=1e-5)
-    assert set(found) == {"loss", "acc"}
-
-
-@pytest.mark.parametrize(
-    ("outputs", "activation", "target"),
-    mostly_wide([(1, "sigmoid", BINARY[:, None]), (3, "softmax", LABEL), (3, "softmax", ONE_HOT)]),
-    ids=["binary", "sparse", "categorical"],
-)
+@pytest.mark.parametrize("kind", mostly_wide(KINDS))
 @pytest.mark.parametrize("name", mostly_wide(["crossentropy", "ce"]))
-def test_crossentropy_means_what_it_means_in_keras(outputs, activation, target, name):
-    found, expected = evaluated(compiled(net(outputs, activation), name), batches(X, target, batch_size=7))
+def test_crossentropy_means_what_it_means_in_keras(kind, name):
+    *outputs, target = KINDS[kind]
+    found, expected = evaluated(compiled(net(*outputs), name), batches(X, target, batch_size=7))
     assert found == pytest.approx(expected, rel=1e-5)
 
 
-def test_metrics_that_are_no_means_are_measured_as_keras_does(replicas=2):
+def test_metrics_that_are_no_means_are_measured_as_keras_does():
     model = compiled(net(1, "sigmoid"), "binary_crossentropy", metrics=[keras.metrics.AUC(name="auc"), "precision"])
-    trainer = distloop.Trainer(distloop.from_keras(model), on(replicas))
+    trainer = distloop.Trainer(distloop.from_keras(model), on(2))
     data = batches(X, BINARY[:, None], batch_size=7)
     expected = evaluated_by_keras(copy_of(model), data)
     for _ in range(2):  # the first evaluation leaves nothing behind
         found = trainer.evaluate(data)
-        assert found["auc"] == pytest.approx(expected["auc"], abs=1e-6)
-        assert found["precision"] == pytest.approx(expected["precision"], abs=1e-6)
+        for name in ("auc", "precision"):
+            assert found[name] == pytest.approx(expected[name], abs=1e-6)
     assert "auc" in trainer.fit(data, steps=1)
 
 
-def test_functions_names_and_objects_are_metrics(replicas=1):
-    def twice(y_true, y_pred):
-        return 2.0 * tf.reduce_mean(tf.abs(y_true - y_pred), -1)
-
-    metrics = [twice, "mae", keras.metrics.MeanSquaredError(name="square"), keras.metrics.RootMeanSquaredError()]
-    found, expected = evaluated(compiled(net(), metrics=metrics), batches(X, Y, batch_size=7), replicas)
-    assert set(found) == {"loss", "twice", "mae", "square", "root_mean_squared_error"}
-    assert found["twice"] == pytest.approx(2 * expected["mae"], rel=1e-5)
-    for name in ("mae", "square", "root_mean_squared_error"):
-        assert found[name] == pytest.approx(expected[name], rel=1e-5)
-
-
-def test_sample_weights_divide_by_their_sum(replicas=2):
+def test_sample_weights_divide_by_their_sum_and_may_be_a_column():
     model = compiled(net(), metrics=["mse"], weighted_metrics=["mae"])
-    data = batches(X, Y, SAMPLE_WEIGHT, batch_size=7)
-    found, expected = evaluated(model, data, replicas)
+    found, expected = evaluated(model, batches(X, Y, SAMPLE_WEIGHT, batch_size=7), replicas=2)
     error = model.predict(X, verbose=0) - Y
-    mean_of = np.average
-    np.testing.assert_allclose(found["loss"], mean_of(np.mean(error**2, -1), weights=SAMPLE_WEIGHT), rtol=1e-5)
-    np.testing.assert_allclose(found["mae"], mean_of(np.mean(abs(error), -1), weights=SAMPLE_WEIGHT), rtol=1e-5)
+    np.testing.assert_allclose(found["loss"], np.average(np.mean(error**2, -1), weights=SAMPLE_WEIGHT), rtol=1e-5)
+    np.testing.assert_allclose(found["mae"], np.average(np.mean(abs(error), -1), weights=SAMPLE_WEIGHT), rtol=1e-5)
     np.testing.assert_allclose(found["mse"], np.mean(error**2), rtol=1e-5)  # `metrics` are not weighted, as in Keras
     assert found["mae"] == pytest.approx(expected["mae"], rel=1e-5)
     assert found["mse"] == pytest.approx(expected["mse"], rel=1e-5)
     assert found["loss"] != pytest.approx(expected["loss"], rel=1e-2)  # Keras divides by the number of examples
+    of_columns, _ = evaluated(model, batches(X, Y, SAMPLE_WEIGHT[:, None], batch_size=7), replicas=2)
+    assert of_columns == pytest.approx(found, rel=1e-6)
 
 
-def test_the_scale_of_sample_weights_changes_no_weight_of_the_model(replicas=2):
+def test_the_scale_of_sample_weights_changes_no_weight_of_the_model():
     models = []
     for scale in (1.0, 10.0):
         keras.utils.set_random_seed(0)
-        trainer = distloop.Trainer(
-            distloop.from_keras(compiled(net(), optimizer=keras.optimizers.SGD(0.1))), on(replicas)
-        )
+        trainer = distloop.Trainer(distloop.from_keras(compiled(net(), optimizer=keras.optimizers.SGD(0.1))), on(2))
         trainer.fit(batches(X, Y, scale * SAMPLE_WEIGHT), steps=6)
         models.append(trainer.model)
     assert_same_weights(*models)
 
 
-def test_sample_weights_may_be_a_column():
-    trainer = distloop.Trainer(distloop.from_keras(compiled(net(), weighted_metrics=["mae"])), on(1))
-    expected = trainer.evaluate(batches(X, Y, SAMPLE_WEIGHT))
-    assert trainer.evaluate(batches(X, Y, SAMPLE_WEIGHT[:, None])) == pytest.approx(expected, rel=1e-6)
+def assert_weighs_steps(model, weights, *batch):
+    """Checks the loss of sequences; `weights` are those of the steps, however they are given."""
+    x, y, *_ = batch
+    found = distloop.Trainer(distloop.from_keras(model), on(2)).evaluate(batches(*batch, batch_size=7))
+    error = np.mean((model.predict(x, verbose=0) - y) ** 2, -1)
+    assert found["loss"] == pytest.approx(np.average(error, weights=weights), rel=1e-5)
 
 
-def test_steps_within_examples_take_weights_of_their_own():
+def test_steps_within_examples_are_weighed_by_weights_of_their_own_and_by_a_mask():
     inputs = keras.Input((None, 2))
     model = compiled(keras.Model(inputs, keras.layers.Dense(1)(inputs)))
     x, y = X.reshape(32, 3, 2), Y[:, :1, None] * np.ones([1, 3, 1], np.float32)
     weight = RNG.choice([0.0, 1.0], size=(32, 3)).astype(np.float32)
-    found = distloop.Trainer(distloop.from_keras(model), on(2)).evaluate(batches(x, y, weight, batch_size=7))
-    error = np.mean((model.predict(x, verbose=0) - y) ** 2, -1)
-    assert found["loss"] == pytest.approx(np.average(error, weights=weight), rel=1e-5)
-
-
-def test_a_mask_weighs_the_steps_within_examples(replicas=2):
+    assert_weighs_steps(model, weight, x, y, weight)
     tokens = RNG.integers(1, 9, size=(32, 5)) * (np.arange(5) < RNG.integers(1, 6, size=(32, 1)))
     inputs = keras.Input((5,), dtype="int32")
     hidden = keras.layers.Embedding(9, 4, mask_zero=True)(inputs)
     model = compiled(keras.Model(inputs, keras.layers.Dense(2)(hidden)))
-    y = RNG.normal(size=(32, 5, 2)).astype(np.float32)
-    found = distloop.Trainer(distloop.from_keras(model), on(replicas)).evaluate(batches(tokens, y, batch_size=7))
-    error = np.mean((model.predict(tokens, verbose=0) - y) ** 2, -1)
-    assert found["loss"] == pytest.approx(np.average(error, weights=tokens > 0), rel=1e-5)
+    assert_weighs_steps(model, tokens > 0, tokens, RNG.normal(size=(32, 5, 2)).astype(np.float32))
 
 
 def test_a_loss_weight_of_a_single_output_is_a_factor():
-    weights = net().get_weights()
-
-    def model_fn(factor):
-        model = net()
-        model.set_weights(weights)
-        return distloop.supervised(model, "mse", keras.optimizers.SGD(), loss_weights=factor)
-
+    model = net()
     plain, double = (
-        distloop.Trainer(lambda f=f: model_fn(f), on(1)).evaluate(batches(X, Y))["loss"] for f in (None, 2.0)
+        values_of(distloop.supervised(model, "mse", keras.optimizers.SGD(), loss_weights=factor), X, Y)["loss"]
+        for factor in (None, 2.0)
     )
     assert double == pytest.approx(2 * plain, rel=1e-6)
-
-
-# Losses of the model's own.
 
 
 class OwnLoss(keras.Model):
@@ -272,27 +196,20 @@ class AsksKeras(OwnLoss):
         return 2.0 * keras.Model.compute_loss(self, x, y, y_pred, sample_weight)
 
 
-def test_values_of_the_models_compute_loss_are_the_loss():
+def test_values_of_the_models_compute_loss_are_the_loss_and_others_are_refused():
     model = compiled(Reduces(), None, metrics=["mae"])
     per_example = OwnLoss()
     per_example.set_weights(model.get_weights())
     spec = distloop.supervised(per_example, None, keras.optimizers.SGD(), metrics=["mae"])
     expected = model.test_on_batch(X, Y, SAMPLE_WEIGHT, return_dict=True)
     assert values_of(spec, X, Y, SAMPLE_WEIGHT) == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("make_model", "sentence"),
-    [
-        (AsksKeras, "asks Keras for the loss of compile, .* one value per example"),
-        (lambda: OwnLoss(kernel_regularizer="l2"), "compute_loss of its own and regularizers .*: write a ModelSpec"),
-        (Reduces, r"compute_loss of the model .* values of shape \(\); .* one value per example, \[32\]"),
-    ],
-    ids=["super", "regularizers", "scalar"],
-)
-def test_a_compute_loss_that_gives_no_values_per_example_is_refused(make_model, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        values_of(distloop.supervised(make_model(), None, keras.optimizers.SGD()), X, Y)
+    for model, sentence in (
+        (AsksKeras(), "asks Keras for the loss of compile, .* one value per example"),
+        (OwnLoss(kernel_regularizer="l2"), "compute_loss of its own and regularizers .*: write a ModelSpec"),
+        (Reduces(), r"compute_loss of the model .* values of shape \(\); .* one value per example, \[32\]"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            values_of(distloop.supervised(model, None, keras.optimizers.SGD()), X, Y)
 
 
 @keras.saving.register_keras_serializable("losses")
@@ -305,8 +222,7 @@ class Adds(keras.layers.Layer):
 @pytest.mark.parametrize("has_targets", mostly_wide([False, True]))
 def test_a_model_trains_by_add_loss_alone(has_targets):
     model = compiled(keras.Sequential([keras.Input((6,)), keras.layers.Dense(2), Adds()]), None)
-    twin = copy_of(model)
-    data = batches(X, Y) if has_targets else tf.data.Dataset.from_tensor_slices(X).batch(8)
+    twin, data = copy_of(model), slices((X, Y) if has_targets else X)
     trainer = distloop.Trainer(distloop.from_keras(model), on(1))
     loss = trainer.evaluate(data)["loss"]
     assert loss == pytest.approx(twin.evaluate(X, Y, batch_size=8, verbose=0), rel=1e-5)
@@ -332,12 +248,8 @@ def test_a_call_without_a_training_argument_trains_as_in_keras_and_is_told(caplo
     for built in (model, twin):
         built(X)
     twin.set_weights(model.get_weights())
-    trainer = distloop.Trainer(distloop.from_keras(model), on(1))
-    assert_trains_on_as_keras_does(trainer, twin, batches(X, Y))
+    assert_trains_on_as_keras_does(distloop.Trainer(distloop.from_keras(model), on(1)), twin, batches(X, Y))
     assert "run in inference mode while it is trained, as in Keras's fit: norm." in caplog.text
-
-
-# What scripts do.
 
 
 def error_of(y_true, y_pred):
@@ -346,10 +258,10 @@ def error_of(y_true, y_pred):
 
 
 @pytest.mark.parametrize("loss", mostly_wide(["binary_crossentropy", error_of]), ids=["name", "function"])
-def test_labels_without_a_last_axis_fit_outputs_with_one(loss, replicas=2):
+def test_labels_without_a_last_axis_fit_outputs_with_one(loss):
     model = compiled(net(1, "sigmoid"), loss)
-    column = distloop.Trainer(distloop.from_keras(model), on(replicas)).evaluate(batches(X, BINARY[:, None]))
-    found, expected = evaluated(model, batches(X, BINARY), replicas)
+    column = distloop.Trainer(distloop.from_keras(model), on(2)).evaluate(batches(X, BINARY[:, None]))
+    found, expected = evaluated(model, batches(X, BINARY), replicas=2)
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
     assert found["loss"] == pytest.approx(column["loss"], rel=1e-5)
 
@@ -360,25 +272,35 @@ def test_a_loss_and_a_metric_that_keras_cannot_name_are_taken_over():
     assert found == pytest.approx(expected, rel=1e-5)
 
 
-# Refusals.
-
-
-def fit(loss="mse", data=None, make_model=net, **settings):
+def fit(loss="mse", data=None, model_fn=None):
     """Fits what `supervised` makes, and checks that it fails before the first step."""
-
-    def model_fn():
-        return distloop.supervised(make_model(), loss, keras.optimizers.SGD(), **settings)
-
-    trainer = distloop.Trainer(model_fn, on(1))
+    trainer = distloop.Trainer(model_fn or (lambda: distloop.supervised(net(), loss, keras.optimizers.SGD())), on(1))
     try:
-        trainer.fit(data if data is not None else batches(X, Y), steps=1)
+        trainer.fit(data or batches(X, Y), steps=1)
     finally:
         assert trainer.step == 0
 
 
-def test_a_loss_that_sums_is_refused():
+def of_unknown_rank(x, y):
+    return x, tf.ensure_shape(tf.py_function(lambda: y, [], tf.float32), None)
+
+
+def test_what_cannot_be_trained_is_refused_before_the_first_step():
     with pytest.raises(ValueError, match="'total' has reduction='sum', .*: leave reduction out"):
         fit(keras.losses.MeanSquaredError(reduction="sum", name="total"))
+    with pytest.raises(ValueError, match=r"a dict of length 2 was given; .* take \(x, y\) or .* map the dataset"):
+        fit(data=slices({"x": X, "y": Y}))
+    with pytest.raises(ValueError, match=r"features without labels were given; .* take \(x, y\)"):
+        fit(data=slices(X))
+    with pytest.raises(ValueError, match=r"a tuple of length 1 was given; .* take \(x, y\)"):
+        fit(data=slices((X,)))
+    with pytest.raises(ValueError, match="the number of axes of y, .*: set it, as in .*tf.ensure_shape"):
+        fit(data=batches(X, Y).map(of_unknown_rank))
+    with pytest.raises(ValueError, match="no loss for any of its outputs: compile it with one"):
+        fit(model_fn=distloop.from_keras(compiled(net(), None)))
+    model = distloop.split(keras.Sequential([keras.Input((8,)), keras.layers.Dense(4), keras.layers.Dense(3)]), 2)
+    with pytest.raises(ValueError, match=r"supervised was given a Pipeline; it takes a keras.Model: return ModelSpec"):
+        distloop.supervised(model, "mse", keras.optimizers.SGD(0.1))
 
 
 @pytest.mark.parametrize("reduction", mostly_wide(["none", "mean", "sum_over_batch_size"]))
@@ -386,40 +308,6 @@ def test_other_reductions_all_mean_the_mean(reduction):
     model = compiled(net(), keras.losses.MeanSquaredError(reduction=reduction))
     found = distloop.Trainer(distloop.from_keras(model), on(2)).evaluate(batches(X, Y, batch_size=7))
     assert found["loss"] == pytest.approx(np.mean((model.predict(X, verbose=0) - Y) ** 2), rel=1e-5)
-
-
-def test_a_network_in_stages_is_refused():
-    model = distloop.split(keras.Sequential([keras.Input((8,)), keras.layers.Dense(4), keras.layers.Dense(3)]), 2)
-    with pytest.raises(ValueError, match=r"supervised was given a Pipeline; it takes a keras.Model: return ModelSpec"):
-        distloop.supervised(model, "mse", keras.optimizers.SGD(0.1))
-
-
-def test_batches_that_are_no_pairs_are_refused():
-    with pytest.raises(ValueError, match=r"a dict of length 2 was given; .* take \(x, y\) or .* map the dataset"):
-        fit(data=tf.data.Dataset.from_tensor_slices({"x": X, "y": Y}).batch(8))
-    with pytest.raises(ValueError, match=r"features without labels were given; .* take \(x, y\)"):
-        fit(data=tf.data.Dataset.from_tensor_slices(X).batch(8))
-    with pytest.raises(ValueError, match=r"a tuple of length 1 was given; .* take \(x, y\)"):
-        fit(data=tf.data.Dataset.from_tensor_slices((X,)).batch(8))
-
-
-def test_targets_of_unknown_rank_are_refused():
-    def unknown(x, y):
-        return x, tf.ensure_shape(tf.py_function(lambda: y, [], tf.float32), None)
-
-    with pytest.raises(ValueError, match="the number of axes of y, .*: set it, as in .*tf.ensure_shape"):
-        fit(data=batches(X, Y).map(unknown))
-
-
-def test_a_model_without_a_loss_is_refused():
-    model = net()
-    model.compile(keras.optimizers.SGD())
-    trainer = distloop.Trainer(distloop.from_keras(model), on(1))
-    with pytest.raises(ValueError, match="no loss for any of its outputs: compile it with one"):
-        trainer.fit(batches(X, Y), steps=1)
-
-
-# Outputs by name.
 
 
 def call_of(kind, a, b):
@@ -446,34 +334,24 @@ def functional(kind):
     return keras.Model(inputs, call_of(kind, a, b))
 
 
-SPARSE = "sparse_categorical_crossentropy"
 TopK = keras.metrics.SparseTopKCategoricalAccuracy
 BY_NAME = {"cls": LABEL, "box": Y}
+BY_EACH_NAME = {"loss": {"cls": SPARSE, "box": "mse"}, "metrics": {"cls": [TopK, "accuracy"], "box": "mae"}}
+MATCHED = {  # the structure of the outputs, what compile is given, and the targets
+    "by name": ("dict", BY_EACH_NAME, BY_NAME),
+    "lists": ("dict", {"loss": ["mse", SPARSE], "loss_weights": [2.0, 0.5]}, (Y, LABEL)),  # they match the sorted keys
+    "partial": ("dict", {"loss": {"cls": SPARSE}}, BY_NAME),
+    "one loss": ("dict", {"loss": "mse"}, {"cls": ONE_HOT, "box": Y}),
+    "no loss": ("list", {"loss": [SPARSE, None]}, (LABEL, Y)),
+    "one by name": ("one", {"loss": {"cls": SPARSE}, "metrics": {"cls": ["accuracy", TopK]}}, {"cls": LABEL}),
+    "one": ("one", {"loss": SPARSE, "metrics": ["accuracy"]}, LABEL),
+}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("make_model", mostly_wide([functional, Subclassed]))
-@pytest.mark.parametrize(
-    ("kind", "settings", "target"),
-    mostly_wide(
-        [
-            (
-                "dict",
-                {"loss": {"cls": SPARSE, "box": "mse"}, "metrics": {"cls": [TopK, "accuracy"], "box": "mae"}},
-                BY_NAME,
-            ),
-            # Lists match the sorted keys.
-            ("dict", {"loss": ["mse", SPARSE], "loss_weights": [2.0, 0.5]}, (Y, LABEL)),
-            ("dict", {"loss": {"cls": SPARSE}}, BY_NAME),
-            ("dict", {"loss": "mse"}, {"cls": ONE_HOT, "box": Y}),
-            ("list", {"loss": [SPARSE, None]}, (LABEL, Y)),
-            ("one", {"loss": {"cls": SPARSE}, "metrics": {"cls": ["accuracy", TopK]}}, {"cls": LABEL}),
-            ("one", {"loss": SPARSE, "metrics": ["accuracy"]}, LABEL),
-        ]
-    ),
-    ids=["by name", "lists", "partial", "one loss", "no loss", "one by name", "one"],
-)
-def test_outputs_losses_and_metrics_match_as_in_keras(make_model, kind, settings, target):
+@pytest.mark.parametrize("case", mostly_wide(MATCHED))
+def test_outputs_losses_and_metrics_match_as_in_keras(make_model, case):
+    kind, settings, target = MATCHED[case]
     found, expected = measured(compiled(make_model(kind), **settings), X, target)
     assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-5)
 
@@ -487,9 +365,6 @@ def test_a_list_of_metrics_matches_the_outputs_of_a_subclassed_model():
         measured(compiled(Subclassed("list"), [SPARSE, "mse"], metrics=["mae"]), X, (LABEL, Y))
 
 
-# Several outputs.
-
-
 def two_outputs(kind=dict):
     inputs = keras.Input((6,))
     hidden = keras.layers.Dense(8, "tanh")(inputs)
@@ -497,18 +372,16 @@ def two_outputs(kind=dict):
     return keras.Model(inputs, {"a": a, "b": b} if kind is dict else [a, b])
 
 
-LOSSES = {"a": "mse", "b": "sparse_categorical_crossentropy"}
+LOSSES = {"a": "mse", "b": SPARSE}
+BOTH = {"a": Y, "b": LABEL}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "replicas"), mostly_wide([(dict, 1), (dict, 2), (list, 2)]))
 def test_several_outputs_train_as_fit_does(kind, replicas):
     given = {"loss": LOSSES, "loss_weights": {"a": 0.5, "b": 2.0}, "metrics": {"a": ["mae"], "b": ["accuracy"]}}
-    target = {"a": Y, "b": LABEL}
     if kind is list:
         given = {name: list(value.values()) for name, value in given.items()}
-        target = tuple(target.values())
-    data = tf.data.Dataset.from_tensor_slices((X, target)).batch(8)
+    data = slices((X, BOTH if kind is dict else tuple(BOTH.values())))
     trainer, twin = assert_trains_as_keras_does(compiled(two_outputs(kind), **given), data, replicas)
     found, expected = trainer.evaluate(data), evaluated_by_keras(twin, data)
     assert set(found) == {"loss", "a_loss", "b_loss", "a_mae", "b_accuracy"}
@@ -517,74 +390,46 @@ def test_several_outputs_train_as_fit_does(kind, replicas):
     assert found["loss"] == pytest.approx(0.5 * found["a_loss"] + 2.0 * found["b_loss"], rel=1e-5)
 
 
-@pytest.mark.slow
 def test_an_output_without_a_loss_takes_no_part():
     model = compiled(two_outputs(), {"a": "mse"})
-    data = tf.data.Dataset.from_tensor_slices((X, {"a": Y, "b": LABEL})).batch(8)
-    found = distloop.Trainer(distloop.from_keras(model), on(1)).evaluate(data)
+    found = distloop.Trainer(distloop.from_keras(model), on(1)).evaluate(slices((X, BOTH)))
     assert found["loss"] == found["a_loss"] and "b_loss" not in found
 
 
-@pytest.mark.slow
-def test_weights_that_several_outputs_share_divide_by_their_sum(replicas=2):
+def test_weights_that_several_outputs_share_divide_by_their_sum():
     model = compiled(two_outputs(), LOSSES)
-    data = tf.data.Dataset.from_tensor_slices((X, {"a": Y, "b": LABEL}, SAMPLE_WEIGHT)).batch(7)
-    found = distloop.Trainer(distloop.from_keras(model), on(replicas)).evaluate(data)
+    data = tf.data.Dataset.from_tensor_slices((X, BOTH, SAMPLE_WEIGHT)).batch(7)
+    found = distloop.Trainer(distloop.from_keras(model), on(2)).evaluate(data)
     output = model.predict(X, verbose=0)
     a, b = np.mean((output["a"] - Y) ** 2, -1), -np.log(output["b"][np.arange(32), LABEL])
-    assert found["a_loss"] == pytest.approx(np.average(a, weights=SAMPLE_WEIGHT), rel=1e-5)
-    assert found["b_loss"] == pytest.approx(np.average(b, weights=SAMPLE_WEIGHT), rel=1e-5)
-    assert found["loss"] == pytest.approx(np.average(a + b, weights=SAMPLE_WEIGHT), rel=1e-5)
+    for name, values in {"a_loss": a, "b_loss": b, "loss": a + b}.items():
+        assert found[name] == pytest.approx(np.average(values, weights=SAMPLE_WEIGHT), rel=1e-5)
 
 
-# Refusals.
+def values(loss, *batch, make_model=two_outputs, **settings):
+    return values_of(distloop.supervised(make_model(), loss, keras.optimizers.SGD(), **settings), X, *batch)
 
 
-def values(loss, target, *weight, make_model=two_outputs, **settings):
-    spec = distloop.supervised(make_model(), loss, keras.optimizers.SGD(), **settings)
-    return values_of(spec, X, target, *weight)
-
-
-BOTH = {"a": Y, "b": LABEL}
-
-
-def test_losses_under_unknown_names_are_refused():
-    with pytest.raises(
-        ValueError, match=r"\['a', 'c'\] were given by name; the outputs are \['a', 'b'\]: use those names"
-    ):
+def test_what_does_not_match_several_outputs_is_refused():
+    names = r"\['a', 'c'\] were given by name; the outputs are \['a', 'b'\]: use those names"
+    with pytest.raises(ValueError, match=names):
         values({"a": "mse", "c": "mse"}, BOTH)
-
-
-def test_a_list_of_another_length_than_the_outputs_is_refused():
     with pytest.raises(ValueError, match=r"A list of 1 was given for the 2 outputs \['a', 'b'\]: give one for each"):
         values(["mse"], BOTH)
-
-
-def test_targets_that_miss_an_output_are_refused():
     with pytest.raises(ValueError, match=r"none for the outputs \['b'\], which have a loss"):
         values(LOSSES, {"a": Y})
     with pytest.raises(ValueError, match="'b_accuracy' measures the output 'b', which has no target"):
         values({"a": "mse"}, {"a": Y}, metrics={"b": ["accuracy"]})
-
-
-def test_a_list_of_targets_that_misses_an_output_is_refused():
     with pytest.raises(ValueError, match="1 targets were given for 2 outputs"):
         values(list(LOSSES.values()), (Y,), make_model=lambda: two_outputs(list))
+    for names in ("a", "ab"):
+        with pytest.raises(ValueError, match="several outputs .* weights .*: write a ModelSpec"):
+            values(LOSSES, BOTH, dict.fromkeys(names, SAMPLE_WEIGHT))
+    masked = {"a": "mse", "b": keras.losses.SparseCategoricalCrossentropy(ignore_class=1)}
+    of_a_mask = "several outputs was given masks or weights within examples; 'b' has a mask"
+    with pytest.raises(ValueError, match=of_a_mask):
+        values(masked, BOTH)
 
-
-@pytest.mark.parametrize("names", ["a", "ab"])
-def test_weights_of_their_own_for_several_outputs_are_refused(names):
-    with pytest.raises(ValueError, match="several outputs .* weights .*: write a ModelSpec"):
-        values(LOSSES, BOTH, dict.fromkeys(names, SAMPLE_WEIGHT))
-
-
-def test_masks_in_a_model_with_several_outputs_are_refused():
-    loss = {"a": "mse", "b": keras.losses.SparseCategoricalCrossentropy(ignore_class=1)}
-    with pytest.raises(ValueError, match="several outputs was given masks or weights within examples; 'b' has a mask"):
-        values(loss, BOTH)
-
-
-def test_outputs_within_outputs_are_refused():
     def nested():
         inputs = keras.Input((6,))
         return keras.Model(inputs, {"a": {"b": keras.layers.Dense(2)(inputs)}})

@@ -99,11 +99,16 @@ def of_one_device(batch_size, makers):
 
 
 UNKNOWN_SIZES = pytest.mark.not_by_collectives("which need to know the size of a batch")
+TWO = {name: MAKERS[name] for name in ("best", "mean")}
+
+
+def arguments_of(names, rows=slice(None)):
+    return {name: (tf.constant(ROWS["label"][rows]), tf.constant(ROWS["score"][rows])) for name in names}
 
 
 def fed(metrics, strategy, rows=slice(None)):
     """Builds metrics and updates each replica with the same rows."""
-    arguments = {name: (tf.constant(ROWS["label"][rows]), tf.constant(ROWS["score"][rows])) for name in metrics}
+    arguments = arguments_of(metrics, rows)
     if not metrics.is_built:
         metrics.build({"": arguments})
     metrics.reset()
@@ -131,10 +136,9 @@ def test_every_state_is_that_of_one_device(replicas, microbatches, names):
     trainer = distloop.Trainer(lambda: model_fn(makers), config)
     data = distloop.make_dataset(ROWS, 7)  # 7, 7 and 3 rows
     reported = trainer.fit(data, steps=3, evals={"test": distloop.make_dataset(ROWS, 2)})  # fewer rows than replicas
-    for name, value in of_one_device(7, makers).items():
-        assert reported[name] == pytest.approx(value, rel=1e-6), name
-    for name, value in of_one_device(2, makers).items():
-        assert reported[f"test/{name}"] == pytest.approx(value, rel=1e-6), name
+    for prefix, batch_size in (("", 7), ("test/", 2)):
+        for name, value in of_one_device(batch_size, makers).items():
+            assert reported[prefix + name] == pytest.approx(value, rel=1e-6), name
 
 
 def test_keras_metrics_add_up_on_each_replica_and_others_take_all_rows():
@@ -153,29 +157,22 @@ def test_a_state_is_restored_on_another_number_of_replicas(replicas):
         metrics = made(after, makers) if is_late else fed(made(after, makers), after, slice(3))
         metrics.restore(values)
         if is_late:
-            metrics.build({"": {name: (tf.constant(ROWS["label"]), tf.constant(ROWS["score"])) for name in makers}})
+            metrics.build({"": arguments_of(makers)})
         tf.nest.map_structure(np.testing.assert_allclose, metrics.results(), expected)
 
 
 @UNKNOWN_SIZES
-def test_a_metric_that_a_snapshot_does_not_hold_starts_anew():
+def test_a_scope_of_its_own_leaves_the_state_and_what_a_snapshot_does_not_hold_starts_anew():
     strategy = mirrored(2)
-    metrics = fed(made(strategy, {"best": MAKERS["best"], "mean": MAKERS["mean"]}), strategy)
-    metrics.restore({})
-    assert metrics.results()["best"] == -np.inf and metrics.results()["mean"] == 0.0
-
-
-@UNKNOWN_SIZES
-def test_a_scope_of_its_own_leaves_the_state_as_it_is():
-    strategy = mirrored(2)
-    makers = {"best": MAKERS["best"], "mean": MAKERS["mean"]}
-    metrics = fed(made(strategy, makers), strategy, slice(3))
+    metrics = fed(made(strategy, TWO), strategy, slice(3))
     before = metrics.results()
     with metrics.preserved():
         assert metrics.results()["best"] == -np.inf
         fed(metrics, strategy)
         assert metrics.results()["best"] > before["best"]
     assert metrics.results() == before
+    metrics.restore({})
+    assert metrics.results() == {"best": -np.inf, "mean": 0.0}
 
 
 @pytest.mark.slow
@@ -187,10 +184,17 @@ def test_a_step_that_is_skipped_counts_in_no_metric():
     assert reported["skipped_steps"] == 1 and reported["best"] == pytest.approx(rows["score"][:4].max() + 2)
 
 
+def noting(metric):
+    """Keeps the arguments of a metric's updates, in place of its state."""
+    batches = []
+    metric.update_state = lambda *arguments: batches.append(arguments)
+    return batches
+
+
 @pytest.mark.parametrize("name", ["mean", "largest"])
 def test_padding_counts_in_no_metric_and_masks_are_kept(name):
-    metrics, batches = made(ONE, {name: MAKERS[name]}), []
-    metrics[name].update_state = lambda *arguments: batches.append(arguments)
+    metrics = made(ONE, {name: MAKERS[name]})
+    batches = noting(metrics[name])
     labels, scores = tf.zeros([3, 2]), tf.constant([[1.0, 5.0], [2.0, 6.0], [9.0, 9.0]])
     scores._keras_mask = tf.constant([[True, False], [True, True], [True, True]])
     metrics.update_gathered(*metrics.add({name: (labels, scores, None)}, tf.constant([1.0, 1.0, 0.0])))
@@ -201,8 +205,7 @@ def test_padding_counts_in_no_metric_and_masks_are_kept(name):
 
 def test_ragged_rows_are_for_metrics_that_add_up():
     metrics = made(ONE, {"mean": keras.metrics.Mean, "best": MAKERS["best"]})
-    ragged, batches = tf.ragged.constant([[1.0], [2.0, 3.0], [4.0]]), []
-    metrics["mean"].update_state = lambda *arguments: batches.append(arguments)
+    ragged, batches = tf.ragged.constant([[1.0], [2.0, 3.0], [4.0]]), noting(metrics["mean"])
     metrics.add({"mean": (ragged,)}, tf.constant([1.0, 1.0, 0.0]))
     ((kept,),) = batches
     assert kept.to_list() == [[1.0], [2.0, 3.0]]
@@ -214,20 +217,15 @@ def test_ragged_rows_are_for_metrics_that_add_up():
 def test_xla_counts_no_padding():
     makers = {"auc": lambda: keras.metrics.AUC(num_thresholds=20), "best": MAKERS["best"]}
     settings = {"log_every": 4, "microbatches": 2, "jit_compile": True}
-    reported = distloop.Trainer(lambda: model_fn(makers), on(2, **settings)).fit(
-        distloop.make_dataset(ROWS, 5),
-        steps=4,  # the last batch has 2 rows for 4 parts
-    )
+    data = distloop.make_dataset(ROWS, 5)  # the last batch has 2 rows for 4 parts
+    reported = distloop.Trainer(lambda: model_fn(makers), on(2, **settings)).fit(data, steps=4)
     for name, value in of_one_device(5, makers).items():
         assert reported[name] == pytest.approx(value, rel=1e-6), name
 
 
 @pytest.mark.parametrize("value", [tf.ones([2]), distloop.weighted(tf.ones([2]), tf.ones([2]))])
-def test_values_in_place_of_arguments_are_refused(value):
+def test_values_in_place_of_arguments_and_a_number_of_a_whole_batch_are_refused(value):
     refused(lambda: check_arguments("auc", value), 'under "auc", which is a Keras metric', "tuple of arguments")
-
-
-def test_a_number_of_a_whole_batch_is_refused():
     refused(lambda: check_arguments("best", (tf.constant(1.0),)), 'shape [] for the Keras metric under "best"')
 
 
@@ -249,15 +247,11 @@ class InPython(keras.metrics.Metric):
     def update_state(self, labels, scores):
         self.total = tf.reduce_sum(scores)
 
-    def result(self):
-        return self.total
-
 
 @pytest.mark.parametrize("make", [Hidden, InPython])
 def test_state_elsewhere_than_in_the_metrics_variables_is_refused(make):
-    arguments = {"": {"mine": (tf.constant(ROWS["label"]), tf.constant(ROWS["score"]))}}
     metrics = made(ONE, {"mine": make})
-    refused(lambda: metrics.build(arguments), f'under "mine", a {make.__name__}', "self.add_variable")
+    refused(lambda: metrics.build({"": arguments_of(metrics)}), f'under "mine", a {make.__name__}', "self.add_variable")
 
 
 def test_a_metric_made_outside_model_fn_is_refused_on_replicas():

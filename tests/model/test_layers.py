@@ -1,7 +1,6 @@
 """Layers of Keras: losses of this thread and this call alone, and layers that `trainable=` leaves out."""
 
 import copy
-import functools
 import threading
 
 import keras
@@ -11,13 +10,11 @@ import tensorflow as tf
 
 import distloop
 from distloop import testing
-from distloop.distributed import strategies
 from distloop.model.layers import SEED_STRIDE, keep_losses_apart
 from distloop.model.spec import ModelSpec
 from distloop.model.state import TrainState
-from distloop.settings.config import Config
 from tests.compiled_models import X, Y, batches
-from tests.problems import classification, mostly_wide, on
+from tests.problems import classification, mirrored, mostly_wide, on
 
 
 def regularized(*, batch_norm=False, gathers=False):
@@ -54,10 +51,8 @@ def test_replicas_that_exchange_values_within_the_loss_keep_their_losses_apart(e
 
 def test_a_layer_that_this_update_does_not_call_adds_no_loss():
     def model_fn():
-        models = {
-            "a": keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)]),
-            "b": keras.Sequential([keras.Input((8,)), keras.layers.Dense(4, activity_regularizer="l2")]),
-        }
+        dense = {"a": keras.layers.Dense(4), "b": keras.layers.Dense(4, activity_regularizer="l2")}
+        models = {name: keras.Sequential([keras.Input((8,)), layer]) for name, layer in dense.items()}
 
         def loss_fn_of(name):
             return lambda batch, training: {"loss": tf.reduce_sum(tf.square(models[name](batch["x"])), 1)}
@@ -65,13 +60,11 @@ def test_a_layer_that_this_update_does_not_call_adds_no_loss():
         updates = [distloop.Update(name, loss_fn_of(name), keras.optimizers.SGD(0.1)) for name in ("b", "a")]
         return distloop.ModelSpec(models, updates=updates)
 
-    data = distloop.make_dataset(classification(8), 4)
-    trainer = distloop.Trainer(model_fn, on(1))
-    numbers = trainer.fit(data, steps=2)
+    numbers = distloop.Trainer(model_fn, on(1)).fit(distloop.make_dataset(classification(8), 4), steps=2)
     assert "b/regularization" in numbers and "a/regularization" not in numbers
 
 
-def test_each_thread_has_its_own_losses():
+def test_each_thread_and_each_copy_of_a_layer_has_its_own_losses():
     layer = keras.layers.ActivityRegularization(l2=1.0)
     model = keras.Sequential([keras.Input((2,)), layer])
     keep_losses_apart([model])
@@ -88,35 +81,38 @@ def test_each_thread_has_its_own_losses():
     thread.join()
     assert seen == [0, 18.0]
     assert [float(loss) for loss in model.losses] == [2.0]
-
-
-def test_a_copied_layer_begins_without_losses():
-    layer = keras.layers.ActivityRegularization(l2=1.0)
-    keep_losses_apart([layer])
-    layer(np.ones([1, 2], np.float32))
     again = copy.deepcopy(layer)
     assert len(layer.losses) == 1 and again.losses == []
     again(np.ones([1, 2], np.float32))
     assert len(again.losses) == 1
 
 
+MEANS = np.linspace(-1, 1, 8).astype("float32")
+
+
 def network(is_frozen=False, **norm):
     keras.utils.set_random_seed(3)
     layers = [keras.layers.Dense(8, "relu"), keras.layers.BatchNormalization(momentum=0.5, **norm)]
     body = keras.Sequential([keras.Input((6,)), *layers, keras.layers.Dropout(0.5)], name="body")
-    body.layers[1].moving_mean.assign(np.linspace(-1, 1, 8))
+    body.layers[1].moving_mean.assign(MEANS)
     body.trainable = not is_frozen
     return keras.Sequential([keras.Input((6,)), body, keras.layers.Dense(2, name="head")])
 
 
+def have_statistics_moved(model):
+    return bool((model.layers[0].layers[1].moving_mean.numpy() != MEANS).any())
+
+
+def spec_of(model, optimizer, trainable):
+    def loss_fn(batch, training):
+        return {"loss": keras.losses.mean_squared_error(batch[1], model(batch[0], training=training))}
+
+    return distloop.ModelSpec(model, optimizer, loss_fn, trainable=trainable)
+
+
 def trained(trainable, is_frozen=False, norm=None, **settings):
     def model_fn():
-        model = network(is_frozen, **norm or {})
-
-        def loss_fn(batch, training):
-            return {"loss": keras.losses.mean_squared_error(batch[1], model(batch[0], training=training))}
-
-        return distloop.ModelSpec(model, keras.optimizers.Adam(0.05), loss_fn, trainable=trainable)
+        return spec_of(network(is_frozen, **norm or {}), keras.optimizers.Adam(0.05), trainable)
 
     trainer = distloop.Trainer(model_fn, on(2, **settings))
     trainer.fit(batches(X, Y), steps=6)
@@ -128,10 +124,8 @@ def trained(trainable, is_frozen=False, norm=None, **settings):
 )
 def test_a_layer_that_a_regular_expression_leaves_out_trains_as_one_that_is_not_trainable(settings):
     found, expected = trained("head", **settings), trained(None, is_frozen=True, **settings)
-    for a, b in zip(found.model.get_weights(), expected.model.get_weights(), strict=True):
-        np.testing.assert_array_equal(a, b)
-    statistics = found.model.layers[0].layers[1].moving_mean.numpy()
-    np.testing.assert_array_equal(statistics, np.linspace(-1, 1, 8).astype("float32"))
+    tf.nest.map_structure(np.testing.assert_array_equal, found.model.get_weights(), expected.model.get_weights())
+    assert not have_statistics_moved(found.model)
 
 
 def test_the_layers_attributes_and_files_are_as_the_user_left_them(tmp_path):
@@ -145,10 +139,9 @@ def test_the_layers_attributes_and_files_are_as_the_user_left_them(tmp_path):
 
 @pytest.mark.wide
 def test_statistics_move_where_a_part_of_the_layer_trains_or_its_path_is_found():
-    assert (trained("gamma|head").model.layers[0].layers[1].moving_mean.numpy() != np.linspace(-1, 1, 8)).any()
+    assert have_statistics_moved(trained("gamma|head").model)
     for trainable, moves in (("batch_norm|head", True), ("head", False)):
-        statistics = trained(trainable, norm={"center": False, "scale": False}).model.layers[0].layers[1].moving_mean
-        assert (statistics.numpy() != np.linspace(-1, 1, 8).astype("float32")).any() == moves
+        assert have_statistics_moved(trained(trainable, norm={"center": False, "scale": False}).model) == moves
 
 
 @pytest.mark.wide
@@ -156,52 +149,34 @@ def test_networks_of_several_updates_keep_each_others_statistics_moving():
     def model_fn():
         nets = {"one": network(), "two": network()}
 
-        def loss_of(name):
-            return lambda batch, training: {
-                "loss": sum(net(batch[0], training=training)[:, 0] for net in nets.values())
-            }
+        def loss_fn(batch, training):
+            return {"loss": sum(net(batch[0], training=training)[:, 0] for net in nets.values())}
 
-        updates = [distloop.Update(name, loss_of(name), keras.optimizers.SGD(0.1), f"^{name}/.*head") for name in nets]
-        updates[0] = distloop.Update("one", loss_of("one"), keras.optimizers.SGD(0.1), "^one/")
+        trained = {"one": "^one/", "two": "^two/.*head"}
+        updates = [distloop.Update(name, loss_fn, keras.optimizers.SGD(0.1), paths) for name, paths in trained.items()]
         return distloop.ModelSpec(nets, updates=updates)
 
     trainer = distloop.Trainer(model_fn, on(2))
     trainer.fit(batches(X, Y), steps=3)
-    moved = {
-        name: (net.layers[0].layers[1].moving_mean.numpy() != np.linspace(-1, 1, 8).astype("float32")).any()
-        for name, net in trainer.model.items()
-    }
+    moved = {name: have_statistics_moved(net) for name, net in trainer.model.items()}
     assert moved == {"one": True, "two": False}
 
 
 def test_regularizers_of_what_a_regular_expression_leaves_out_are_not_counted():
-    reported = {}
-    for trainable, is_frozen in ((None, True), ("head", False)):
-
-        def model_fn(trainable=trainable, is_frozen=is_frozen):
+    def reported(trainable, is_frozen):
+        def model_fn():
             keras.utils.set_random_seed(3)
-            layers = [
-                keras.layers.Dense(n, name=name, kernel_regularizer="l2") for n, name in ((8, "body"), (2, "head"))
-            ]
+            layers = [keras.layers.Dense(n, name=p, kernel_regularizer="l2") for n, p in ((8, "body"), (2, "head"))]
             model = keras.Sequential([keras.Input((6,)), *layers])
             model.layers[0].trainable = not is_frozen
+            return spec_of(model, keras.optimizers.SGD(0.05), trainable)
 
-            def loss_fn(batch, training):
-                return {"loss": keras.losses.mean_squared_error(batch[1], model(batch[0], training=training))}
+        return distloop.Trainer(model_fn, on(1)).fit(batches(X, Y), steps=2)["regularization"]
 
-            return distloop.ModelSpec(model, keras.optimizers.SGD(0.05), loss_fn, trainable=trainable)
-
-        result = distloop.Trainer(model_fn, on(1)).fit(batches(X, Y), steps=2)
-        reported[trainable] = result["regularization"]
-    assert reported["head"] == reported[None]
+    assert reported("head", False) == reported(None, True)
 
 
 ONE = tf.distribute.get_strategy()
-
-
-@functools.cache
-def replicas(count):
-    return strategies.make_strategy(Config(device="cpu", strategy="mirrored", num_devices=count))
 
 
 def dropout_state(strategy):
@@ -213,32 +188,20 @@ def dropout_state(strategy):
     return TrainState(model_fn, strategy)
 
 
-def test_every_replica_starts_its_random_streams_elsewhere():
-    made = dropout_state(replicas(3))
+def test_every_replica_starts_its_random_streams_elsewhere_and_one_replica_draws_what_keras_draws():
+    made = dropout_state(mirrored(3))
     (seed,) = made.seeds
-    starts = [value.numpy().astype(np.int64) for value in replicas(3).experimental_local_results(seed.value)]
+    starts = [value.numpy().astype(np.int64) for value in mirrored(3).experimental_local_results(seed.value)]
     assert [int(start[0] - starts[0][0]) % 2**32 for start in starts] == [r * SEED_STRIDE for r in range(3)]
     assert len({int(start[1]) for start in starts}) == 1
-
-
-def test_one_replica_draws_what_keras_draws():
     keras.utils.set_random_seed(0)
     expected = keras.layers.Dropout(0.5).seed_generator.state.numpy()
     (seed,) = dropout_state(ONE).seeds
     np.testing.assert_array_equal(seed.numpy(), expected)
 
 
-def test_every_replica_draws_masks_of_its_own_each_time():
-    strategy = replicas(2)
-    made = dropout_state(strategy)
-    dropout = made.model.layers[0]
-    draw = tf.function(lambda: strategy.run(lambda: dropout(tf.ones([1, 100]), training=True)), autograph=False)
-    masks = [part.numpy().tobytes() for _ in range(3) for part in strategy.experimental_local_results(draw())]
-    assert len(set(masks)) == 6
-
-
-@pytest.mark.parametrize("strategy", [ONE, replicas(2)], ids=["none", "mirrored"])
-def test_random_streams_can_be_restored_on_every_replica(strategy):
+@pytest.mark.parametrize("strategy", [ONE, mirrored(2)], ids=["none", "mirrored"])
+def test_every_replica_draws_masks_of_its_own_each_time_and_its_random_streams_can_be_restored(strategy):
     made = dropout_state(strategy)
     dropout = made.model.layers[0]
     draw = tf.function(lambda: strategy.run(lambda: dropout(tf.ones([1, 100]), training=True)), autograph=False)
@@ -246,6 +209,7 @@ def test_random_streams_can_be_restored_on_every_replica(strategy):
     def masks():
         return [part.numpy().tobytes() for part in strategy.experimental_local_results(draw())]
 
+    assert len({mask for _ in range(3) for mask in masks()}) == 3 * strategy.num_replicas_in_sync
     with made.random_streams.preserved():
         first = masks()
         assert masks() != first

@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 from distloop.model.spec import ModelSpec, Update
-from distloop.variables import named_variables
+from tests.problems import refused
 
 
 def two_layers():
@@ -29,43 +29,28 @@ def update(**settings):
     return Update("", lambda batch, training: {}, keras.optimizers.AdamW(0.1), **settings)
 
 
-# Optimizers are plain.
+INSTEAD = {
+    "clipnorm": (1.0, "clip_variable_norm=..."),
+    "clipvalue": (1.0, "clip_value=..."),
+    "global_clipnorm": (1.0, "clip_norm=..."),
+    "use_ema": (True, "average_decay=..."),
+    "gradient_accumulation_steps": (2, "microbatches=..."),
+    "loss_scale_factor": (2.0, "precision"),
+}
 
 
-@pytest.mark.parametrize(
-    ("settings", "instead"),
-    [
-        ({"clipnorm": 1.0}, "clip_variable_norm=..."),
-        ({"clipvalue": 1.0}, "clip_value=..."),
-        ({"global_clipnorm": 1.0}, "clip_norm=..."),
-        ({"use_ema": True}, "average_decay=..."),
-        ({"gradient_accumulation_steps": 2}, "microbatches=..."),
-        ({"loss_scale_factor": 2.0}, "precision"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
-)
-def test_a_setting_of_the_optimizer_that_belongs_to_distloop_is_refused(settings, instead):
-    model = two_layers()
-    with pytest.raises(ValueError) as caught:
-        spec_of(model, keras.optimizers.Adam(**settings))
-    ((setting, value),) = settings.items()
-    assert f"has {setting}={value}" in str(caught.value) and instead in str(caught.value)
+@pytest.mark.parametrize("setting", INSTEAD)
+def test_a_setting_of_the_optimizer_that_belongs_to_distloop_is_refused(setting):
+    value, instead = INSTEAD[setting]
+    refused(lambda: spec_of(two_layers(), keras.optimizers.Adam(**{setting: value})), f"has {setting}={value}", instead)
 
 
-def test_a_plain_callable_as_learning_rate_is_refused():
+def test_floats_schedules_and_weight_decay_belong_to_the_optimizer_and_a_plain_callable_is_refused():
+    for rate in (0.1, keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.5)):
+        spec_of(two_layers(), keras.optimizers.SGD(rate))
+    spec_of(two_layers(), keras.optimizers.AdamW(weight_decay=0.1))
     with pytest.raises(ValueError, match="a plain callable as learning rate, .*LearningRateSchedule"):
         spec_of(two_layers(), keras.optimizers.SGD(lambda: 0.1))
-
-
-@pytest.mark.parametrize(
-    "rate", [0.1, keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.5)], ids=["float", "schedule"]
-)
-def test_floats_and_schedules_are_learning_rates(rate):
-    spec_of(two_layers(), keras.optimizers.SGD(rate))
-
-
-def test_weight_decay_belongs_to_the_optimizer():
-    spec_of(two_layers(), keras.optimizers.AdamW(weight_decay=0.1))
 
 
 @pytest.mark.skipif(not hasattr(keras.optimizers, "MultiOptimizer"), reason="new in Keras 3.15")
@@ -75,80 +60,52 @@ def test_an_optimizer_of_several_optimizers_is_refused():
         spec_of(two_layers(), optimizer)
 
 
-def test_a_loss_scale_optimizer_is_refused():
+def test_a_loss_scale_optimizer_and_what_is_no_optimizer_are_refused():
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
     with pytest.raises(ValueError, match="A Keras LossScaleOptimizer was given, .*: give the optimizer inside it"):
         spec_of(two_layers(), optimizer)
+    for optimizer in ("adam", keras.optimizers.SGD):
+        with pytest.raises(ValueError, match="needs a keras.optimizers.Optimizer object"):
+            spec_of(two_layers(), optimizer)
 
 
-@pytest.mark.parametrize("optimizer", ["adam", keras.optimizers.SGD])
-def test_what_is_no_optimizer_is_refused(optimizer):
-    with pytest.raises(ValueError, match="needs a keras.optimizers.Optimizer object"):
-        ModelSpec(two_layers(), optimizer, lambda batch, training: {})
-
-
-# The spec and its updates.
-
-
-def test_a_loss_fn_that_is_no_function_is_refused():
+def test_a_spec_without_an_optimizer_or_a_loss_fn_is_refused():
     with pytest.raises(ValueError, match=r"loss_fn='mse' was given; distloop needs a function of \(batch, training\)"):
         ModelSpec(two_layers(), keras.optimizers.SGD(), "mse")
+    for arguments in ({}, {"optimizer": keras.optimizers.SGD()}, {"loss_fn": lambda batch, training: {}}):
+        with pytest.raises(ValueError, match="ModelSpec needs an optimizer and a loss_fn, or updates: give"):
+            ModelSpec(two_layers(), **arguments)
 
 
-@pytest.mark.parametrize(
-    "arguments", [{}, {"optimizer": keras.optimizers.SGD()}, {"loss_fn": lambda batch, training: {}}], ids=len
-)
-def test_a_spec_without_an_optimizer_or_a_loss_fn_is_refused(arguments):
-    with pytest.raises(ValueError, match="ModelSpec needs an optimizer and a loss_fn, or updates: give"):
-        ModelSpec(two_layers(), **arguments)
-
-
-@pytest.mark.parametrize("extra", ["optimizer", "loss_fn", "trainable"])
-def test_updates_and_the_arguments_of_a_single_one_are_refused(extra):
+def test_updates_and_the_arguments_of_a_single_one_are_refused():
     loss_fn = loss_of(two_layers())
-    given = {"optimizer": keras.optimizers.SGD(), "loss_fn": loss_fn, "trainable": "head"}[extra]
-    with pytest.raises(ValueError, match=f"given updates and also {extra}; .*: leave the others out"):
-        ModelSpec(None, updates=[Update("a", loss_fn, keras.optimizers.SGD())], **{extra: given})
+    for extra, given in {"optimizer": keras.optimizers.SGD(), "loss_fn": loss_fn, "trainable": "head"}.items():
+        with pytest.raises(ValueError, match=f"given updates and also {extra}; .*: leave the others out"):
+            ModelSpec(None, updates=[Update("a", loss_fn, keras.optimizers.SGD())], **{extra: given})
 
 
-@pytest.mark.parametrize("names", [["a", "a"], ["a", ""]])
-def test_updates_without_names_of_their_own_are_refused(names):
-    updates = [Update(name, lambda batch, training: {}, keras.optimizers.SGD()) for name in names]
-    with pytest.raises(ValueError, match="each needs a name of its own"):
-        ModelSpec(two_layers(), updates=updates)
+def test_updates_without_names_of_their_own_or_with_a_shared_optimizer_for_other_variables_are_refused():
+    def updates(names, optimizers, **rule):
+        first, second = (
+            Update(name, lambda batch, training: {}, optimizer, **more)
+            for name, optimizer, more in zip(names, optimizers, ({}, rule), strict=True)
+        )
+        return ModelSpec(None, updates=[first, second])
+
+    for names in (["a", "a"], ["a", ""]):
+        with pytest.raises(ValueError, match="each needs a name of its own"):
+            updates(names, [keras.optimizers.SGD(), keras.optimizers.SGD()])
+    for rule in ({"variables": "^b/"}, {"learning_rates": {"^b/": 0.1}}, {"no_decay": "bias"}):
+        with pytest.raises(ValueError, match="'a' and 'b' share one optimizer, .*, or make two optimizers"):
+            updates("ab", [keras.optimizers.AdamW()] * 2, **rule)
 
 
-@pytest.mark.parametrize("rule", [{"variables": "^b/"}, {"learning_rates": {"^b/": 0.1}}, {"no_decay": "bias"}])
-def test_updates_that_share_an_optimizer_for_other_variables_are_refused(rule):
-    optimizer = keras.optimizers.AdamW()
-    updates = [Update("a", lambda batch, training: {}, optimizer)]
-    with pytest.raises(ValueError, match="'a' and 'b' share one optimizer, .*, or make two optimizers"):
-        ModelSpec(None, updates=[*updates, Update("b", lambda batch, training: {}, optimizer, **rule)])
-
-
-# What an update trains, and how.
-
-
-def test_an_update_selects_variables_by_path():
-    named = named_variables(two_layers())
-    assert update().select_variables(named) == list(named.values())
-    assert update(variables="head").select_variables(named) == [named[path] for path in PATHS[2:]]
-    given = [named[PATHS[3]].value, named[PATHS[0]]]
-    assert update(variables=given).select_variables(named) == [named[PATHS[3]], named[PATHS[0]]]
-
-
-def test_the_first_pattern_that_matches_sets_the_factor_of_the_learning_rate():
+def test_the_first_pattern_that_matches_sets_the_factor_of_the_learning_rate_and_no_decay_is_for_those_that_match():
     rates = {"encoder": 0.1, "kernel": 0.5}
     assert update(learning_rates=rates).learning_rate_factors(PATHS) == [0.1, 0.1, 0.5, 1.0]
     assert update().learning_rate_factors(PATHS) == [1.0] * 4
-
-
-def test_variables_that_match_no_decay_are_not_decayed():
     assert update(no_decay="bias$").are_decayed(PATHS) == [True, False, True, False]
     assert update().are_decayed(PATHS) == [True] * 4
-
-
-def test_a_pattern_that_matches_no_path_is_refused():
     with pytest.raises(ValueError, match="learning_rates was given the regular expression 'decoder', .* correct it"):
         update(learning_rates={"decoder": 0.1}).learning_rate_factors(PATHS)
     with pytest.raises(ValueError, match="no_decay was given the regular expression 'norm', .* correct it"):

@@ -18,31 +18,23 @@ from distloop.model.user_functions import (
     refusing_new_variables,
     report_unread,
 )
-from tests.compiled_models import X, Y, batches, compiled
+from tests.compiled_models import X, Y, compiled
 from tests.problems import classification, mirrored, on, refused
+
+
+def small(outputs=1):
+    return keras.Sequential([keras.Input((2,)), keras.layers.Dense(outputs)])
 
 
 def train(batch, read):
     def model_fn():
-        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model = small()
         return distloop.ModelSpec(model, keras.optimizers.SGD(), lambda batch, training: {"loss": model(read(batch))})
 
     distloop.Trainer(model_fn, on(1)).fit(tf.data.Dataset.from_tensors(batch), steps=1)
 
 
 ROWS = np.zeros((4, 2), np.float32)
-
-
-def test_a_name_that_the_batch_lacks_is_said_with_those_that_it_has():
-    refused(
-        lambda: train({"image": ROWS, "label": ROWS}, lambda batch: batch["images"]),
-        "The key 'images' was looked up",
-        "the entries 'image', 'label': use their names",
-    )
-
-
-def test_a_name_in_a_tuple_is_said():
-    refused(lambda: train((ROWS, ROWS), lambda batch: batch["image"]), "a tuple of 2 entries", "features, labels")
 
 
 def if_positive(values):
@@ -81,7 +73,10 @@ def test_a_tensor_that_is_asked_for_its_value_is_said_with_the_users_line(case):
     assert innermost.filename == __file__
 
 
+LACKING = ("The key 'images' was looked up", "the entries 'image', 'label': use their names")
 OF_BATCHES = {
+    "key that is lacking": ({"image": ROWS, "label": ROWS}, lambda batch: batch["images"], *LACKING),
+    "key of a tuple": ((ROWS, ROWS), lambda batch: batch["image"], "a tuple of 2 entries", "features, labels"),
     "key of an array": (
         ROWS,
         lambda batch: batch["image"],
@@ -109,30 +104,21 @@ def test_a_batch_that_is_read_in_another_way_is_described(case):
 
 def supervise(labels, loss):
     def model_fn():
-        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(4)])
-        return distloop.supervised(model, loss, keras.optimizers.SGD())
+        return distloop.supervised(small(4), loss(from_logits=True), keras.optimizers.SGD())
 
     distloop.Trainer(model_fn, on(1, batch_size=4)).fit(ROWS, labels, steps=1)
 
 
-@pytest.mark.parametrize(
-    ("labels", "loss", "parts"),
-    [
-        (np.eye(4), keras.losses.SparseCategoricalCrossentropy, ["labels of shape [B, 4]", "tf.argmax(labels, -1)"]),
-        (
-            np.arange(4),
-            keras.losses.CategoricalCrossentropy,
-            ["labels of shape [B]", "sparse_categorical_crossentropy"],
-        ),
-    ],
-)
-def test_labels_of_the_other_cross_entropy_are_said(labels, loss, parts):
-    refused(lambda: supervise(labels, loss(from_logits=True)), *parts)
+def test_labels_of_the_other_cross_entropy_and_a_text_in_place_of_a_number_are_said():
+    sparse, whole = keras.losses.SparseCategoricalCrossentropy, keras.losses.CategoricalCrossentropy
+    refused(lambda: supervise(np.eye(4), sparse), "labels of shape [B, 4]", "tf.argmax(labels, -1)")
+    refused(lambda: supervise(np.arange(4), whole), "labels of shape [B]", "sparse_categorical_crossentropy")
+    refused(lambda: supervise(np.array(["a"] * 4), sparse), "A text reached")
 
+    def of_tensorflow(batch):
+        return tf.nn.sparse_softmax_cross_entropy_with_logits(tf.one_hot([0, 1, 0, 1], 2), batch)[:, None]
 
-def test_a_text_in_place_of_a_number_is_said():
-    text = np.array(["a"] * 4)
-    refused(lambda: supervise(text, keras.losses.SparseCategoricalCrossentropy(from_logits=True)), "A text reached")
+    refused(lambda: train(ROWS, of_tensorflow), "got labels of shape [4, 2]", "takes the number of each class, [B]")
 
 
 @pytest.mark.slow
@@ -143,37 +129,15 @@ def test_errors_about_something_else_stay():
         train((ROWS, ROWS), lambda batch: batch[0] + object())
 
 
-def test_a_shape_that_a_layer_cannot_take_is_one_sentence_in_fit_and_predict():
+def test_a_shape_that_a_layer_cannot_take_is_one_sentence_in_fit_and_predict_and_features_without_labels_are_said():
     words = ("A layer cannot take what it is called with", "expected axis -1 of input shape to have value 2", "[B, 3]")
     wide = np.zeros((4, 3), np.float32)
     refused(lambda: train(wide, lambda batch: batch), *words)
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
-    trainer = distloop.Trainer(distloop.from_keras(model), on(1))
+    trainer = distloop.Trainer(distloop.from_keras(compiled(small())), on(1))
     for fails in (lambda: trainer.predict(wide), lambda: trainer.fit(wide, wide[:, 0], steps=1, batch_size=4)):
         refused(fails, *words[:2])
     refused(lambda: trainer.predict({"image": ROWS}), "The structure of `inputs` doesn't match", "'image'")
-
-
-def test_labels_of_another_form_are_said_for_tensorflows_cross_entropy_too():
-    def loss(batch):
-        return tf.nn.sparse_softmax_cross_entropy_with_logits(tf.one_hot([0, 1, 0, 1], 2), batch)[:, None]
-
-    refused(lambda: train(ROWS, loss), "got labels of shape [4, 2]", "takes the number of each class, [B]")
-
-
-def test_features_without_labels_are_said():
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
-    trainer = distloop.Trainer(distloop.from_keras(model), on(1))
     refused(lambda: trainer.evaluate(ROWS), "features without labels were given", "give labels, too, as in fit(x, y)")
-
-
-def test_variables_are_recorded_by_identity():
-    created = {}
-    with recorded(created):
-        variable = tf.Variable(0.0)
-    assert created[id(variable)] is variable and len(created) == 1
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -191,18 +155,18 @@ def test_a_layer_that_is_built_by_a_step_is_refused_by_name(replicas, is_eager):
     assert e.value.variable == "head/kernel"
 
 
-def test_a_random_stream_of_its_own_gets_another_hint():
+def test_a_random_stream_of_its_own_gets_another_hint_and_other_errors_and_results_pass():
     fn = refusing_new_variables(lambda: keras.layers.Dropout(0.5))
-    with pytest.raises(
-        VariableCreatedError, match="variable .* was created by a step, .*: give keras.random functions"
-    ):
+    of_streams = "variable .* was created by a step, .*: give keras.random functions"
+    with pytest.raises(VariableCreatedError, match=of_streams):
         tf.function(fn, autograph=False)()
-
-
-def test_other_errors_and_results_pass():
     assert refusing_new_variables(lambda x: x + 1)(1) == 2
     with pytest.raises(KeyError):
         refusing_new_variables(lambda: {}["x"])()
+    created = {}
+    with recorded(created):
+        variable = tf.Variable(0.0)
+    assert created[id(variable)] is variable and len(created) == 1
 
 
 @pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -217,11 +181,7 @@ def test_a_part_that_only_training_calls_is_refused_in_the_first_step(replicas):
 
     def model_fn():
         model = Late()
-
-        def loss_fn(batch, training):
-            logits = model(batch["x"], training=training)
-            return {"loss": keras.losses.sparse_categorical_crossentropy(batch["label"], logits, from_logits=True)}
-
+        loss_fn = lambda batch, training: {"loss": model(batch["x"], training=training)}  # noqa: E731
         return distloop.ModelSpec(model, keras.optimizers.SGD(0.1), loss_fn)
 
     trainer = distloop.Trainer(model_fn, on(replicas))
@@ -243,13 +203,9 @@ def model_for(rows, layer):
     return compiled(keras.Sequential([keras.Input(batch_shape=(rows, 6)), layer, keras.layers.Dense(2)], name="net"))
 
 
-def test_sizes_are_those_of_the_models_at_the_top():
-    fixed = keras.Sequential([keras.Input(batch_shape=(8, 6)), keras.layers.Dense(2)], name="net")
-    free = keras.Sequential([keras.Input((6,)), keras.layers.Dense(2)])
-    assert fixed_sizes([fixed, free]) == {8: "net"}
+def test_sizes_are_those_of_the_models_at_the_top_and_other_errors_stay_as_they_are():
+    assert fixed_sizes([model_for(8, keras.layers.Dense(2)), small()]) == {8: "net"}
 
-
-def test_other_errors_stay_as_they_are():
     def fail(batch):
         raise ValueError("no targets")
 
@@ -267,12 +223,11 @@ def test_a_model_that_takes_other_rows_than_a_replica_gets_is_refused(batch_size
 
 
 @pytest.mark.slow
-def test_a_model_trains_where_its_rows_fit_or_do_not_matter():
-    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(16, drop_remainder=True)
-    trainer = distloop.Trainer(distloop.from_keras(model_for(8, Centered())), on(2))
-    assert np.isfinite(trainer.fit(data, steps=1)["loss"])
-    trainer = distloop.Trainer(distloop.from_keras(model_for(8, keras.layers.Dense(3))), on(2))
-    assert np.isfinite(trainer.fit(batches(X, Y, batch_size=12), steps=2)["loss"])
+@pytest.mark.parametrize(("layer", "rows"), [(Centered, 16), (lambda: keras.layers.Dense(3), 12)])
+def test_a_model_trains_where_its_rows_fit_or_do_not_matter(layer, rows):
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(rows, drop_remainder=rows == 16)
+    trainer = distloop.Trainer(distloop.from_keras(model_for(8, layer())), on(2))
+    assert np.isfinite(trainer.fit(data, steps=2)["loss"])
 
 
 ENTRIES = {"image": tf.TensorSpec([4, 2]), "meta": {"id": tf.TensorSpec([4], tf.string), "age": tf.TensorSpec([4])}}
@@ -291,54 +246,32 @@ def reads_of(fn, specs):
     return reads
 
 
-def test_an_entry_is_read_if_an_operation_of_the_loss_takes_it():
+def test_an_entry_is_read_if_an_operation_of_the_loss_takes_it_or_the_loss_returns_it():
     reads = reads_of(lambda batch: tf.cond(tf.constant(True), lambda: batch["meta"]["age"], lambda: 0.0), ENTRIES)
     assert reads.entries == {"image": False, "meta/age": True, "meta/id": False}
-
-
-def test_an_entry_that_the_loss_returns_as_a_weight_is_read():
     reads = reads_of(lambda batch: {"loss": distloop.weighted(batch["image"][:, 0], batch["meta"]["age"])}, ENTRIES)
     assert reads.entries == {"image": True, "meta/age": True, "meta/id": False}
-
-
-def test_entries_of_tuples_and_ragged_ones_count():
-    specs = (tf.RaggedTensorSpec([None, None], tf.int32), tf.RaggedTensorSpec([None, None], tf.int32))
+    specs = (tf.RaggedTensorSpec([None, None], tf.int32),) * 2
     assert reads_of(lambda batch: tf.reduce_sum(batch[1]), specs).entries == {"0": False, "1": True}
-
-
-def test_eagerly_nothing_is_recorded():
-    reads = Reads()
-    with reads.recorded({"x": tf.zeros([2])}):
+    with (eagerly := Reads()).recorded({"x": tf.zeros([2])}):
         pass
-    assert reads.entries == {}
+    assert eagerly.entries == {}
 
 
-def test_an_entry_that_one_of_several_losses_reads_is_read(capsys):
-    images, ages = (
-        reads_of(fn, ENTRIES)
-        for fn in (lambda batch: tf.reduce_sum(batch["image"]), lambda batch: batch["meta"]["age"] + 1.0)
-    )
+def test_an_entry_that_one_of_several_losses_reads_is_read_and_the_first_of_many_are_named(capsys):
+    images = reads_of(lambda batch: tf.reduce_sum(batch["image"]), ENTRIES)
+    ages = reads_of(lambda batch: batch["meta"]["age"] + 1.0, ENTRIES)
     report_unread([images, ages], "name", is_shown=True)
-    assert (
-        capsys.readouterr().out
-        == "distloop: entries of each batch that no loss_fn reads: meta/id (loaded all the same)\n"
-    )
+    told = "distloop: entries of each batch that no loss_fn reads: meta/id (loaded all the same)\n"
+    assert capsys.readouterr().out == told
     report_unread([images, ages], "name", is_shown=False)
     assert capsys.readouterr() == ("", "")
     report_unread([images], "warn", is_shown=True)
     assert "warning: No loss_fn reads these entries of a batch, which are loaded" in capsys.readouterr().err
-    refused(
-        lambda: report_unread([images], "refuse", is_shown=False),
-        "No loss_fn reads",
-        "meta/age, meta/id",
-        "dataset.map",
-    )
-
-
-def test_of_many_entries_the_first_are_named(capsys):
-    report_unread(
-        [reads_of(lambda batch: None, {f"x{i}": tf.TensorSpec([2]) for i in range(9)})], "name", is_shown=True
-    )
+    words = ("No loss_fn reads", "meta/age, meta/id", "dataset.map")
+    refused(lambda: report_unread([images], "refuse", is_shown=False), *words)
+    none = reads_of(lambda batch: None, {f"x{i}": tf.TensorSpec([2]) for i in range(9)})
+    report_unread([none], "name", is_shown=True)
     assert capsys.readouterr().out.endswith("x0, x1, x2, x3, x4, x5, x6, x7, 1 more (loaded all the same)\n")
 
 
