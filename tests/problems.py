@@ -274,24 +274,3 @@ def _wide(case):
     marks = [pytest.mark.wide, *getattr(case, "marks", [])]
     values = getattr(case, "values", case) if isinstance(case, tuple | list) else [case]
     return pytest.param(*values, marks=marks, id=getattr(case, "id", None))
-
-
-def pairwise(*values):
-    """Returns few combinations of parameters in which each pair of values of two parameters occurs at least once.
-
-    Args:
-        *values: the values of each parameter; the first of each make the first combination.
-
-    Returns:
-        Tuples for `pytest.mark.parametrize`; all but the first are marked wide.
-    """
-
-    def pairs(combination):
-        return set(itertools.combinations(enumerate(combination), 2))
-
-    product = list(itertools.product(*(range(len(v)) for v in values)))
-    chosen, missing = [product[0]], set().union(*map(pairs, product)) - pairs(product[0])
-    while missing:
-        chosen.append(max(product, key=lambda combination: len(pairs(combination) & missing)))
-        missing -= pairs(chosen[-1])
-    return mostly_wide(tuple(v[i] for v, i in zip(values, combination, strict=True)) for combination in chosen)

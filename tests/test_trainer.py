@@ -257,7 +257,10 @@ def test_stop_early_ends_a_run_that_gets_no_better():
     assert trainer.step == 6
 
 
-def test_a_run_leaves_its_files(tmp_path):
+def test_a_run_leaves_its_files_and_without_a_workdir_none(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    train(2).evaluate(batches())
+    assert os.listdir(tmp_path) == []
     trainer = distloop.Trainer(classifier(), on(1, workdir=str(tmp_path / "run"), log_every=2))
     assert not (tmp_path / "run").exists()
     trainer.fit(batches(), steps=5, evals={"test": batches()})
@@ -265,12 +268,6 @@ def test_a_run_leaves_its_files(tmp_path):
     rows = rows_of(tmp_path / "run")
     assert [row["step"] for row in rows] == [2, 4, 5]
     assert "test/accuracy" in rows[-1] and "test/accuracy" not in rows[0]
-
-
-def test_nothing_is_written_without_a_workdir(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    train(2).evaluate(batches())
-    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.wide
