@@ -54,9 +54,8 @@ def classifier(
         def loss_fn(batch, training):
             on_trace(training)
             logits = model(batch["x"], training=training)
-            loss = keras.losses.sparse_categorical_crossentropy(batch["label"], logits, from_logits=True)
             hit = keras.metrics.sparse_categorical_accuracy(batch["label"], logits)
-            outputs = {"loss": loss, "accuracy": hit}
+            outputs = {"loss": cross_entropy(batch["label"], logits), "accuracy": hit}
             if is_weighted:
                 outputs = {name: distloop.weighted(value, batch["weight"]) for name, value in outputs.items()}
             if metrics:
@@ -73,6 +72,28 @@ def classifier(
         )
 
     return model_fn
+
+
+def cross_entropy(labels, logits):
+    return keras.losses.sparse_categorical_crossentropy(labels, logits, from_logits=True)
+
+
+def loss_fn_of(model):
+    """Returns a `loss_fn` of the cross entropy alone, for `classification`."""
+    return lambda batch, training: {"loss": cross_entropy(batch["label"], model(batch["x"], training=training))}
+
+
+def every(steps, act):
+    """Returns the function as an action of every so many steps."""
+    act.every = steps
+    return act
+
+
+def looks(trainer, data, steps, at, look):
+    """Trains in one `fit`, and returns what the function gave of the report of every so many steps."""
+    seen = []
+    trainer.fit(data, steps=steps, actions=[every(at, lambda report: seen.append(look(report)))])
+    return seen
 
 
 def seconds_of_one_loop():
@@ -117,11 +138,8 @@ def everything(trainer):
     if state.average is not None:
         found |= {f"average/{i}": v for i, v in enumerate(state.average.variables)}
     found |= {"step": state.step, "skipped_steps": state.skipped_steps}
-    return {
-        f"{path}@{replica}": _array(value)
-        for path, v in found.items()
-        for replica, value in enumerate(local_values(trainer, v))
-    }
+    local = {path: local_values(trainer, v) for path, v in found.items()}
+    return {f"{path}@{replica}": _array(v) for path, values in local.items() for replica, v in enumerate(values)}
 
 
 def local_values(trainer, variable):
@@ -140,10 +158,9 @@ def assert_close(found, expected, tolerance=1e-6):
     """Compares arrays, each by the norm of its difference relative to its own."""
     assert found.keys() == expected.keys()
     for path, value in expected.items():
-        if not np.issubdtype(value.dtype, np.floating):
-            continue
-        difference = relative_difference(found[path], value)
-        assert difference <= tolerance, f"{path}: {difference:.2e}"
+        if np.issubdtype(value.dtype, np.floating):
+            difference = relative_difference(found[path], value)
+            assert difference <= tolerance, f"{path}: {difference:.2e}"
 
 
 def assert_equal(found, expected):
@@ -158,9 +175,14 @@ FILES_OF_A_RUN = ["checkpoints", "config.json", "flags.txt", "memory.json", "met
 FILES_OF_A_RUN += ["run_id.json", "starts.jsonl", "test", "train"]
 
 
+def json_lines(path):
+    """Returns what each line of a file holds."""
+    return [json.loads(line) for line in pathlib.Path(path).read_text().splitlines()]
+
+
 def rows_of(workdir):
     """Returns the rows of a run's metrics.jsonl without what depends on the machine."""
-    rows = [json.loads(line) for line in (pathlib.Path(workdir) / "metrics.jsonl").read_text().splitlines()]
+    rows = json_lines(pathlib.Path(workdir) / "metrics.jsonl")
     return [{name: row[name] for name in sorted(row.keys() - OF_THE_MACHINE - {"time"})} for row in rows]
 
 
@@ -252,26 +274,3 @@ def _wide(case):
     marks = [pytest.mark.wide, *getattr(case, "marks", [])]
     values = getattr(case, "values", case) if isinstance(case, tuple | list) else [case]
     return pytest.param(*values, marks=marks, id=getattr(case, "id", None))
-
-
-def pairwise(*values):
-    """Returns few combinations of parameters in which each pair of values of two parameters occurs at least once.
-
-    Args:
-        *values: the values of each parameter; the first of each make the first combination.
-
-    Returns:
-        Tuples for `pytest.mark.parametrize`; all but the first are marked slow and wide.
-    """
-
-    def pairs(combination):
-        return set(itertools.combinations(enumerate(combination), 2))
-
-    product = list(itertools.product(*(range(len(v)) for v in values)))
-    chosen, missing = [product[0]], set().union(*map(pairs, product)) - pairs(product[0])
-    while missing:
-        chosen.append(max(product, key=lambda combination: len(pairs(combination) & missing)))
-        missing -= pairs(chosen[-1])
-    first, *others = ([v[i] for v, i in zip(values, combination, strict=True)] for combination in chosen)
-    marks = [pytest.mark.slow, pytest.mark.wide]
-    return [pytest.param(*first), *(pytest.param(*other, marks=marks) for other in others)]

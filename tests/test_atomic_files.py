@@ -31,19 +31,22 @@ def read(path):
     return (path / "folder" / "file").read_text()
 
 
-def test_a_file_is_replaced_when_the_new_one_is_whole(tmp_path):
+def assert_alone(directory, text):
+    """Checks that a directory holds `model` with this text, and nothing else."""
+    assert read(directory / "model") == text and os.listdir(directory) == ["model"]
+
+
+def test_a_file_or_directory_is_replaced_when_the_new_one_is_whole(tmp_path):
     path = tmp_path / "file"
     path.write_text("old")
     with replacing(str(path)) as temporary:
         pathlib.Path(temporary).write_text("new")
         assert path.read_text() == "old" and os.path.dirname(temporary) == str(tmp_path)
     assert path.read_text() == "new" and os.listdir(tmp_path) == ["file"]
-
-
-def test_a_directory_is_replaced_when_the_new_one_is_whole(tmp_path):
+    (tmp_path / "a").mkdir()
     for text in ("old", "new"):
-        write(tmp_path / "model", text)
-    assert read(tmp_path / "model") == "new" and os.listdir(tmp_path) == ["model"]
+        write(tmp_path / "a" / "model", text)
+    assert_alone(tmp_path / "a", "new")
 
 
 def test_a_path_without_a_directory_is_in_the_current_one(tmp_path, monkeypatch):
@@ -58,7 +61,7 @@ def test_after_an_error_the_old_one_stays_alone(tmp_path):
     with pytest.raises(RuntimeError, match="half"), replacing(str(tmp_path / "model")) as temporary:
         os.makedirs(temporary)
         raise RuntimeError("half written")
-    assert read(tmp_path / "model") == "old" and os.listdir(tmp_path) == ["model"]
+    assert_alone(tmp_path, "old")
 
 
 def test_a_suffix_ends_the_temporary_name(tmp_path):
@@ -76,11 +79,10 @@ def test_the_old_one_stays_if_the_new_one_cannot_be_renamed(tmp_path, monkeypatc
             raise PermissionError("not now")
         rename(source, target)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "rename", refuse)
-        with pytest.raises(PermissionError, match="not now"):
-            write(tmp_path / "model", "new")
-    assert read(tmp_path / "model") == "old" and os.listdir(tmp_path) == ["model"]
+    monkeypatch.setattr(os, "rename", refuse)
+    with pytest.raises(PermissionError, match="not now"):
+        write(tmp_path / "model", "new")
+    assert_alone(tmp_path, "old")
 
 
 def test_an_old_one_that_cannot_be_removed_is_no_error(tmp_path, monkeypatch):
@@ -102,7 +104,7 @@ def test_leftovers_of_a_process_with_the_same_id_are_no_hindrance(tmp_path):
     for kind in ("tmp", "old"):
         write(tmp_path / f"model.{os.getpid()}-0123abcd.{kind}", "of a killed process")
     write(tmp_path / "model", "new")
-    assert read(tmp_path / "model") == "new" and os.listdir(tmp_path) == ["model"]
+    assert_alone(tmp_path, "new")
 
 
 @pytest.mark.parametrize("is_directory", [False, True])
@@ -143,20 +145,19 @@ def answering(number, is_meant):
     return fsync
 
 
-@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES])
-def test_what_knows_no_fsync_of_directories_is_written_to_all_the_same(number, tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "fsync", answering(number, stat.S_ISDIR))
+@pytest.mark.parametrize(
+    ("number", "is_meant"),
+    [
+        *((number, stat.S_ISDIR) for number in (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES)),
+        *((number, lambda mode: True) for number in (errno.EINVAL, errno.ENOSYS)),
+    ],
+)
+def test_what_knows_no_fsync_of_directories_or_of_files_is_written_to(number, is_meant, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "fsync", answering(number, is_meant))
     for text in ("old", "new"):
         make_directory(str(tmp_path / "a"))
         write(tmp_path / "a" / "model", text)
-    assert read(tmp_path / "a" / "model") == "new" and os.listdir(tmp_path / "a") == ["model"]
-
-
-@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSYS])
-def test_what_knows_no_fsync_at_all_is_written_to_all_the_same(number, tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "fsync", answering(number, lambda mode: True))
-    write(tmp_path / "model", "new")
-    assert read(tmp_path / "model") == "new"
+    assert_alone(tmp_path / "a", "new")
 
 
 @pytest.mark.parametrize("is_meant", [stat.S_ISDIR, stat.S_ISREG])
@@ -239,7 +240,7 @@ def test_a_part_of_what_was_replaced_is_removed_when_the_path_is_replaced_again(
         write(tmp_path / "model", "new")
     assert len(os.listdir(tmp_path)) == 2
     write(tmp_path / "model", "newer")
-    assert read(tmp_path / "model") == "newer" and os.listdir(tmp_path) == ["model"]
+    assert_alone(tmp_path, "newer")
 
 
 def test_other_names_are_no_leftovers(tmp_path):

@@ -22,6 +22,10 @@ from experiments.benchmarks import (
 from tests import forked
 
 
+def text_of(page):
+    return page.read_text(encoding="utf-8")
+
+
 def rows_of(text):
     """Reads the first table of a page: a dict a row, by the header."""
     lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
@@ -51,7 +55,6 @@ def test_the_smallest_part_gives_a_row_with_every_ratio(tmp_path):
 
 
 @pytest.mark.wide
-@pytest.mark.slow
 def test_a_cell_of_distloop_alone_takes_settings_from_before_tensorflow_starts():
     spec = {"part": "training", "workload": "tiny", "replicas": 2, "rounds": 1, "turn_secs": 0.01}
     found = processes.run_cell({**spec, "systems": ["distloop"], "settings": {"intra_op_threads": 3}})
@@ -86,12 +89,9 @@ def test_the_page_says_how_far_each_ratio_came(own, reached):
     assert row["reached"] == reached
 
 
-def test_the_page_says_why_a_system_is_missing():
+def test_the_page_says_why_a_system_is_missing_and_what_could_not_be_measured():
     cell = {**a_cell(bare=[1.0], distloop=[1.0]), "missing": {"orbit": "no network"}}
     assert "- Orbit: no network\n" in rendered(cell)
-
-
-def test_the_page_names_what_could_not_be_measured():
     assert "Not measured: calls, tiny, 1 replica (code 1)." in rendered({**a_cell("calls"), "failed": "code 1"})
 
 
@@ -136,11 +136,8 @@ def test_speeds_are_those_of_the_median_call():
 
 
 def test_each_kind_of_call_is_held_against_the_limit_of_its_place():
-    times = {
-        "beyond fit": {"keras": [0.5], "distloop": [0.02]},
-        "beyond evaluate": {"keras": [0.2], "distloop": [0.04]},
-    }
-    (row,) = rows_of(page.beyond_table([{**a_cell(), **times}]))
+    fit, evaluate = {"keras": [0.5], "distloop": [0.02]}, {"keras": [0.2], "distloop": [0.04]}
+    (row,) = rows_of(page.beyond_table([{**a_cell(), "beyond fit": fit, "beyond evaluate": evaluate}]))
     assert row["fit, Keras"] == "500" and row["goal"] == "30" and row["reached"] == "goal / missed"
 
 
@@ -184,11 +181,8 @@ def test_a_turn_is_a_multiple_of_what_a_system_trains_at_once():
 
 
 def test_inputs_are_compared_with_the_pipeline_of_tf_data():
-    best = {
-        "distloop": [300.0, 9.0, 0.5, 0.5],
-        "tf.data, read again": [200.0, 10.0, 0.5, 8.0],
-        "kept": [0.0, 0.0, 1.0, 1.0],
-    }
+    best = {"distloop": [300.0, 9.0, 0.5, 0.5], "tf.data, read again": [200.0, 10.0, 0.5, 8.0]}
+    best["kept"] = [0.0, 0.0, 1.0, 1.0]
     workload = input_speed.Workload(64, 1_000, None, None, None)
     assert input_speed.page("arrays", workload, best).splitlines()[2:] == [
         "| distloop | 300 | 1.50 | 9.00 | 0.50 s | 0.50 s |",
@@ -197,31 +191,20 @@ def test_inputs_are_compared_with_the_pipeline_of_tf_data():
     ]
 
 
-def test_the_pictures_are_those_of_the_page():
-    drawn = pictures.draw_all(pictures.PAGE.read_text(encoding="utf-8"))
+def test_the_pictures_are_those_of_their_page():
+    drawn = pictures.draw_all(text_of(pictures.PAGE))
     assert len(drawn) == 3
     for name, svg in drawn.items():
-        assert pictures.PAGE.with_name(name).read_text(encoding="utf-8") == svg, (
-            "python -m experiments.benchmarks.pictures"
-        )
-
-
-def test_the_curves_of_growth_are_those_of_their_page():
-    panels = curves.read_panels(curves.PAGE.read_text(encoding="utf-8"))
-    drawn = curves.PAGE.with_name(curves.PICTURE).read_text(encoding="utf-8")
-    assert drawn == curves.draw(panels), "python -m experiments.benchmarks.curves"
+        assert text_of(pictures.PAGE.with_name(name)) == svg, "python -m experiments.benchmarks.pictures"
+    text = text_of(curves.PAGE)
+    kept_one = text_of(curves.PAGE.with_name(curves.PICTURE))
+    assert kept_one == curves.draw(curves.read_panels(text)), "python -m experiments.benchmarks.curves"
+    assert re.findall("^## (.*)$", text, re.M) == [name.capitalize() for name in growth.CURVES]
 
 
 def test_a_cost_that_grows_with_its_size_lies_on_the_dotted_line_of_its_panel():
-    cells = [
-        "\n## Rows",
-        "",
-        "| rows | flat, s | linear, MB |",
-        "| --- | --- | --- |",
-        "| 10 | 2 | 3 |",
-        "| 1,000 | 2 | 300 |",
-    ]
-    (panel,) = curves.read_panels("\n".join([*cells, "| 100 times | 1.0 times | 100.0 times |"]))
+    rows = ["| rows | flat, s | linear, MB |", "| --- | --- | --- |", "| 10 | 2 | 3 |", "| 1,000 | 2 | 300 |"]
+    (panel,) = curves.read_panels("\n".join(["\n## Rows", "", *rows, "| 100 times | 1.0 times | 100.0 times |"]))
     assert panel.costs == {"flat, s": [1, 1], "linear, MB": [1, 100]} and panel.sizes == [10, 1000]
     svg = curves.draw([panel])
     (dotted,) = re.findall(r'1 4" x1="([\d.]+)" y1="([\d.]+)" x2="([\d.]+)" y2="([\d.]+)"', svg)
@@ -231,16 +214,14 @@ def test_a_cost_that_grows_with_its_size_lies_on_the_dotted_line_of_its_panel():
 
 
 def test_the_readme_quotes_the_figures_of_the_page():
-    section = pictures.PAGE.read_text(encoding="utf-8").partition("\n## Training step\n")[2].partition("\n## ")[0]
+    section = text_of(pictures.PAGE).partition("\n## Training step\n")[2].partition("\n## ")[0]
     figures = {True: [], False: []}  # of steps over those of a handloop: on one replica, and on more
     for row in rows_of(section):
         figures[row["place"] == "1 replica"].append(row["**distloop**"].split(" / ")[1])
     several, one = (f"{min(figures[is_one])} to {max(figures[is_one])}" for is_one in (False, True))
-    readme = " ".join((pictures.PAGE.parents[2] / "README.md").read_text(encoding="utf-8").split())
-    assert (
-        f"On several devices a step takes {several} of the time of a compiled loop written by hand, on one {one}:"
-        in readme
-    )
+    readme = " ".join(text_of(pictures.PAGE.parents[2] / "README.md").split())
+    times = f"{several} of the time of a compiled loop written by hand, on one {one}:"
+    assert f"On several devices a step takes {times}" in readme
 
 
 def test_a_picture_has_a_mark_where_each_figure_of_its_table_is():
@@ -256,13 +237,7 @@ def test_a_picture_has_a_mark_where_each_figure_of_its_table_is():
 
 def test_a_curve_says_by_how_much_each_cost_grows():
     curve = growth.Curve(lambda size: {}, (10, 100), "rows", "they are read")
-    first, last, times = rows_of(
-        growth.table_of(curve, [{"read, s": 0.5, "added, MB": 0}, {"read, s": 6, "added, MB": 2}])
-    )
+    table = growth.table_of(curve, [{"read, s": 0.5, "added, MB": 0}, {"read, s": 6, "added, MB": 2}])
+    first, last, times = rows_of(table)
     assert first == {"rows": "10", "read, s": "0.5", "added, MB": "0"} and last["read, s"] == "6"
     assert times == {"rows": "10 times", "read, s": "12.0 times", "added, MB": "-"}
-
-
-def test_the_page_of_growth_has_every_curve():
-    text = curves.PAGE.read_text(encoding="utf-8")
-    assert re.findall("^## (.*)$", text, re.M) == [name.capitalize() for name in growth.CURVES]

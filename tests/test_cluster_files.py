@@ -29,6 +29,16 @@ def directives(path=SBATCH):
     return dict(options)
 
 
+def run_with(programs, path, directory, environment, arguments):
+    """Runs a batch script with programs of the names given, which are texts; returns its exit code."""
+    for name, text in programs.items():
+        (directory / name).write_text(f"#!/bin/bash\n{text}\n")
+        (directory / name).chmod(0o755)
+    environment |= {"PATH": f"{directory}:{os.environ['PATH']}", "SLURM_JOB_ID": "42", "SLURM_CPUS_PER_TASK": "8"}
+    command = ["bash", path, "-m", "experiments.digits", *arguments]
+    return subprocess.run(command, env=environment, cwd=directory, timeout=60).returncode
+
+
 def test_the_batch_script_uses_existing_options_of_slurm():
     assert set(directives()) == SBATCH_OPTIONS
     assert set(directives(ELASTIC_SBATCH)) == SBATCH_OPTIONS | {"no-kill"}
@@ -55,21 +65,17 @@ def test_a_run_has_time_to_save():
 @pytest.mark.parametrize(("code", "is_requeued"), [(0, False), (1, False), (EXIT_CODE, True), (OTHER_FAILED, False)])
 def test_a_job_that_saved_and_left_is_queued_again(code, is_requeued, tmp_path):
     subprocess.run(["bash", "-n", SBATCH], check=True)
-    for name, ends in (("srun", f"exit {code}"), ("scontrol", "exit 0")):
-        (tmp_path / name).write_text(f'#!/bin/bash\nprintf "%s|" {name} "$@" >> {tmp_path}/calls\n{ends}\n')
-        (tmp_path / name).chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "42", "SLURM_CPUS_PER_TASK": "8"}
-    command = ["bash", SBATCH, "-m", "experiments.digits", "--workdir=a b"]
-    assert subprocess.run(command, env=environment, cwd=tmp_path).returncode == code
+    ends = {"srun": f"exit {code}", "scontrol": "exit 0"}
+    programs = {name: f'printf "%s|" {name} "$@" >> {tmp_path}/calls\n{end}' for name, end in ends.items()}
+    assert run_with(programs, SBATCH, tmp_path, {}, ["--workdir=a b"]) == code
     calls = (tmp_path / "calls").read_text()
-    assert calls.startswith(
-        "srun|--kill-on-bad-exit=0|--cpus-per-task=8|--label|.venv/bin/python|-m|experiments.digits|"
-    )
+    begins = "srun|--kill-on-bad-exit=0|--cpus-per-task=8|--label|.venv/bin/python|-m|experiments.digits|"
+    assert calls.startswith(begins)
     assert "|--workdir=a b|--max_secs=" in calls
     assert calls.endswith("|scontrol|requeue|42|") == is_requeued
 
 
-ELASTIC_STUB = """#!/bin/bash
+ELASTIC_STUB = """
 line=$(printf "%s|" "$0" "$@"); echo "$line" >> {directory}/calls  # at once: several processes write
 case "$*" in
     *distloop.launch*) until [ "$(grep -c srun {directory}/calls)" -ge 2 ]; do sleep 0.1; done; {end} ;;
@@ -89,18 +95,12 @@ esac
     ],
 )
 def test_an_elastic_job_starts_ray_on_each_node_and_the_launcher_once(end, code, is_requeued, tmp_path):
-    for name in ("srun", "scontrol", "python", "hostname"):
-        (tmp_path / name).write_text(
-            "#!/bin/bash\necho n1" if name == "hostname" else ELASTIC_STUB.format(directory=tmp_path, end=end)
-        )
-        (tmp_path / name).chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": "python", "SLURM_JOB_ID": "42"}
-    environment |= {"SLURM_CPUS_PER_TASK": "8", "SLURM_JOB_NUM_NODES": "3"}
-    command = ["bash", ELASTIC_SBATCH, "-m", "experiments.digits", f"--workdir={tmp_path}/a b"]
-    assert subprocess.run(command, env=environment, cwd=tmp_path, timeout=60).returncode == code
-    calls = [
-        line.removeprefix(f"{tmp_path}/").split("|")[:-1] for line in (tmp_path / "calls").read_text().splitlines()
-    ]
+    stub = ELASTIC_STUB.format(directory=tmp_path, end=end)
+    programs = {**dict.fromkeys(("srun", "scontrol", "python"), stub), "hostname": "echo n1"}
+    environment = {"PYTHON": "python", "SLURM_JOB_NUM_NODES": "3"}
+    assert run_with(programs, ELASTIC_SBATCH, tmp_path, environment, [f"--workdir={tmp_path}/a b"]) == code
+    lines = (tmp_path / "calls").read_text().splitlines()
+    calls = [line.removeprefix(f"{tmp_path}/").split("|")[:-1] for line in lines]
     head, others = sorted((call for call in calls if call[0] == "srun"), key=lambda call: "--head" not in call)
     assert {"--nodes=1", "--nodelist=n1", "--port=20042", "--num-cpus=8"} < set(head)
     assert {"--nodes=2", "--exclude=n1", "--address=n1:20042", "--num-cpus=8", "--no-kill"} < set(others)
@@ -126,7 +126,7 @@ def container_of(template):
     return container
 
 
-def test_the_launcher_gets_the_pods_of_the_job_as_hosts(job, monkeypatch):
+def test_the_launcher_gets_the_pods_of_the_job_as_hosts_and_its_ports(job, monkeypatch):
     service, spec = documents("kubernetes.yaml")["Service"], job["spec"]
     assert spec["completionMode"] == "Indexed" and spec["completions"] == spec["parallelism"]
     assert service["spec"]["clusterIP"] == "None"
@@ -137,14 +137,10 @@ def test_the_launcher_gets_the_pods_of_the_job_as_hosts(job, monkeypatch):
     for i in range(spec["completions"]):
         monkeypatch.setenv("JOB_COMPLETION_INDEX", str(i))
         options = launch._parse(container["args"])
-        assert options.hosts == [
-            f"{job['metadata']['name']}-{j}.{service['metadata']['name']}" for j in range(spec["completions"])
-        ]
+        names = job["metadata"]["name"], service["metadata"]["name"]
+        assert options.hosts == [f"{names[0]}-{j}.{names[1]}" for j in range(spec["completions"])]
         assert options.first_index == i and options.program[:2] == ["-m", "experiments.digits"]
-
-
-def test_the_jobs_ports_are_the_launchers(job):
-    ports = container_of(job["spec"]["template"])["ports"]
+    ports = container["ports"]
     assert {(port["containerPort"], port.get("protocol", "TCP")) for port in ports} == {(launch.FIRST_PORT, "TCP")}
 
 
@@ -204,7 +200,6 @@ def _has_a_required_secret(container):
     return len(sources) == 1 and not sources[0].get("secretKeyRef", {"optional": True}).get("optional", False)
 
 
-MANIFESTS = ["kubernetes.yaml", "kubernetes_elastic.yaml", "tfjob.yaml"]
 PODS = {"kubernetes.yaml": 1, "kubernetes_elastic.yaml": 2, "tfjob.yaml": 1}
 
 
@@ -235,17 +230,13 @@ def test_a_container_with_more_rights_is_found_among_two(change, lacking):
     assert lacks(pod) == lacking
 
 
-@pytest.mark.parametrize("name", MANIFESTS)
+@pytest.mark.parametrize("name", PODS)
 def test_only_the_pods_of_a_run_reach_each_other(name):
     resources = documents(name)
-    policy, labels = (
-        resources["NetworkPolicy"]["spec"],
-        resources["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"],
-    )
-    assert (
-        policy["policyTypes"] == ["Ingress"]
-        and {"podSelector": {"matchLabels": labels}} in policy["ingress"][0]["from"]
-    )
+    policy = resources["NetworkPolicy"]["spec"]
+    labels = policy["podSelector"]["matchLabels"]
+    assert policy["policyTypes"] == ["Ingress"]
+    assert {"podSelector": {"matchLabels": labels}} in policy["ingress"][0]["from"]
     assert all("ports" in rule for rule in policy["ingress"][1:])  # the operator of Ray, on one port
     (kind,) = {"Job", "RayJob", "TFJob"} & set(resources)
     of_the_operator = {"Job": "batch.kubernetes.io/job-name", "TFJob": "training.kubeflow.org/job-name"}
@@ -265,7 +256,7 @@ def test_a_tfjobs_workers_start_again_at_every_code():
     assert container["command"][:2] == ["python", "-m"] and container["command"][2] != "distloop.launch"
 
 
-@pytest.mark.parametrize("name", MANIFESTS)
+@pytest.mark.parametrize("name", PODS)
 def test_pods_share_the_workdir_and_have_time_to_save(name):
     resources = documents(name)
     claim = resources["PersistentVolumeClaim"]

@@ -33,29 +33,8 @@ BENCHMARKS = sorted((ROOT / "experiments" / "benchmarks").glob("*.md"))
 README = ROOT / "README.md"
 PAGES = [README, *(ROOT / name for name in ("WORKSPACE.md", "CHANGELOG.md")), *DOCS, *BENCHMARKS]
 LAUNCHER = {*launch._NUMBERS, "workers", "hosts", "ray"}
-OTHERS = LAUNCHER | {
-    "gpu",
-    "logical_gpus",
-    "pretend_gpus",
-    "environment",
-    "diff",
-    "tell",
-    "rows",
-    *planning.COSTS,
-    "all",
-    "help",
-    "json",
-    "png",
-    "csv",
-    "prune",
-    "keep",
-    "yes",
-    "workloads",
-    "replicas",
-    "logdir",
-    "flagfile",
-    "config",
-}
+OTHERS = LAUNCHER | {*planning.COSTS, *"gpu logical_gpus pretend_gpus environment diff tell rows all help json".split()}
+OTHERS |= {*"png csv prune keep yes workloads replicas logdir flagfile config".split()}
 
 LAWS = ["replicas", "microbatches", "order", "overflow", "boundaries", "resume", "durability", "state", "elastic"]
 LAWS += ["evaluation", "prediction", "chief", "bits", "position", "one writer", "elastic run", "sharding", "sparse"]
@@ -66,12 +45,20 @@ def name_of(page):
     return str(page.relative_to(ROOT))
 
 
+def text_of(page):
+    return page.read_text(encoding="utf-8")
+
+
+def text_of_all(pages):
+    return "".join(map(text_of, pages))
+
+
 each_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
 
 
 def blocks(page, language):
     """Returns the page's fenced blocks in a language, without those marked as not to run."""
-    return blocks_of(page.read_text(encoding="utf-8"), language)
+    return blocks_of(text_of(page), language)
 
 
 def blocks_of(text, language):
@@ -157,18 +144,17 @@ def test_the_first_program_is_the_same_on_every_page():
 
 @each_page
 def test_blocks_that_do_not_run_say_why(page):
-    for head in re.findall(r"^```(\S.*)$", page.read_text(encoding="utf-8"), re.M):
+    for head in re.findall(r"^```(\S.*)$", text_of(page), re.M):
         kinds = r"python|sh|text written by make docs|\{eval-rst\}|\{program-output\} .+|python no-run: \S.{10,}"
         assert re.fullmatch(kinds, head), head
 
 
 @each_page
 def test_commands_name_modules_and_flags_that_exist(page):
-    text = page.read_text(encoding="utf-8")
+    text = text_of(page)
     modules = set(re.findall(r"-m ((?:distloop|experiments)[.\w]*)", text))
-    missing = [name for name in modules if importlib.util.find_spec(name) is None]
-    assert not missing
-    known = {field for field in config.Config.__dataclass_fields__} | OTHERS | set(flags.FLAGS)
+    assert not [name for name in modules if importlib.util.find_spec(name) is None]
+    known = set(config.Config.__dataclass_fields__) | OTHERS | set(flags.FLAGS)
     of_experiments = "\n".join(path.read_text() for path in (ROOT / "experiments").rglob("*.py"))
     known |= set(re.findall(r'DEFINE_\w+\(\s*"(\w+)"', of_experiments))
     for line in re.findall(r"^.*python\S* -m (?:distloop|experiments).*$", text, re.M):
@@ -178,13 +164,13 @@ def test_commands_name_modules_and_flags_that_exist(page):
 
 def anchors(page):
     """Returns the anchors that a Markdown viewer gives the page's headings."""
-    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.M)
+    headings = re.findall(r"^#+ (.+)$", text_of(page), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @each_page
 def test_links_lead_to_files_and_headings(page):
-    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", page.read_text(encoding="utf-8")):
+    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", text_of(page)):
         path, _, anchor = target.partition("#")
         linked = page.parent / path if path else page
         assert linked.exists(), target
@@ -196,7 +182,7 @@ def messages():
     """Returns the strings in the source, with a mark for each formatted part."""
     texts = []
     for path in sorted((ROOT / "distloop").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(ast.parse(text_of(path))):
             if isinstance(node, ast.JoinedStr):
                 texts.append("".join(v.value if isinstance(v, ast.Constant) else "\0" for v in node.values))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -204,7 +190,7 @@ def messages():
     return texts
 
 
-QUOTED = re.findall(r"^> (.+)$", (ROOT / "docs" / "errors.md").read_text(encoding="utf-8"), re.M)
+QUOTED = re.findall(r"^> (.+)$", text_of(ROOT / "docs" / "errors.md"), re.M)
 
 
 @pytest.mark.slow
@@ -215,55 +201,52 @@ def test_an_error_is_quoted_as_it_is(quoted):
 
 
 def test_tests_that_a_page_names_exist():
-    tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
-    named = {name for page in DOCS for name in re.findall(r"`(test_\w+)`", page.read_text(encoding="utf-8"))}
+    tests = text_of_all((ROOT / "tests").rglob("test_*.py"))
+    named = {name for page in DOCS for name in re.findall(r"`(test_\w+)`", text_of(page))}
     assert sorted(name for name in named if f"def {name}(" not in tests) == []
 
 
 def test_the_index_lists_every_page():
-    text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    text = text_of(ROOT / "docs" / "index.md")
     paths = [os.path.relpath(page, ROOT / "docs") for page in PAGES if page != README]
     assert [path for path in paths if path != "index.md" and f"({path}) |" not in text] == []
 
 
 def test_every_public_name_is_in_the_reference_once_with_an_example_that_runs():
-    text = "".join(page.read_text(encoding="utf-8") for page in REFERENCE)
-    programs = "".join("".join(blocks(page, "python")) for page in REFERENCE)
+    text = text_of_all(REFERENCE)
+    programs = "".join(blocks_of(text, "python"))
     of_testing = [name for name, value in vars(testing).items() if inspect.isfunction(value) and name[0] != "_"]
     of_testing = [name for name in of_testing if vars(testing)[name].__module__ == testing.__name__ and name != "main"]
     names = [f"distloop.{name}" for name in distloop.__all__] + [f"distloop.testing.{name}" for name in of_testing]
-    assert sorted(re.findall(r"^\.\. auto(?:class|function|exception):: (distloop\.[\w.]+)", text, re.M)) == sorted(
-        names
-    )
+    listed = re.findall(r"^\.\. auto(?:class|function|exception):: (distloop\.[\w.]+)", text, re.M)
+    assert sorted(listed) == sorted(names)
     examples = {name: name.replace("distloop.testing", "testing") for name in names}
     assert [name for name, used in examples.items() if not re.search(rf"\b{used}\b", programs)] == []
 
 
 @pytest.mark.parametrize("command", ["launch", "report", "smoke"])
 def test_the_reference_shows_the_flags_of_a_command_with_an_example(command):
-    text = (ROOT / "docs" / "reference" / "commands.md").read_text(encoding="utf-8")
+    text = text_of(ROOT / "docs" / "reference" / "commands.md")
     assert f"{{program-output}} python -m distloop.{command} --help\n" in text
     assert re.search(rf"^python -m distloop\.{command} \S", text, re.M)
 
 
 def test_every_law_is_there_with_tests_that_exist_in_the_files_that_are_linked():
-    text = (ROOT / "docs" / "laws.md").read_text(encoding="utf-8")
+    text = text_of(ROOT / "docs" / "laws.md")
     rows = re.findall(r"^\| ([a-z ]+) \| (.+) \| (\[.+) \|$", text, re.M)
     assert [law for law, _, _ in rows] == LAWS
     for _, _, tests in rows:
         for name, path in re.findall(r"\[`(\w+)`\]\(\.\./([\w/.]+)\)", tests):
-            assert f"\ndef {name}(" in (ROOT / path).read_text(encoding="utf-8"), name
+            assert f"\ndef {name}(" in text_of(ROOT / path), name
         assert tests.count("test_") >= tests.count(", ") + 1
 
 
 def imports_of(program):
     """Returns which of distloop, keras and tensorflow a program imports, in this order."""
     nodes = [node for node in ast.walk(ast.parse(program)) if isinstance(node, ast.Import | ast.ImportFrom)]
-    names = [
-        (node.lineno, (getattr(node, "module", None) or node.names[0].name).partition(".")[0])
-        for node in sorted(nodes, key=lambda node: node.lineno)
-    ]
-    return [name for _, name in names if name in ("distloop", "keras", "tensorflow")]
+    nodes.sort(key=lambda node: node.lineno)
+    names = [(getattr(node, "module", None) or node.names[0].name).partition(".")[0] for node in nodes]
+    return [name for name in names if name in ("distloop", "keras", "tensorflow")]
 
 
 @each_page
@@ -274,7 +257,7 @@ def test_distloop_is_imported_before_keras_so_that_tensorflow_logs_errors_alone(
 
 
 def test_the_notebook_imports_distloop_before_keras():
-    cells = json.loads((ROOT / "docs" / "notebook.ipynb").read_text(encoding="utf-8"))["cells"]
+    cells = json.loads(text_of(ROOT / "docs" / "notebook.ipynb"))["cells"]
     program = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
     assert imports_of(program)[0] == "distloop"
 
@@ -283,16 +266,16 @@ def test_written_pages_are_what_their_program_writes():
     spec = importlib.util.spec_from_file_location("docs_generated", ROOT / "docs" / "generated.py")
     program = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(program)
-    assert program.PAGE.read_text(encoding="utf-8") == program.render(), "run `make docs`"
+    assert text_of(program.PAGE) == program.render(), "run `make docs`"
     for page in REFERENCE:
-        text = page.read_text(encoding="utf-8")
+        text = text_of(page)
         assert text == program.render_reference(text), f"run `make docs`: {page.name}"
-    guide = program.GUIDE.read_text(encoding="utf-8")
+    guide = text_of(program.GUIDE)
     assert guide == program.render_map(guide), "run `make docs`: WORKSPACE.md"
 
 
 def test_the_reference_shows_signatures_without_a_build():
-    text = "".join(page.read_text(encoding="utf-8") for page in REFERENCE)
+    text = text_of_all(REFERENCE)
     written = "".join(blocks_of(text, "text written by make docs"))
     assert "\ndistloop.Trainer.fit(\n        train,\n" in written and "\ndistloop.make_schedule(" in written
     missing = [name for name in distloop.__all__ if not re.search(rf"^distloop\.{name}\b", written, re.M)]
@@ -300,7 +283,7 @@ def test_the_reference_shows_signatures_without_a_build():
 
 
 def test_the_page_on_watching_names_every_number_that_distloop_reports():
-    text = (ROOT / "docs" / "watching.md").read_text(encoding="utf-8")
+    text = text_of(ROOT / "docs" / "watching.md")
     assert [name for name in sorted(ABOUT_THE_RUN) if f"{name}`" not in text] == []
 
 
@@ -317,6 +300,6 @@ def test_the_examples_of_the_report_run(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name != "RESULTS.md"], ids=name_of)
 def test_no_line_of_prose_is_wider_than_120_characters(page):
-    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    text = re.sub(r"^```.*?^```$", "", text_of(page), flags=re.M | re.S)
     prose = [line for line in text.splitlines() if not line.startswith(("|", "    ", "![", ">"))]
     assert [line for line in prose if len(line) > 120 and " " in line.strip()[:100]] == []

@@ -1,6 +1,5 @@
 """The law `elastic run`: falls and returns of workers change nothing; more: `python -m tests.nemesis --elastic`."""
 
-import json
 import os
 import random
 import signal
@@ -18,7 +17,9 @@ from tests.nemesis.__main__ import read_outputs
 from tests.nemesis.log import Log
 from tests.nemesis.schedule import Life, Plan, Strike
 from tests.nemesis.setting import BATCH_SIZE, ELASTIC_REPLICAS, ROWS, STEPS, Setting
-from tests.problems import mostly_wide
+from tests.problems import json_lines, mostly_wide
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -27,12 +28,10 @@ def alone(tmp_path_factory):
     return rounds.run_undisturbed(Setting("elastic", 1), str(tmp_path_factory.mktemp("alone") / "run"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pause_secs", "second", "numbers"),
-    mostly_wide(
-        [(0.5, 25, [2, 2]), (8.0, 14, [1, 1, 2])], (0.5, 25, [2, 2])
-    ),  # of workers: the place counts as there; the one left goes on
+    # Numbers of workers: the place counts as there; the one left goes on.
+    mostly_wide([(0.5, 25, [2, 2]), (8.0, 14, [1, 1, 2])]),
 )
 def test_whichever_workers_fall_or_come_every_example_counts_once_and_the_weights_are_those_of_one_process(
     pause_secs, second, numbers, alone, tmp_path
@@ -62,7 +61,6 @@ def test_whichever_workers_fall_or_come_every_example_counts_once_and_the_weight
 
 
 @pytest.mark.wide
-@pytest.mark.slow
 def test_a_suspended_process_of_an_older_membership_writes_nothing_when_it_goes_on(tmp_path):
     old = start_alone(tmp_path, 1)
     wait_for_steps(tmp_path, 1, 8)
@@ -90,15 +88,13 @@ def start_alone(directory, number):
     membership = notes.Membership(number, "a", 1, 2, "worker 1 fell" if number > 1 else "", 0, (-1, 0))
     variables = {"NEMESIS_LOG": str(directory / f"log{number}"), "NEMESIS_STEP_SECS": "0.1" if number == 1 else "0.02"}
     output = str(directory / f"output{number}")
+    environment = {**os.environ, **variables, **membership.variables()}
     program = ["-m", "tests.nemesis.program", f"--workdir={directory / 'run'}", "--checkpoint_every=4"]
-    return forked.Program(
-        program, stdout=output, stderr=output, env={**os.environ, **variables, **membership.variables()}
-    )
+    return forked.Program(program, stdout=output, stderr=output, env=environment)
 
 
 def read_events(directory, number, name):
-    lines = (directory / f"log{number}").read_text().splitlines()
-    return [event for event in map(json.loads, lines) if event["event"] == name]
+    return [event for event in json_lines(directory / f"log{number}") if event["event"] == name]
 
 
 def wait_for_steps(directory, number, count):
@@ -112,15 +108,14 @@ def read_steps(path):
     """Returns the steps of the rows of a file, or of the checkpoints in a directory; [] if there is none."""
     if path.is_dir():
         return [int(name) for name in os.listdir(path) if name.isdigit()]
-    return [json.loads(line)["step"] for line in path.read_text().splitlines()] if path.exists() else []
+    return [row["step"] for row in json_lines(path)] if path.exists() else []
 
 
 def check_examples(alone, events, workdir):
     """Checks that the weights of each step are those of one process, and each example of an epoch counts once."""
     expected = {e["step"]: e["digest"] for e in of_chief(alone)}
     assert {(e["step"], e["digest"]) for e in of_chief(events)} == set(expected.items())
-    with open(os.path.join(workdir, "metrics.jsonl")) as file:
-        rows = [row for row in map(json.loads, file) if "loss" in row]
+    rows = [row for row in json_lines(f"{workdir}/metrics.jsonl") if "loss" in row]
     assert [row["step"] for row in rows] == [*range(1, STEPS + 1)]
     for first in range(0, STEPS, ROWS // BATCH_SIZE):
         epoch = rows[first : first + ROWS // BATCH_SIZE]
@@ -129,12 +124,10 @@ def check_examples(alone, events, workdir):
 
 
 def changes_of(workdir):
-    with open(os.path.join(workdir, "incidents.jsonl")) as file:
-        return [json.loads(line) for line in file]
+    return json_lines(f"{workdir}/incidents.jsonl")
 
 
 @pytest.mark.wide
-@pytest.mark.slow
 def test_a_node_of_ray_that_goes_and_one_that_comes_change_nothing(alone, tmp_path, monkeypatch):
     pytest.importorskip("ray", reason="pip install 'distloop[ray]'")
     from ray.cluster_utils import Cluster

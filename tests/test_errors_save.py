@@ -1,6 +1,5 @@
 """An error saves: whatever ends `fit` leaves a checkpoint of the last whole step, from which the run goes on."""
 
-import json
 import os
 
 import numpy as np
@@ -9,7 +8,7 @@ import tensorflow as tf
 
 import distloop
 from distloop.checkpoints.store import in_workdir
-from tests.problems import assert_equal, classification, classifier, on, weights
+from tests.problems import assert_equal, classification, classifier, every, json_lines, on, weights
 
 STEPS = 12
 
@@ -38,21 +37,24 @@ def failing_at(step, error):
         if report.step == step and act.fails:
             raise error
 
-    act.every, act.fails = 1, True
-    return act
+    act.fails = True
+    return every(1, act)
+
+
+def fit(workdir, data, actions=(), **changes):
+    trainer = distloop.Trainer(classifier(), settings(workdir, **changes))
+    trainer.fit(data, actions=actions)
+    return weights(trainer)
 
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
     workdir = tmp_path_factory.mktemp("straight")
-    trainer = distloop.Trainer(classifier(), settings(workdir))
-    trainer.fit(data())
-    return weights(trainer), rows_of(workdir)
+    return fit(workdir, data()), rows_of(workdir)
 
 
 def rows_of(workdir):
-    rows = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
-    return {row["step"]: row["loss"] for row in rows if row["step"] % 2 == 0}
+    return {row["step"]: row["loss"] for row in json_lines(workdir / "metrics.jsonl") if row["step"] % 2 == 0}
 
 
 @pytest.mark.parametrize("step", [5, STEPS])
@@ -60,38 +62,33 @@ def rows_of(workdir):
 def test_an_action_that_fails_loses_no_step_and_no_row(tmp_path, expected, capsys, step, error):
     action = failing_at(step, error)
     with pytest.raises(type(error)):
-        distloop.Trainer(classifier(), settings(tmp_path)).fit(data(), actions=[action])
+        fit(tmp_path, data(), [action])
     assert in_workdir(str(tmp_path)).steps == [step]
     assert f"{type(error).__name__} at step {step}, checkpoint saved" in capsys.readouterr().out
     action.fails = False
-    trainer = distloop.Trainer(classifier(), settings(tmp_path))
-    trainer.fit(data(), actions=[action])
-    assert_equal(weights(trainer), expected[0])
+    assert_equal(fit(tmp_path, data(), [action]), expected[0])
     assert rows_of(tmp_path) == expected[1]
 
 
 def test_data_that_fails_in_the_middle_of_a_loop_loses_no_step(tmp_path, expected):
     with pytest.raises(Exception, match="the disk of the data is gone"):
-        distloop.Trainer(classifier(), settings(tmp_path)).fit(data(fail_at=5))
+        fit(tmp_path, data(fail_at=5))
     assert in_workdir(str(tmp_path)).steps == [5]
-    trainer = distloop.Trainer(classifier(), settings(tmp_path))
-    trainer.fit(data())
-    assert_equal(weights(trainer), expected[0])
+    assert_equal(fit(tmp_path, data()), expected[0])
 
 
 def test_a_step_that_is_not_finite_is_not_saved_and_the_checkpoint_before_it_stays(tmp_path, capsys):
-    x = np.array(classification(64)["x"])
-    x[40] = np.nan  # of step 6
-    rows = {**classification(64), "x": x}
+    rows = classification(64)
+    rows["x"][40] = np.nan  # of step 6
     with pytest.raises(FloatingPointError):
-        distloop.Trainer(classifier(), settings(tmp_path, checkpoint_every=4)).fit(distloop.make_dataset(rows, 8))
+        fit(tmp_path, distloop.make_dataset(rows, 8), checkpoint_every=4)
     assert in_workdir(str(tmp_path)).steps == [4]
     assert "Nothing is saved after step 6, which failed: the last checkpoint stays." in capsys.readouterr().out
 
 
 def test_an_error_before_the_first_step_and_one_that_cannot_be_saved_say_so(tmp_path, capsys, monkeypatch):
     with pytest.raises(OSError, match="gone"):
-        distloop.Trainer(classifier(), settings(tmp_path / "a")).fit(data(fail_at=0))
+        fit(tmp_path / "a", data(fail_at=0))
     assert in_workdir(str(tmp_path / "a")).steps == []
 
     def no_space(*_, **__):
@@ -101,9 +98,8 @@ def test_an_error_before_the_first_step_and_one_that_cannot_be_saved_say_so(tmp_
         monkeypatch.setattr("distloop.checkpoints.store.write_files", no_space)
         raise RuntimeError("mine")
 
-    fill.every = 3
     with pytest.raises(RuntimeError, match="mine"):
-        distloop.Trainer(classifier(), settings(tmp_path / "b")).fit(data(), actions=[fill])
+        fit(tmp_path / "b", data(), [every(3, fill)])
     assert "RuntimeError at step 3, which could not be saved (" in capsys.readouterr().out
 
 

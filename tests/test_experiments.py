@@ -1,6 +1,5 @@
 """Every experiment, run for a few steps as a user runs it, and the program that the project promises to run."""
 
-import json
 import os
 import pathlib
 import re
@@ -13,9 +12,12 @@ import numpy as np
 import pytest
 
 from tests import forked
-from tests.problems import FILES_OF_A_RUN, files_of, mostly_wide
+from tests.problems import FILES_OF_A_RUN, files_of, json_lines, mostly_wide
+
+pytestmark = pytest.mark.slow
 
 FOLDER = pathlib.Path(__file__).parent.parent / "experiments"
+OF_TEXT = ["--width=16", "--context=32", "--limit_eval_batches=2"]
 # Name -> what it prints at its end, and flags that make it small.
 EXPERIMENTS = {
     "contrastive": ("of a linear probe on embedding", ["--batch_size=32"]),
@@ -23,14 +25,8 @@ EXPERIMENTS = {
     "files": ("test accuracy", []),
     "gan": ("Frechet distance", ["--batch_size=32"]),
     "keras_port": ("by distloop", ["--port"]),
-    "language_model": (
-        "n-grams 3.",
-        ["--width=16", "--blocks=1", "--context=32", "--batch_size=512", "--ngram_order=1", "--limit_eval_batches=2"],
-    ),
-    "pipeline": (
-        "test bits per byte",
-        ["--width=16", "--blocks=2", "--context=32", "--microbatches=2", "--limit_eval_batches=2"],
-    ),
+    "language_model": ("n-grams 3.", [*OF_TEXT, "--blocks=1", "--batch_size=512", "--ngram_order=1"]),
+    "pipeline": ("test bits per byte", [*OF_TEXT, "--blocks=2", "--microbatches=2"]),
     "regression": ("test r2", []),
     "transfer": ("with 50 labels", []),
     "wide_mlp": ("test accuracy", ["--features=80", "--units=40,20,5,3"]),
@@ -52,10 +48,9 @@ def run_few_steps(name, replicas, workdir):
     _, flags = EXPERIMENTS[name]
     flags = [f"--workdir={workdir}", "--device=cpu", f"--num_devices={replicas}", "--steps=6", "--log_every=3", *flags]
     out = run("-m", f"experiments.{name}", *flags)
-    return out, [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    return out, json_lines(workdir / "metrics.jsonl")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_wide(EXPERIMENTS, "regression"))
 def test_an_experiment_runs(name, tmp_path):
     out, rows = run_few_steps(name, 2 if name in ON_TWO else 1, tmp_path)
@@ -63,7 +58,6 @@ def test_an_experiment_runs(name, tmp_path):
     assert [row["step"] for row in rows] == [3, 6]
 
 
-@pytest.mark.slow
 def test_three_commands_find_a_bad_example_as_the_page_says(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     page = (FOLDER / "bad_example.py").read_text()
@@ -82,26 +76,17 @@ def test_three_commands_find_a_bad_example_as_the_page_says(tmp_path, monkeypatc
 
 
 @pytest.mark.wide
-@pytest.mark.slow
 def test_the_recommender_learns_from_a_file_of_ratings(tmp_path):
     random = np.random.default_rng(0)
     user, film = random.integers(1, 100, (2, 21_000))
     rows = np.stack([user, film, np.where(user % 2 == film % 2, 5, 1), 0 * user], 1)
     np.savetxt(tmp_path / "u.data", rows, fmt="%d", delimiter="\t")
-    flags = [
-        "--device=cpu",
-        "--num_devices=2",
-        "--batch_size=50",
-        "--learning_rate=0.05",
-        "--epochs=6",
-        "--log_every=0",
-    ]
-    out = run("-m", "experiments.recommender", f"--data={tmp_path / 'u.data'}", "--eval_every=0", *flags)
+    flags = "--device=cpu --num_devices=2 --batch_size=50 --learning_rate=0.05 --epochs=6 --log_every=0 --eval_every=0"
+    out = run("-m", "experiments.recommender", f"--data={tmp_path / 'u.data'}", *flags.split())
     assert float(out.split("test RMSE")[1].split()[0]) < 1  # 2 for the mean of all ratings
 
 
 @pytest.mark.wide
-@pytest.mark.slow
 def test_a_grid_runs_each_combination_and_compares_them(tmp_path):
     tried = ["--try=hidden=2,4", "--try=learning_rate=1e-3", "--parallel=2"]
     program = ["-m", "experiments.regression", "--device=cpu", "--steps=3", "--log_every=3", "--eval_every=0"]
@@ -113,24 +98,14 @@ def test_a_grid_runs_each_combination_and_compares_them(tmp_path):
 
 
 @pytest.mark.wide
-@pytest.mark.slow
 def test_a_sweep_that_is_killed_goes_on_with_its_trial_and_prunes_what_is_worse_than_most(tmp_path):
     optuna = pytest.importorskip("optuna", reason='needs Optuna: pip install "distloop[sweep]"')
 
     def sweep(name, trials):
-        settings = ["--steps=8", "--eval_every=2", "--checkpoint_every=2", "--limit_eval_batches=1"]
-        return forked.Program(
-            [
-                "-m",
-                "experiments.sweep",
-                f"--workdir={tmp_path / name}",
-                f"--trials={trials}",
-                "--device=cpu",
-                *settings,
-            ],
-            **{stream: tmp_path / f"{name}.{stream}" for stream in ("stdout", "stderr")},
-            env=os.environ,
-        )
+        settings = "--steps=8 --eval_every=2 --checkpoint_every=2 --limit_eval_batches=1 --device=cpu".split()
+        program = ["-m", "experiments.sweep", f"--workdir={tmp_path / name}", f"--trials={trials}", *settings]
+        logs = {stream: tmp_path / f"{name}.{stream}" for stream in ("stdout", "stderr")}
+        return forked.Program(program, **logs, env=os.environ)
 
     def trials_of(name):
         journal = optuna.storages.journal.JournalFileBackend(str(tmp_path / name / "study.log"))
@@ -152,14 +127,12 @@ def test_a_sweep_that_is_killed_goes_on_with_its_trial_and_prunes_what_is_worse_
 
 
 @pytest.mark.wide
-@pytest.mark.slow
 def test_digits_reaches_its_accuracy_on_two_replicas(tmp_path):
     out = run("-m", "experiments.digits", f"--workdir={tmp_path}", "--device=cpu", "--num_devices=2", "--steps=200")
     assert float(out.split("test accuracy")[1].split()[0]) >= 0.98
 
 
 @pytest.mark.wide
-@pytest.mark.slow
 def test_the_digest_is_the_same_on_one_device_and_on_two_workers():
     program = ["-m", "experiments.same_bits", "--device=cpu", "--num_devices=1", "--steps=3"]
     launched = forked.launch(["--workers=2", *program], env=os.environ, timeout=300)
@@ -205,7 +178,6 @@ if __name__ == "__main__":
 '''
 
 
-@pytest.mark.slow
 def test_the_promised_program_runs_as_written(tmp_path, monkeypatch):
     export = tmp_path / "export"
     (tmp_path / "promised.py").write_text(PROGRAM.replace("EXPORT", repr(str(export))))

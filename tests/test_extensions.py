@@ -7,7 +7,7 @@ import tensorflow as tf
 
 import distloop
 from distloop import testing
-from tests.problems import assert_close, classification, mostly_wide, on, refused, weights
+from tests.problems import assert_close, classification, loss_fn_of, mostly_wide, on, refused, weights
 
 KERNEL, BIAS = "net/logits/kernel", "net/logits/bias"
 
@@ -20,22 +20,12 @@ def make(optimizer=lambda: keras.optimizers.SGD(0.1), update=False, **rules):
     """A `model_fn` with rules in its ModelSpec, or in an Update of it."""
 
     def model_fn():
-        model = keras.Sequential(
-            [
-                keras.Input((8,)),
-                keras.layers.Dense(16, "tanh", name="hidden"),
-                keras.layers.Dense(4, name="logits", bias_initializer="ones"),
-            ],
-            name="net",
-        )
-
-        def loss_fn(batch, training):
-            logits = model(batch["x"], training=training)
-            return {"loss": keras.losses.sparse_categorical_crossentropy(batch["label"], logits, from_logits=True)}
-
+        hidden = keras.layers.Dense(16, "tanh", name="hidden")
+        logits = keras.layers.Dense(4, name="logits", bias_initializer="ones")
+        model = keras.Sequential([keras.Input((8,)), hidden, logits], name="net")
         if update:
-            return distloop.ModelSpec(model, updates=[distloop.Update("only", loss_fn, optimizer(), **rules)])
-        return distloop.ModelSpec(model, optimizer(), loss_fn, **rules)
+            return distloop.ModelSpec(model, updates=[distloop.Update("only", loss_fn_of(model), optimizer(), **rules)])
+        return distloop.ModelSpec(model, optimizer(), loss_fn_of(model), **rules)
 
     return model_fn
 
@@ -51,6 +41,19 @@ def centered(gradients):
     return {path: g - tf.reduce_mean(g, 0, keepdims=True) if len(g.shape) > 1 else g for path, g in gradients.items()}
 
 
+def nothing(gradients):
+    return {path: tf.zeros_like(g) for path, g in gradients.items()}
+
+
+def one_step_from_ones(model_fn):
+    """Returns the weights after one step that began with ones."""
+    trainer = distloop.Trainer(model_fn, on(1))
+    for variable in trainer.model.trainable_variables:
+        variable.assign(tf.ones(variable.shape))
+    trainer.fit(data(), steps=1)
+    return weights(trainer)
+
+
 def doubled(batch, training):
     return {**batch, "x": batch["x"] * 2.0}
 
@@ -61,7 +64,6 @@ RULES = dict(
 
 
 @pytest.mark.wide
-@pytest.mark.slow
 def test_every_rule_keeps_the_laws_of_replicas_and_microbatches():
     model_fn = make(lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1), **RULES)
     testing.assert_replica_law(model_fn, data(), (1, 3), tolerance=1e-6, clip_norm=0.1)
@@ -116,45 +118,29 @@ def test_learning_rates_multiply_the_step_of_the_variables_that_match_first(upda
 @pytest.mark.slow
 @pytest.mark.parametrize("own", mostly_wide([None, 0.1]))
 def test_muon_decays_each_variable_by_the_weight_decay_of_its_rule(own):
-    def nothing(gradients):
-        return {path: tf.zeros_like(g) for path, g in gradients.items()}
-
     def optimizer():
         return keras.optimizers.Muon(0.1, weight_decay=own, adam_weight_decay=0.2)
 
-    trainer = distloop.Trainer(make(optimizer, gradient_fn=nothing, learning_rates={"hidden": 0.5}), on(1))
-    for variable in trainer.model.trainable_variables:
-        variable.assign(tf.ones(variable.shape))
-    trainer.fit(data(), steps=1)
-    after = weights(trainer)
+    after = one_step_from_ones(make(optimizer, gradient_fn=nothing, learning_rates={"hidden": 0.5}))
     np.testing.assert_allclose(after["net/hidden/bias"], 1 - 0.1 * 0.5 * 0.2, rtol=1e-6)
     np.testing.assert_allclose(after["net/hidden/kernel"], 1 - 0.1 * 0.5 * (own or 0), rtol=1e-6)
 
 
 @pytest.mark.slow
 def test_what_model_fn_excludes_from_weight_decay_stays_excluded():
-    def nothing(gradients):
-        return {path: tf.zeros_like(g) for path, g in gradients.items()}
-
     def optimizer():
         made = keras.optimizers.AdamW(0.1, weight_decay=0.2)
         made.exclude_from_weight_decay(var_names=["bias"])
         return made
 
-    trainer = distloop.Trainer(make(optimizer, gradient_fn=nothing, no_decay="logits/kernel"), on(1))
-    for variable in trainer.model.trainable_variables:
-        variable.assign(tf.ones(variable.shape))
-    trainer.fit(data(), steps=1)
-    for path, value in weights(trainer).items():
+    after = one_step_from_ones(make(optimizer, gradient_fn=nothing, no_decay="logits/kernel"))
+    for path, value in after.items():
         np.testing.assert_allclose(value, 0.98 if path == "net/hidden/kernel" else 1.0, rtol=1e-6, err_msg=path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("replicas", mostly_wide([1, 2]))
 def test_weight_decay_follows_the_learning_rate_and_leaves_out_what_it_is_told(replicas):
-    def nothing(gradients):
-        return {path: tf.zeros_like(g) for path, g in gradients.items()}
-
     rules = dict(gradient_fn=nothing, no_decay="bias$", learning_rates={"logits": 0.5})
     trainer = distloop.Trainer(make(lambda: keras.optimizers.SGD(0.1, weight_decay=0.2), **rules), on(replicas))
     before = weights(trainer)
@@ -195,8 +181,6 @@ def test_gradients_that_do_not_fit_are_refused(gradient_fn, parts):
 
 
 def test_rules_beside_updates_are_refused():
-    update = distloop.Update("a", lambda batch, training: {}, keras.optimizers.SGD(0.1))
-    refused(
-        lambda: distloop.ModelSpec(None, updates=[update], gradient_fn=centered, no_decay="bias"),
-        "updates and also gradient_fn and no_decay",
-    )
+    updates = [distloop.Update("a", lambda batch, training: {}, keras.optimizers.SGD(0.1))]
+    make_spec = lambda: distloop.ModelSpec(None, updates=updates, gradient_fn=centered, no_decay="bias")  # noqa: E731
+    refused(make_spec, "updates and also gradient_fn and no_decay")

@@ -11,7 +11,9 @@ import tensorflow as tf
 import distloop
 from distloop.audit import pretended_gpus
 from distloop.audit.pretended_gpus import trace_on_gpus
-from tests.problems import classification, classifier, mostly_wide
+from tests.problems import classification, classifier, cross_entropy, loss_fn_of, mostly_wide
+
+pytestmark = pytest.mark.slow
 
 # What a step does against the law, each with its reason and its bytes in a step.
 KNOWN = {
@@ -52,15 +54,14 @@ def data(size=16):
 
 
 def table_model_fn():
-    model = keras.Sequential(
-        [keras.Input((4,), dtype="int32"), keras.layers.Embedding(1000, 8), keras.layers.Flatten()]
-    )
+    layers = [keras.layers.Embedding(1000, 8), keras.layers.Flatten()]
+    model = keras.Sequential([keras.Input((4,), dtype="int32"), *layers])
     head = keras.layers.Dense(4)
     head.build((None, 32))
 
     def loss_fn(batch, training):
         logits = head(model(tf.cast(batch["x"][:, :4] * 10, tf.int32) % 1000, training=training))
-        return {"loss": keras.losses.sparse_categorical_crossentropy(batch["label"], logits, from_logits=True)}
+        return {"loss": cross_entropy(batch["label"], logits)}
 
     return distloop.ModelSpec([model, head], keras.optimizers.Adam(0.01), loss_fn)
 
@@ -68,25 +69,19 @@ def table_model_fn():
 def two_updates_model_fn():
     models = {name: keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)]) for name in ("first", "second")}
 
-    def loss_of(name):
-        def loss_fn(batch, training):
-            logits = sum(model(batch["x"]) for model in models.values())
-            return {"loss": keras.losses.sparse_categorical_crossentropy(batch["label"], logits, from_logits=True)}
+    def loss_fn(batch, training):
+        return {"loss": cross_entropy(batch["label"], sum(model(batch["x"]) for model in models.values()))}
 
+    def update(name):
         return distloop.Update(name, loss_fn, keras.optimizers.SGD(0.1, momentum=0.9), models[name].trainable_variables)
 
-    return distloop.ModelSpec(models, updates=[loss_of("first"), loss_of("second")])
+    return distloop.ModelSpec(models, updates=[update("first"), update("second")])
 
 
 def stages_model_fn(num_stages=2):
     layers = [keras.Input((8,)), *(keras.layers.Dense(12, activation="tanh") for _ in range(4)), keras.layers.Dense(4)]
     model = distloop.split(keras.Sequential(layers), num_stages)
-
-    def loss_fn(batch, training):
-        logits = model(batch["x"], training=training)
-        return {"loss": keras.losses.sparse_categorical_crossentropy(batch["label"], logits, from_logits=True)}
-
-    return distloop.ModelSpec(model, keras.optimizers.SGD(0.1, momentum=0.9), loss_fn)
+    return distloop.ModelSpec(model, keras.optimizers.SGD(0.1, momentum=0.9), loss_fn_of(model))
 
 
 adam = functools.partial(keras.optimizers.AdamW, 1e-3)
@@ -156,7 +151,6 @@ def violations(found):
 KEPT = [("plain", 1), ("float16", 2), ("sharded averages", 2)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("feature", "gpus"), mostly_wide(itertools.product(FEATURES, (1, 2, 4)), *KEPT))
 def test_a_step_stays_on_its_gpus_but_for_what_is_known(feature, gpus):
     step, *others = graphs_of(feature, gpus)
@@ -168,7 +162,6 @@ def test_a_step_stays_on_its_gpus_but_for_what_is_known(feature, gpus):
         assert not graph.on_host
 
 
-@pytest.mark.slow
 def test_a_step_of_several_workers_adds_over_all_of_them(monkeypatch):
     graphs = []
     monkeypatch.setattr(pretended_gpus, "look", lambda graph, name: graphs.append(graph))
@@ -189,7 +182,6 @@ SHOWING += [("keras metrics", 2)]
 
 
 @pytest.mark.wide
-@pytest.mark.slow
 def test_each_known_exception_still_occurs():
     found = [line for case in SHOWING for line in violations(graphs_of(*case)[0])]
     every = [*KNOWN, *(known for of in KNOWN_OF.values() for known in of)]

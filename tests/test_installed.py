@@ -24,11 +24,7 @@ def install(monkeypatch, **distributions):
 
 @pytest.mark.parametrize(
     "distributions",
-    [
-        {"tensorflow": "2.18.0", "keras": "3.12.0"},
-        {"tf-nightly-cpu": "2.22.0.dev20260905", "keras": "3.15.1"},
-        {},
-    ],
+    [{"tensorflow": "2.18.0", "keras": "3.12.0"}, {"tf-nightly-cpu": "2.22.0.dev20260905", "keras": "3.15.1"}, {}],
     ids=["the oldest", "the newest", "built by hand"],
 )
 def test_versions_that_were_tried_pass_without_a_word(distributions, monkeypatch):

@@ -1,8 +1,8 @@
 """The launcher: flags, and the address, GPUs, cores and environment of each worker; see also test_processes.py."""
 
+import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import textwrap
@@ -14,38 +14,21 @@ from distloop.distributed import environment
 from tests import forked
 
 PROGRAM = __file__  # never run
+ON_CPUS = "set CUDA_VISIBLE_DEVICES=-1 to run on CPUs"
 
 
 @pytest.fixture(autouse=True)
 def no_scheduler(monkeypatch):
     """Deletes variables that the launcher reads."""
-    for name in (
-        "TF_CONFIG",
-        "CUDA_VISIBLE_DEVICES",
-        "JOB_COMPLETION_INDEX",
-        "SLURM_STEP_NUM_TASKS",
-        "SLURMD_NODENAME",
-        "DISTLOOP_SECRET",
-    ):
+    names = "TF_CONFIG CUDA_VISIBLE_DEVICES JOB_COMPLETION_INDEX SLURM_STEP_NUM_TASKS SLURMD_NODENAME DISTLOOP_SECRET"
+    for name in [*names.split(), "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"]:
         monkeypatch.delenv(name, raising=False)
-    for name in ("INTRAOP", "INTEROP"):
-        monkeypatch.delenv(f"TF_NUM_{name}_THREADS", raising=False)
 
 
 @pytest.fixture
 def port():
     """Returns the first of three free ports in a row."""
-    for first in range(21_000, 32_000, 3):
-        probes = [socket.socket() for _ in range(3)]
-        try:
-            for i, probe in enumerate(probes):
-                probe.bind(("", first + i))
-            return first
-        except OSError:
-            continue
-        finally:
-            for probe in probes:
-                probe.close()
+    return next(first for first in range(21_000, 32_000, 3) if all(map(environment.is_free, range(first, first + 3))))
 
 
 def parse(*flags):
@@ -74,13 +57,10 @@ def test_each_worker_gets_its_own_tf_config():
     assert set(hosts) == {"127.0.0.1"} and len({int(port) for port in ports}) == 3
 
 
-def test_workers_of_one_machine_share_a_new_secret():
+def test_workers_of_one_machine_share_a_new_secret_unless_the_environment_has_one(port, monkeypatch):
     first, again = environments("--workers=2"), environments("--workers=2")
     assert first[0]["DISTLOOP_SECRET"] == first[1]["DISTLOOP_SECRET"] != again[0]["DISTLOOP_SECRET"]
     assert len(first[0]["DISTLOOP_SECRET"]) == 32
-
-
-def test_a_secret_of_the_environment_goes_on_to_the_workers(port, monkeypatch):
     hosts = ["--hosts=a,b", "--host_index=0", f"--port={port}"]
     assert "DISTLOOP_SECRET" not in environments(*hosts)[0]
     monkeypatch.setenv("DISTLOOP_SECRET", "0123456789abcdef")
@@ -115,9 +95,8 @@ def test_modules_run_like_scripts_each_on_its_own_cores(tmp_path):
     (tmp_path / "package" / "module.py").write_text(program)
     command = [sys.executable, "-m", "distloop.launch", "--workers=2", "-m", "package.module", "--workers=3"]
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    result = subprocess.run(
-        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": root}, capture_output=True, text=True, timeout=60
-    )
+    environ = {**os.environ, "PYTHONPATH": root}
+    result = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stderr) == (0, "")
     count = environment.count_cores() // 2 or environment.count_cores()
     expected = [f"[worker {i}] __main__ package ['--workers=3'] {count}" for i in range(2)]
@@ -139,13 +118,19 @@ def test_each_worker_sees_its_own_gpus(visible, flags, expected, monkeypatch):
     assert [e["CUDA_VISIBLE_DEVICES"] for e in environments("--workers=2", *flags)] == expected
 
 
-def test_too_few_gpus_are_refused(capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("what", "sentence"),
+    [
+        ("devices", f"3 GPUs are too few for workers=2 with 2 each: ask for fewer, or {ON_CPUS}."),
+        ("cores", "cores_per_worker=3 is too much for workers=2 on 4 cores: give 2 or less; 0 shares all cores."),
+    ],
+)
+def test_more_gpus_or_cores_than_there_are_are_refused(what, sentence, capsys, monkeypatch):
+    allow_cores(4, monkeypatch)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
-    assert launch.main(["--workers=2", "--devices_per_worker=2", PROGRAM]) == 2
-    assert capsys.readouterr().err == (
-        "distloop.launch: 3 GPUs are too few for workers=2 with 2 each: ask for fewer, or set CUDA_VISIBLE_DEVICES=-1 "
-        "to run on CPUs.\n"
-    )
+    flag = {"devices": "--devices_per_worker=2", "cores": "--cores_per_worker=3"}[what]
+    assert launch.main(["--workers=2", flag, PROGRAM]) == 2
+    assert capsys.readouterr().err == f"distloop.launch: {sentence}\n"
 
 
 @pytest.mark.parametrize(
@@ -172,7 +157,7 @@ def test_workers_get_huge_pages_unless_the_user_set_what_glibc_does(monkeypatch)
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
     assert [worker["GLIBC_TUNABLES"] for worker in environments("--workers=2")] == 2 * ["glibc.malloc.hugetlb=1"]
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=1")
-    assert {worker["GLIBC_TUNABLES"] for worker in environments("--workers=2")} == {"glibc.malloc.check=1"}
+    assert [worker["GLIBC_TUNABLES"] for worker in environments("--workers=2")] == 2 * ["glibc.malloc.check=1"]
 
 
 @pytest.mark.parametrize(
@@ -193,15 +178,6 @@ def test_workers_without_gpus_have_cores_of_their_own(flags, visible, expected, 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     options = parse(*flags)
     assert launch._choose_cores(options, has_gpus=any(launch._choose_gpus(options))) == expected
-
-
-def test_more_cores_than_available_are_refused(capsys, monkeypatch):
-    allow_cores(4, monkeypatch)
-    assert launch.main(["--workers=2", "--cores_per_worker=3", PROGRAM]) == 2
-    assert capsys.readouterr().err == (
-        "distloop.launch: cores_per_worker=3 is too much for workers=2 on 4 cores: give 2 or less; 0 shares all "
-        "cores.\n"
-    )
 
 
 @pytest.mark.slow
@@ -226,9 +202,9 @@ def test_each_host_starts_its_own_workers(port):
     addresses = [f"{name}:{port + j}" for name in ("127.0.0.1", "node-1.example") for j in range(2)]
     for host in range(2):
         flags = ["--hosts=127.0.0.1,node-1.example", "--workers=2", f"--port={port}", f"--host_index={host}"]
-        assert [json.loads(variables["TF_CONFIG"]) for variables in environments(*flags)] == [
-            {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": 2 * host + i}} for i in range(2)
-        ]
+        configs = [json.loads(variables["TF_CONFIG"]) for variables in environments(*flags)]
+        tasks = [{"type": "worker", "index": 2 * host + i} for i in range(2)]
+        assert configs == [{"cluster": {"worker": addresses}, "task": task} for task in tasks]
 
 
 def test_addresses_are_new_at_every_restart_but_with_hosts(port):
@@ -266,10 +242,7 @@ def test_an_index_of_kubernetes_outside_the_hosts_is_refused(index, monkeypatch)
         ("--workers=0:3 PROGRAM", "workers=0:3 is not allowed"),
         ("--workers=1:x PROGRAM", "workers=1:x is not allowed"),
         ("--hosts=a,b --host_index=0 --workers=1:3 PROGRAM", "workers=1:3 was given with --hosts, whose number of"),
-        (
-            "--ray --hosts=a,b --host_index=0 PROGRAM",
-            "--ray was given with --hosts=a,b, but Ray knows",
-        ),
+        ("--ray --hosts=a,b --host_index=0 PROGRAM", "--ray was given with --hosts=a,b, but Ray knows"),
         ("--wait_secs=-1 PROGRAM", "wait_secs=-1.0 is not allowed: give 0 or more"),
         ("--workers", "--workers: expected one argument"),
         ("--devices_per_worker=0 PROGRAM", "devices_per_worker=0 is not allowed: give 1 or more, or leave it out"),
@@ -310,11 +283,9 @@ def test_wrong_commands_are_refused_in_one_sentence(command, sentence, capsys):
 def test_launchers_that_do_not_know_each_other_are_not_elastic(variables, flags, is_refused, monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    if not is_refused:
-        assert launch._parse([*flags.split(), PROGRAM]).most == 4
-        return
-    with pytest.raises(ValueError, match="workers=1:4 was given in one of several tasks of Slurm .* give --ray, once"):
-        launch._parse([*flags.split(), PROGRAM])
+    sentence = "workers=1:4 was given in one of several tasks of Slurm .* give --ray, once"
+    with pytest.raises(ValueError, match=sentence) if is_refused else contextlib.nullcontext():
+        assert parse(*flags.split()).most == 4
 
 
 @pytest.mark.slow

@@ -22,19 +22,15 @@ from tests.problems import (
     assert_equal,
     classification,
     classifier,
+    cross_entropy,
+    every,
     everything,
+    loss_fn_of,
     mostly_wide,
     on,
-    pairwise,
     refused,
     weights,
 )
-
-
-def fast(chosen, *others):
-    """Parameters of which the first runs in `make check` too, the others in `make wide` alone."""
-    marks = [pytest.mark.slow, pytest.mark.wide]
-    return [chosen, *(pytest.param(*(o if isinstance(o, tuple) else (o,)), marks=marks) for o in others)]
 
 
 def train(model_fn, config, dataset, steps=12, **arguments):
@@ -70,9 +66,7 @@ REPLICA_CASES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "replicas", [pytest.param(2, marks=pytest.mark.wide), 3, pytest.param(4, marks=pytest.mark.wide)]
-)
+@pytest.mark.parametrize("replicas", mostly_wide([2, 3, 4], 3))
 @pytest.mark.parametrize("case", mostly_wide(REPLICA_CASES, "all together", "smaller than the replicas"))
 def test_any_number_of_replicas_trains_to_the_same_weights(case, replicas):
     found, expected = (weights_and_averages(case, count) for count in (replicas, 1))
@@ -89,7 +83,6 @@ def weights_and_averages(case, replicas):
 
 
 @pytest.mark.wide
-@pytest.mark.slow
 def test_any_number_of_replicas_trains_large_weights_to_the_same():
     """Adam changes these in one operation."""
 
@@ -97,21 +90,12 @@ def test_any_number_of_replicas_trains_large_weights_to_the_same():
         hidden = [keras.layers.Dense(256, activation="tanh", use_bias=False, name=f"hidden{i}") for i in range(2)]
         assert 4 * 256 * 256 >= keras_hooks.MIN_FUSED_BYTES
         model = keras.Sequential([keras.Input((8,)), *hidden, keras.layers.Dense(4, name="logits")], name="net")
+        return distloop.ModelSpec(model, keras.optimizers.AdamW(0.003), loss_fn_of(model))
 
-        def loss_fn(batch, training):
-            logits = model(batch["x"], training=training)
-            return {"loss": keras.losses.sparse_categorical_crossentropy(batch["label"], logits, from_logits=True)}
-
-        return distloop.ModelSpec(model, keras.optimizers.AdamW(0.003), loss_fn)
-
-    expected = None
-    for replicas in (1, 2):
-        config = on(replicas, on_nonfinite="skip", average_decay=0.9, microbatches=2)
-        trainer = train(model_fn, config, batches(16))
-        assert "ResourceApplyAdam" in operation_types(trainer)
-        found = weights(trainer)
-        expected = found if expected is None else expected
-        assert_close(found, expected)
+    settings = dict(on_nonfinite="skip", average_decay=0.9, microbatches=2)
+    one, two = (train(model_fn, on(replicas, **settings), batches(16)) for replicas in (1, 2))
+    assert all("ResourceApplyAdam" in operation_types(trainer) for trainer in (one, two))
+    assert_close(weights(two), weights(one))
 
 
 def test_one_replica_trains_as_a_loop_written_by_hand():
@@ -125,14 +109,17 @@ def test_one_replica_trains_as_a_loop_written_by_hand():
         start = step % 5 * 16
         rows = {key: value[start : start + 16] for key, value in data.items()}
         with tf.GradientTape() as tape:
-            logits = spec.model(rows["x"], training=True)
-            values = keras.losses.sparse_categorical_crossentropy(rows["label"], logits, from_logits=True)
+            values = cross_entropy(rows["label"], spec.model(rows["x"], training=True))
             loss = tf.reduce_sum(values * rows["weight"]) / rows["weight"].sum() + tf.add_n(spec.model.losses)
         gradients = tape.gradient(loss, spec.model.trainable_variables)
         gradients, _ = tf.clip_by_global_norm(gradients, 0.5)
         optimizer.apply(gradients, spec.model.trainable_variables)
-    for found, expected in zip(trainer.model.variables, spec.model.variables, strict=True):
-        np.testing.assert_allclose(found.numpy(), expected.numpy(), rtol=1e-5, atol=1e-6)
+    assert_alike(trainer.model, spec.model)
+
+
+def assert_alike(model, expected):
+    for a, b in zip(model.variables, expected.variables, strict=True):
+        np.testing.assert_allclose(a.numpy(), b.numpy(), rtol=1e-5, atol=1e-6)
 
 
 def test_two_updates_train_the_same_on_any_number_of_replicas():
@@ -142,7 +129,6 @@ def test_two_updates_train_the_same_on_any_number_of_replicas():
 
 
 @pytest.mark.wide
-@pytest.mark.slow
 def test_the_second_update_sees_what_the_first_one_changed():
     trainer = train(two_updates, on(2), batches(10, 20), steps=1)
     a, b = (float(v.numpy()) for v in trainer.model)
@@ -159,13 +145,9 @@ def two_updates():
     def second(batch, training):
         return {"loss": b * tf.stop_gradient(a) + 0.0 * batch["x"][:, 0]}
 
-    return distloop.ModelSpec(
-        [a, b],
-        updates=[
-            distloop.Update("first", first, keras.optimizers.SGD(1.0), [a]),
-            distloop.Update("second", second, keras.optimizers.SGD(1.0), [b]),
-        ],
-    )
+    updates = [distloop.Update("first", first, keras.optimizers.SGD(1.0), [a])]
+    updates += [distloop.Update("second", second, keras.optimizers.SGD(1.0), [b])]
+    return distloop.ModelSpec([a, b], updates=updates)
 
 
 def critic_and_generator():
@@ -199,16 +181,11 @@ def rows_of_four(bad=()):
 
 
 @pytest.mark.wide
-@pytest.mark.slow
 def test_updates_that_share_an_optimizer_train_as_successive_steps_of_it():
     data = rows_of_four()
     trainer = train(critic_and_generator, on(2), data, steps=3)
     keras.utils.set_random_seed(0)
     spec = critic_and_generator()
-    for update in spec.updates:
-        variables = spec.model[update.name.partition("_")[0]].trainable_variables
-        if not update.optimizer.built:
-            update.optimizer.build(variables)
     for rows in data.take(3):
         for update in spec.updates:
             variables = spec.model[update.name.partition("_")[0]].trainable_variables
@@ -216,8 +193,7 @@ def test_updates_that_share_an_optimizer_train_as_successive_steps_of_it():
                 loss = tf.reduce_mean(update.loss_fn(rows, True)["loss"])
             update.optimizer.apply(tape.gradient(loss, variables), variables)
     for name, model in spec.model.items():
-        for found, expected in zip(trainer.model[name].variables, model.variables, strict=True):
-            np.testing.assert_allclose(found.numpy(), expected.numpy(), rtol=1e-5, atol=1e-6)
+        assert_alike(trainer.model[name], model)
     assert trainer.optimizer["critic_0"] is trainer.optimizer["critic_2"]
     assert trainer.optimizer["critic_0"].iterations.numpy() == 9
     slots = [name for name in trainer.state.all_variables() if name.startswith("optimizer/critic")]
@@ -225,12 +201,11 @@ def test_updates_that_share_an_optimizer_train_as_successive_steps_of_it():
 
 
 @pytest.mark.wide
-@pytest.mark.slow
 def test_a_step_is_undone_whole_if_the_third_update_of_an_optimizer_is_not_finite():
     config = on(2, on_nonfinite="skip", average_decay=0.9, precision="mixed_float16")
     trainer = distloop.Trainer(critic_and_generator, config)
     seen = after_each_step(trainer, rows_of_four(bad=[(1, 2), (2, 1)]), 4)
-    for before, after in ((seen[0], seen[1]), (seen[1], seen[2])):
+    for before, after in itertools.pairwise(seen[:3]):
         assert_skipped(before, after, [f"critic_{i}" for i in range(3)])
     assert int(trainer.state.skipped_steps) == 2
     assert trainer.optimizer["critic_1"].iterations.numpy() == 6
@@ -238,7 +213,6 @@ def test_a_step_is_undone_whole_if_the_third_update_of_an_optimizer_is_not_finit
 
 
 @pytest.mark.wide
-@pytest.mark.slow
 def test_rows_of_nested_ragged_data_train_the_same():
     rows = [[1], [2, 3], [], [4, 1, 1], [2], [3, 3, 3, 3], [1, 2]]
     data = tf.data.Dataset.from_tensor_slices(
@@ -267,12 +241,10 @@ def test_rows_of_nested_ragged_data_train_the_same():
     y = [float(i) for i, row in enumerate(rows) for _ in row]
     assert metrics["half"] == pytest.approx(np.average(flat, weights=y), rel=1e-6)
     trainer.fit(data, steps=9)
-    expected = weights(train(model_fn, on(1), data, steps=9))
-    assert_close(weights(trainer), expected)
+    assert_close(weights(trainer), weights(train(model_fn, on(1), data, steps=9)))
 
 
 @pytest.mark.wide
-@pytest.mark.slow
 def test_a_distributed_dataset_trains_the_same():
     data = tf.data.Dataset.from_tensor_slices(classification(30)).batch(8)
     expected = weights(train(classifier(), on(1), data, steps=9))
@@ -290,13 +262,19 @@ def test_a_distributed_dataset_trains_the_same():
 
 # The unit roundoffs of the two.
 ROUNDOFF = {"mixed_float16": 2.0**-11, "mixed_bfloat16": 2.0**-8}
+# Each pair of a precision, numbers of replicas and microbatches, and a model occurs.
+HALF_PRECISION = [
+    ("mixed_float16", (4, 1), "plain"),
+    ("mixed_float16", (1, 3), "all together"),
+    ("mixed_bfloat16", (4, 1), "all together"),
+    ("mixed_bfloat16", (1, 3), "plain"),
+    ("mixed_float16", (2, 3), "plain"),
+    ("mixed_bfloat16", (2, 3), "all together"),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "precision, cut, case",
-    pairwise(list(ROUNDOFF), [(4, 1), (1, 3), (2, 3)], ["plain", "all together"]),
-)
+@pytest.mark.parametrize("precision, cut, case", mostly_wide(HALF_PRECISION))
 def test_half_precision_trains_to_the_same_weights_within_its_rounding(precision, cut, case):
     replicas, microbatches = cut
     # Rows are computed alike wherever they lie; what differs is into how many parts a sum over rows is cut. Each part
@@ -322,7 +300,6 @@ def change_in_half_precision(precision, replicas, microbatches, case):
 
 
 @pytest.mark.wide
-@pytest.mark.slow
 def test_a_loss_scale_changes_nothing_that_float32_can_hold():
     def run(scale):
         def scaled():
@@ -394,9 +371,8 @@ def crosses_devices(op):
 def test_gradients_are_reduced_before_they_are_clipped(replicas, setting):
     def model_fn():
         weight = tf.Variable(0.0)
-        return distloop.ModelSpec(
-            {"weight": weight}, keras.optimizers.SGD(1.0), lambda batch, training: {"loss": weight * batch}
-        )
+        loss_fn = lambda batch, training: {"loss": weight * batch}  # noqa: E731
+        return distloop.ModelSpec({"weight": weight}, keras.optimizers.SGD(1.0), loss_fn)
 
     data = tf.data.Dataset.from_tensors([20.0, -16.0])  # +10 and -8 after the division by 2: together +2
     trainer = distloop.Trainer(model_fn, on(replicas, **{setting: 1.0}))
@@ -438,7 +414,7 @@ def test_half_precision_gradients_are_unscaled_and_reduced_before_they_are_clipp
 # overflow ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value, row, cut", fast((np.inf, 0, (1, 1)), (np.nan, 7, (2, 2))))
+@pytest.mark.parametrize("value, row, cut", mostly_wide([(np.inf, 0, (1, 1)), (np.nan, 7, (2, 2))]))
 def test_a_step_that_is_not_finite_anywhere_changes_nothing_anywhere(value, row, cut):
     replicas, microbatches = cut
     rows = classification(16)
@@ -450,19 +426,14 @@ def test_a_step_that_is_not_finite_anywhere_changes_nothing_anywhere(value, row,
     trainer.fit(data, steps=1)
     before = everything(trainer)
     assert trainer.fit(data, steps=2)["auc"] == 0  # that of no example
-    assert trainer.step == 2
-    assert int(trainer.state.skipped_steps) == 1
-    after = {**everything(trainer)}
-    for path in before:
-        if not path.startswith(("step", "skipped_steps")):
-            assert after[path].tobytes() == before[path].tobytes(), path
+    assert trainer.step == 2 and int(trainer.state.skipped_steps) == 1
+    assert_skipped(before, everything(trainer))
     trainer.fit(data, steps=3)
     assert int(trainer.state.skipped_steps) == 1
     assert all(np.isfinite(value).all() for value in everything(trainer).values())
 
 
 @pytest.mark.wide
-@pytest.mark.slow
 @pytest.mark.parametrize("culprit, replicas", mostly_wide([("second", 2), ("first", 1)], ("second", 2)))
 def test_one_update_that_is_not_finite_takes_the_other_with_it(culprit, replicas):
     rows = classification(16)
@@ -472,11 +443,8 @@ def test_one_update_that_is_not_finite_takes_the_other_with_it(culprit, replicas
     trainer.fit(data, steps=1)
     before = everything(trainer)
     metrics = trainer.fit(data, steps=2)
-    after = everything(trainer)
     assert int(trainer.state.skipped_steps) == 1
-    for path in before:
-        if not path.startswith(("step", "skipped_steps")):
-            assert after[path].tobytes() == before[path].tobytes(), path
+    assert_skipped(before, everything(trainer))
     assert np.isnan(metrics["first/loss"]) and np.isnan(metrics["second/loss"])  # nothing was measured in this window
 
 
@@ -484,24 +452,17 @@ def two_models(culprits, *, optimizers=lambda: (keras.optimizers.Adam(0.1), kera
     """A `model_fn` with updates "first" and "second"; the culprits' losses are infinite where a label is -1."""
 
     def model_fn():
-        a, b = (
-            keras.Sequential([keras.Input((8,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)], name=n)
-            for n in "ab"
-        )
+        models, updates = {}, []
+        for key, name, optimizer in zip("ab", ("first", "second"), optimizers(), strict=True):
+            layers = [keras.Input((8,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
+            models[key] = keras.Sequential(layers, name=key)
 
-        def loss(model, name):
-            def loss_fn(batch, training):
-                bad = tf.where(batch["label"] == (-1 if name in culprits else -2), np.float32(np.inf), 1.0)
+            def loss_fn(batch, training, model=models[key], is_culprit=name in culprits):
+                bad = tf.where(batch["label"] == (-1 if is_culprit else -2), np.float32(np.inf), 1.0)
                 return {"loss": tf.cast(model(batch["x"], training=training)[:, 0], tf.float32) * bad}
 
-            return loss_fn
-
-        of_first, of_second = optimizers()
-        updates = [
-            distloop.Update("first", loss(a, "first"), of_first, "^a/"),
-            distloop.Update("second", loss(b, "second"), of_second, "^b/"),
-        ]
-        return distloop.ModelSpec({"a": a, "b": b}, updates=updates)
+            updates.append(distloop.Update(name, loss_fn, optimizer, f"^{key}/"))
+        return distloop.ModelSpec(models, updates=updates)
 
     return model_fn
 
@@ -513,9 +474,12 @@ def float16(replicas, **settings):
     return on(replicas, precision="mixed_float16", **settings)
 
 
+def scaled(*scale, **settings):
+    return distloop.LossScaleOptimizer(adam(), *scale, **settings)
+
+
 def after_each_step(trainer, data, steps):
     """Trains in one `fit`, and gives copies after each step of all that may change: Keras metrics and the rate too."""
-    seen = []
 
     def look(report):
         found = everything(trainer)
@@ -523,11 +487,9 @@ def after_each_step(trainer, data, steps):
             for i, variable in enumerate(metric.variables):
                 values = problems.local_values(trainer, variable)
                 found |= {f"metric/{name}/{i}@{replica}": value for replica, value in enumerate(values)}
-        seen.append(found | {name: np.float64(v) for name, v in report.metrics.items() if "learning_rate" in name})
+        return found | {name: np.float64(v) for name, v in report.metrics.items() if "learning_rate" in name}
 
-    look.every = 1
-    trainer.fit(data, steps=steps, actions=[look])
-    return seen
+    return problems.looks(trainer, data, steps, 1, look)
 
 
 def assert_skipped(before, after, culprits=("",)):
@@ -542,6 +504,12 @@ def assert_skipped(before, after, culprits=("",)):
         elif kind == "streak" and of in culprits:
             expected[path] = np.zeros_like(value)
     assert_equal(after, expected)
+
+
+def without_counts(found):
+    """Leaves out counts of steps, and what follows from them."""
+    counts = ("step@", "skipped_steps@", "loss_scale/", "streak/")
+    return {path: value for path, value in found.items() if not path.startswith(counts)}
 
 
 @pytest.mark.slow
@@ -570,7 +538,6 @@ def test_float16_an_overflow_in_any_row_changes_nothing_anywhere_but_the_scale(r
 
 
 @pytest.mark.wide
-@pytest.mark.slow
 @pytest.mark.parametrize("culprits, replicas", mostly_wide([("second", 2), ("first second", 1)], ("second", 2)))
 def test_float16_an_overflow_in_one_update_halves_its_scale_alone_and_skips_both(culprits, replicas):
     rows = classification(24)
@@ -586,8 +553,7 @@ def test_float16_an_overflow_in_one_update_halves_its_scale_alone_and_skips_both
 
 @pytest.mark.slow
 def test_float16_a_scale_that_is_too_large_falls_until_the_gradients_fit():
-    optimizer = lambda: distloop.LossScaleOptimizer(keras.optimizers.Adam(0.01), 2.0**24)  # noqa: E731
-    trainer = distloop.Trainer(classifier(optimizer=optimizer), float16(1))
+    trainer = distloop.Trainer(classifier(optimizer=lambda: scaled(2.0**24)), float16(1))
     seen = after_each_step(trainer, batches(16, 64), 14)
     skipped = int(trainer.state.skipped_steps)
     assert 1 < skipped < 14
@@ -599,7 +565,6 @@ def test_float16_a_scale_that_is_too_large_falls_until_the_gradients_fit():
 
 
 @pytest.mark.wide
-@pytest.mark.slow
 def test_float16_a_skipped_step_leaves_no_trace_in_those_that_follow():
     rows = classification(40)
     bad = {name: np.concatenate([value[:8], value[:8], value[8:]]) for name, value in rows.items()}
@@ -607,11 +572,11 @@ def test_float16_a_skipped_step_leaves_no_trace_in_those_that_follow():
 
     def run(rows, steps):
         # A scale that does not change, so that what follows is rounded alike.
-        optimizer = lambda: distloop.LossScaleOptimizer(keras.optimizers.Adam(0.01), 512.0, dynamic=False)  # noqa: E731
+        optimizer = functools.partial(scaled, 512.0, dynamic=False)
         model_fn = classifier(optimizer=optimizer, dropout=0.5, batch_norm="local", l2=0.1)
         trainer = train(model_fn, float16(2, average_decay=0.9), distloop.make_dataset(rows, 8), steps)
-        counts = ("step@", "skipped_steps@", "streak/")
-        return {path: value for path, value in everything(trainer).items() if not path.startswith(counts)}
+        assert float(trainer.state.loss_scale.numpy()) == 512.0
+        return without_counts(everything(trainer))
 
     assert_equal(run(bad, 6), run(rows, 5))
 
@@ -620,7 +585,7 @@ def at_the_floor(pattern, replicas, **settings):
     """Makes a trainer whose scale starts at 4 and ends at 1, and a `fit` on a batch for each sign: "-" is all NaN."""
     rows = classification(8 * len(pattern))
     rows["x"].reshape([-1, 8, 8])[[sign == "-" for sign in pattern]] = np.nan
-    optimizer = lambda: distloop.LossScaleOptimizer(keras.optimizers.Adam(0.01), 4.0, min_scale=1.0)  # noqa: E731
+    optimizer = functools.partial(scaled, 4.0, min_scale=1.0)
     trainer = distloop.Trainer(classifier(optimizer=optimizer, batch_norm="local"), float16(replicas, **settings))
     return trainer, lambda: trainer.fit(distloop.make_dataset(rows, 8), steps=len(pattern))
 
@@ -641,13 +606,10 @@ def test_float16_ten_overflows_in_a_row_at_the_smallest_scale_are_an_error(repli
     )
     assert "skip" not in message
     assert trainer.step == int(trainer.state.skipped_steps) == 12
-    for path, value in everything(trainer).items():
-        if not path.startswith(("step", "skipped_steps", "loss_scale", "streak")):
-            assert value.tobytes() == before[path].tobytes(), path
+    assert_equal(*map(without_counts, (everything(trainer), before)))
 
 
 @pytest.mark.wide
-@pytest.mark.slow
 @pytest.mark.parametrize("on_nonfinite, overflows, replicas", [("raise", 9, 2), ("skip", 0, 1)])
 def test_float16_fewer_overflows_in_a_row_at_the_smallest_scale_are_none(replicas, overflows, on_nonfinite):
     trainer, fit = at_the_floor("--" + "-" * overflows, replicas, on_nonfinite=on_nonfinite)
@@ -667,40 +629,26 @@ def test_float16_a_good_step_starts_the_count_of_overflows_again():
 
 
 @pytest.mark.wide
-@pytest.mark.slow
-def test_float16_the_error_is_about_the_update_that_is_at_its_smallest_scale():
-    def optimizers():  # both overflow in each step, the second at its smallest scale
-        first = distloop.LossScaleOptimizer(keras.optimizers.Adam(0.01))
-        return first, distloop.LossScaleOptimizer(keras.optimizers.Adam(0.01), 4.0, min_scale=1.0)
-
+@pytest.mark.parametrize(
+    ("make_config", "optimizers", "sentence"),
+    [
+        # Both overflow in each step, the second at its smallest scale.
+        (
+            float16,
+            lambda: (scaled(), scaled(4.0, min_scale=1.0)),
+            "Step 12 is number 10 in a row that was not finite at the smallest loss scale, 1:",
+        ),
+        # Both are not finite, which is no error yet for the first.
+        (on, lambda: (scaled(), adam()), "Step 1 is the first that was not finite"),
+    ],
+    ids=["at the smallest scale", "without a loss scale"],
+)
+def test_the_error_is_about_the_update_that_may_not_overflow_again(make_config, optimizers, sentence):
     rows = classification(8)
     rows["label"][:] = -1
-    trainer = distloop.Trainer(two_models("first second", optimizers=optimizers), float16(1))
-    refused(
-        lambda: trainer.fit(distloop.make_dataset(rows, 8), steps=20),
-        "Step 12 is number 10 in a row that was not finite at the smallest loss scale, 1:",
-        "second",
-        "b/dense",
-        kind=Diverged,
-    )
-
-
-@pytest.mark.wide
-@pytest.mark.slow
-def test_the_error_is_about_the_update_that_has_no_loss_scale():
-    def optimizers():  # both are not finite, which is no error yet for the first
-        return distloop.LossScaleOptimizer(keras.optimizers.Adam(0.01)), keras.optimizers.Adam(0.01)
-
-    rows = classification(8)
-    rows["label"][:] = -1
-    trainer = distloop.Trainer(two_models("first second", optimizers=optimizers), on(1))
-    refused(
-        lambda: trainer.fit(distloop.make_dataset(rows, 8), steps=20),
-        "Step 1 is the first that was not finite",
-        "second",
-        "b/dense",
-        kind=Diverged,
-    )
+    trainer = distloop.Trainer(two_models("first second", optimizers=optimizers), make_config(1))
+    data = distloop.make_dataset(rows, 8)
+    refused(lambda: trainer.fit(data, steps=20), sentence, "second", "b/dense", kind=Diverged)
 
 
 # boundaries -------------------------------------------------------------------------------------------------------
@@ -717,9 +665,8 @@ def test_how_a_run_is_cut_changes_no_bit(monkeypatch, tmp_path):
         def action(report):
             trainer.predict(batches(16))
 
-        action.every = "3 s"
         data = batches(16, shuffle=True)
-        trainer.fit(data, steps=11, evals={"test": batches(16)}, actions=[action] if cut else [])
+        trainer.fit(data, steps=11, evals={"test": batches(16)}, actions=[every("3 s", action)] if cut else [])
         trainer.fit(data, steps=23)
         return everything(trainer)
 
@@ -732,13 +679,11 @@ def test_how_a_run_is_cut_changes_no_bit(monkeypatch, tmp_path):
 
 
 @pytest.mark.wide
-@pytest.mark.slow
 def test_logs_that_come_late_are_those_that_come_at_once(tmp_path, monkeypatch):
     def rows(name, **arguments):
         config = on(1, workdir=str(tmp_path / name), log_every=3, checkpoint_every=20, average_decay=0.9)
         trainer = train(classifier(dropout=0.3), config, batches(16, shuffle=True), steps=100, **arguments)
-        found = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        return everything(trainer), found
+        return everything(trainer), problems.json_lines(tmp_path / name / "metrics.jsonl")
 
     def look(report):
         looked_at.append(report.step)
@@ -746,8 +691,8 @@ def test_logs_that_come_late_are_those_that_come_at_once(tmp_path, monkeypatch):
 
     loops, run_steps = [], CompiledLoop.run
     monkeypatch.setattr(CompiledLoop, "run", lambda *a, **k: (loops.append(a[2]), run_steps(*a, **k))[1])
-    looked_at, look.every = [], None  # whoever may want to see the state at each log gets to
-    at_once, expected = rows("at once", actions=[look])
+    looked_at = []  # whoever may want to see the state at each log gets to
+    at_once, expected = rows("at once", actions=[every(None, look)])
     assert looked_at == [row["step"] for row in expected] and max(loops) == 3
     loops.clear()
     late, found = rows("late")
@@ -763,10 +708,8 @@ def test_logs_that_come_late_are_those_that_come_at_once(tmp_path, monkeypatch):
 
 
 @pytest.mark.wide
-@pytest.mark.slow
 def test_float16_how_a_run_is_cut_changes_no_bit_nor_the_loss_scale():
-    def optimizer():
-        return distloop.LossScaleOptimizer(keras.optimizers.Adam(0.01), 2.0**14, growth_steps=3)
+    optimizer = functools.partial(scaled, 2.0**14, growth_steps=3)
 
     def run(**cut):
         model_fn = classifier(optimizer=optimizer, dropout=0.5, batch_norm="local", l2=0.1)
@@ -783,7 +726,6 @@ def test_float16_how_a_run_is_cut_changes_no_bit_nor_the_loss_scale():
 
 
 @pytest.mark.wide
-@pytest.mark.slow
 def test_operations_one_after_another_or_side_by_side_train_the_same(monkeypatch):
     used = []
     enter = tf.experimental.function_executor_type
@@ -828,34 +770,32 @@ def test_statistics_of_the_forward_pass_are_equal_on_every_replica_at_every_boun
             for value in values:
                 np.testing.assert_array_equal(value, values[0])
 
-    look.every = 2
-    trainer.fit(batches(16), steps=8, actions=[look])
+    trainer.fit(batches(16), steps=8, actions=[every(2, look)])
     assert len(seen) == 8 and not np.allclose(seen[0], seen[2])
 
 
 @pytest.mark.wide
-@pytest.mark.slow
 def test_a_moving_mean_is_that_of_the_whole_batch_however_it_is_shared_out():
-    data = batches(10, 30)
-    expected = None
-    for replicas, microbatches in ((1, 1), (3, 2)):
+    def model_fn():
         # The layer stands first, so what it sees does not depend on weights that train.
-        def model_fn():
-            model = keras.Sequential([keras.Input((8,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)])
+        model = keras.Sequential([keras.Input((8,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)])
 
-            def loss_fn(batch, training):  # the weights are no matter for the statistics
-                return {"loss": distloop.weighted(model(batch["x"], training=training)[:, 0], batch["weight"])}
+        def loss_fn(batch, training):  # the weights are no matter for the statistics
+            return {"loss": distloop.weighted(model(batch["x"], training=training)[:, 0], batch["weight"])}
 
-            return distloop.ModelSpec(model, keras.optimizers.SGD(0.0), loss_fn)
+        return distloop.ModelSpec(model, keras.optimizers.SGD(0.0), loss_fn)
 
-        trainer = train(model_fn, on(replicas, microbatches=microbatches), data, steps=3)
-        mean = trainer.model.layers[0].moving_mean.numpy()
-        expected = mean if expected is None else expected
-        np.testing.assert_allclose(mean, expected, rtol=1e-5, atol=1e-7)  # means of 10 rows, of parts in another order
+    configs = on(1), on(3, microbatches=2)
+    one, many = (train(model_fn, config, batches(10, 30), steps=3).model.layers[0].moving_mean for config in configs)
+    np.testing.assert_allclose(many, one, rtol=1e-5, atol=1e-7)  # means of 10 rows, of parts in another order
+
+
+def output_of(model):
+    """Returns a `loss_fn` whose loss is the first output."""
+    return lambda batch, training: {"loss": model(batch["x"], training=training)[:, 0]}
 
 
 @pytest.mark.wide
-@pytest.mark.slow
 def test_a_users_layer_that_drifts_is_averaged():
     class Codebook(keras.Layer):
         def build(self, shape):
@@ -868,8 +808,7 @@ def test_a_users_layer_that_drifts_is_averaged():
 
     def model_fn():
         model = keras.Sequential([keras.Input((8,)), Codebook(), keras.layers.Dense(1)])
-        loss_fn = lambda batch, training: {"loss": model(batch["x"], training=training)[:, 0]}  # noqa: E731
-        return distloop.ModelSpec(model, keras.optimizers.SGD(0.1), loss_fn)
+        return distloop.ModelSpec(model, keras.optimizers.SGD(0.1), output_of(model))
 
     trainer = train(model_fn, on(2), batches(16), steps=4)
     first, second = problems.local_values(trainer, trainer.model.layers[0].code)
@@ -907,7 +846,7 @@ def test_replicas_draw_different_dropout_masks():
 # evaluation -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("replicas, sizes", fast((3, [5, 1]), (1, [100])))
+@pytest.mark.parametrize("replicas, sizes", mostly_wide([(3, [5, 1]), (1, [100])]))
 def test_metrics_are_those_of_numpy_on_the_whole_set(replicas, sizes):
     rows = classification(67)
     trainer = distloop.Trainer(classifier(is_weighted=True, metrics=True), on(replicas))
@@ -924,7 +863,7 @@ def test_metrics_are_those_of_numpy_on_the_whole_set(replicas, sizes):
         assert found["auc"] == pytest.approx(float(auc.result()), rel=1e-6)
 
 
-@pytest.mark.parametrize("replicas", fast(1, 2))
+@pytest.mark.parametrize("replicas", mostly_wide([1, 2]))
 def test_evaluating_and_predicting_change_nothing(replicas):
     class Restless(keras.Layer):
         """Writes and draws even when it is not trained."""
@@ -939,10 +878,9 @@ def test_evaluating_and_predicting_change_nothing(replicas):
             return x + 0.0 * keras.random.normal((1,), seed=self.seed)
 
     def model_fn():
-        model = keras.Sequential([keras.Input((8,)), Restless(), keras.layers.Dropout(0.5), keras.layers.Dense(1)])  # noqa: E501
-        loss_fn = lambda batch, training: {"loss": model(batch["x"], training=training)[:, 0]}  # noqa: E731
+        model = keras.Sequential([keras.Input((8,)), Restless(), keras.layers.Dropout(0.5), keras.layers.Dense(1)])
         predict_fn = lambda batch: model(batch["x"], training=False)  # noqa: E731
-        return distloop.ModelSpec(model, keras.optimizers.Adam(0.1), loss_fn, predict_fn=predict_fn)
+        return distloop.ModelSpec(model, keras.optimizers.Adam(0.1), output_of(model), predict_fn=predict_fn)
 
     trainer = train(model_fn, on(replicas, average_decay=0.9), batches(16), steps=3)
     before = everything(trainer)
@@ -958,10 +896,7 @@ def test_evaluation_uses_the_average_and_training_does_not():
     rows = classification(67)
 
     def loss():
-        logits = trainer.model(rows["x"], training=False)
-        return float(
-            tf.reduce_mean(keras.losses.sparse_categorical_crossentropy(rows["label"], logits, from_logits=True))
-        )
+        return float(tf.reduce_mean(cross_entropy(rows["label"], trainer.model(rows["x"], training=False))))
 
     now = loss()
     with trainer.state.averaged():
@@ -969,20 +904,10 @@ def test_evaluation_uses_the_average_and_training_does_not():
     assert loss() == now != averaged
 
 
-@pytest.mark.parametrize(
-    ("replicas", "settings"),
-    problems.mostly_wide([(1, {}), (2, {}), (3, {"shard_optimizer": True})], (3, {"shard_optimizer": True})),
-)
+@pytest.mark.parametrize(("replicas", "settings"), mostly_wide([(3, {"shard_optimizer": True}), (1, {}), (2, {})]))
 def test_an_equal_average_is_the_mean_of_the_weights_after_each_step_from_its_first(replicas, settings):
-    seen = []
-
-    def remember(report):
-        seen.append(weights(report.state))
-
-    remember.every = 1
-    config = on(replicas, average_from="60 %", **settings)
-    trainer = distloop.Trainer(classifier(), config)
-    trainer.fit(batches(16), steps=10, actions=[remember])
+    trainer = distloop.Trainer(classifier(), on(replicas, average_from="60 %", **settings))
+    seen = problems.looks(trainer, batches(16), 10, 1, lambda report: weights(report.state))
     with trainer.state.averaged():
         found = weights(trainer)
     assert_close(found, {name: np.mean([w[name] for w in seen[5:]], axis=0) for name in found})
@@ -991,7 +916,7 @@ def test_an_equal_average_is_the_mean_of_the_weights_after_each_step_from_its_fi
 # prediction -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("replicas, sizes", fast((3, [5, 1]), (1, [100])))
+@pytest.mark.parametrize("replicas, sizes", mostly_wide([(3, [5, 1]), (1, [100])]))
 def test_predictions_come_in_dataset_order_each_row_once(replicas, sizes):
     rows = classification(67)
 

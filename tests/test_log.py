@@ -27,18 +27,16 @@ def test_a_program_may_silence_it(capsys, caplog):
 
 
 @pytest.mark.parametrize("keep", ["", "\n\t"])
-def test_a_text_of_somebody_else_cannot_command_the_terminal(keep):
+def test_a_text_of_somebody_else_cannot_command_the_terminal(keep, capsys):
     text = "\x1b]0;title\x07\x1b[2Jloss\r\x9bm\u202e\x7f\ud800 é 漢 [red] \\x1b\n\t"
     escaped = r"\x1b]0;title\x07\x1b[2Jloss\r\x9bm\u202e\x7f\ud800 é 漢 [red] \x1b"
     assert printable(text, keep) == escaped + (keep or r"\n\t")
     assert printable(escaped) == escaped
-
-
-def test_a_warning_with_such_a_name_is_shown_with_escapes(capsys):
     logging.getLogger("distloop").warning("No file %s.", "\x1b[2J")
     assert capsys.readouterr().err == "distloop: warning: No file \\x1b[2J.\n"
 
 
+NODE = "{node x}"
 IN_GRAPH = (
     "UnknownError: Graph execution error:\n\nDetected at node EagerPyFunc defined at (most recent call last):\n"
     '  File "program.py", line 3, in <module>\n<stack traces unavailable>\n'
@@ -51,10 +49,7 @@ IN_GRAPH = (
         ("", ""),
         ("ValueError: Give {{node a/b}} rows.\nmore", "ValueError: Give rows"),
         (f"{IN_GRAPH}RuntimeError: boom\nTraceback (most recent call last):", "RuntimeError: boom"),
-        (
-            f"{IN_GRAPH}2 root error(s) found.\n  (0) UNKNOWN:  boom [Op:f_1]\n\t [[{{node x}}]]\n  (1) UNKNOWN:  b",
-            "boom",
-        ),
+        (f"{IN_GRAPH}2 root error(s) found.\n  (0) UNKNOWN:  boom [Op:f_1]\n\t [[{NODE}]]\n  (1) UNKNOWN:  b", "boom"),
     ],
 )
 def test_the_reason_of_an_error_is_its_first_line_without_tensorflows_operations(message, reason):

@@ -70,16 +70,13 @@ def test_young_and_daly():
 
 
 @pytest.mark.parametrize("mean", [500.0, 5000.0])
-def test_copies_that_cost_nothing_never_hurt(mean):
+def test_copies_that_cost_nothing_never_hurt_and_those_that_are_always_lost_are_of_no_use(mean):
     costs = Costs(save_pause_secs=5, save_secs=60, restore_secs=30, start_secs=100, copy_restore_secs=30)
     without = simulate(costs, mean, FAILURES, 300.0)
     goodputs = [simulate(costs, mean, FAILURES, 300.0, every) for every in (300.0, 100.0, 20.0)]
     assert sorted([without, *goodputs]) == [without, *goodputs]
     best = planning.plan_saves(costs, mean, FAILURES)
     assert planning.plan_copies(costs, mean, FAILURES).goodput > best.goodput
-
-
-def test_copies_that_are_always_lost_are_of_no_use():
     costs = Costs(save_pause_secs=5, save_secs=5, copies_lost=1.0)
     assert simulate(costs, 2000.0, FAILURES, 300.0, 100.0) == simulate(costs, 2000.0, FAILURES, 300.0)
 

@@ -34,12 +34,9 @@ def test_pretended_gpus_print_what_a_step_would_do_there(capsys):
     assert smoke.main(["--pretend_gpus=2"]) == 0
     first, *lines = capsys.readouterr().out.splitlines()
     assert first == "Nothing runs: graphs traced for 2 GPUs, which are pretended; this machine has 0."
-    assert [line.partition(":")[0] for line in lines if line.startswith("normalized, ")] == [
-        "normalized, train step",
-        "normalized, evaluation",
-        "normalized, prediction",
-    ]
-    assert all("on GPU:1" in line for line in lines if line.startswith("normalized, "))
+    lines = [line.removeprefix("normalized, ") for line in lines if line.startswith("normalized, ")]
+    assert [line.partition(":")[0] for line in lines] == ["train step", "evaluation", "prediction"]
+    assert all("on GPU:1" in line for line in lines)
 
 
 def output_with_one_stream_for_all_turns():

@@ -16,7 +16,7 @@ from distloop import testing
 from distloop.distributed import workers
 from distloop.distributed.strategies import TreeSum
 from tests import forked
-from tests.problems import classification, classifier, mostly_wide, on, refused
+from tests.problems import classification, classifier, cross_entropy, loss_fn_of, mostly_wide, on, refused
 
 
 def data(size=16):
@@ -26,11 +26,9 @@ def data(size=16):
 def count_devices_and_replicas(shift):
     trainer = distloop.Trainer(classifier(), distloop.Config(device="cpu", console="quiet"))
     trainer.fit(data(), steps=1)
-    return (
-        workers.num_local_replicas(trainer.strategy),
-        trainer.strategy.num_replicas_in_sync,
-        workers.worker_index(trainer.strategy) + shift,
-    )
+    strategy = trainer.strategy
+    index = workers.worker_index(strategy)
+    return workers.num_local_replicas(strategy), strategy.num_replicas_in_sync, index + shift
 
 
 def fail():
@@ -38,7 +36,6 @@ def fail():
 
 
 @pytest.mark.wide
-@pytest.mark.slow
 def test_a_function_runs_on_devices_of_a_process_of_its_own():
     assert testing.run_on_devices(count_devices_and_replicas, 3, 5) == (3, 3, 5)
 
@@ -50,7 +47,6 @@ def test_a_function_runs_in_each_worker():
 
 
 @pytest.mark.wide
-@pytest.mark.slow
 def test_an_error_in_another_process_is_raised_with_its_output():
     with pytest.raises(RuntimeError, match="fail failed with exit code 1:(.|\n)*KeyError: 'what went wrong'"):
         testing.run_on_devices(fail, 1)
@@ -61,27 +57,20 @@ def test_a_function_that_another_process_cannot_import_is_refused():
 
 
 @pytest.mark.wide
-@pytest.mark.slow
 def test_layers_need_no_names_to_be_compared():
     def model_fn():
         model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])  # dense, then dense_1
-
-        def loss_fn(batch, training):
-            return {"loss": tf.reduce_mean(model(batch["x"], training=training) ** 2, -1)}
-
-        return distloop.ModelSpec(model, keras.optimizers.SGD(0.1), loss_fn)
+        return distloop.ModelSpec(model, keras.optimizers.SGD(0.1), loss_fn_of(model))
 
     testing.assert_replica_law(model_fn, data(), (1, 2), steps=2)
 
 
 @pytest.mark.slow
 def test_a_model_that_keeps_the_replica_law_passes():
-    testing.assert_replica_law(
-        classifier(batch_norm="synchronized", is_weighted=True), data(), (1, 2), steps=3, clip_norm=0.5
-    )
+    model_fn = classifier(batch_norm="synchronized", is_weighted=True)
+    testing.assert_replica_law(model_fn, data(), (1, 2), steps=3, clip_norm=0.5)
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", mostly_wide(["arrays", "function"]))
 def test_all_data_of_fit_can_be_given(kind):
@@ -124,22 +113,15 @@ def attentive():
     hidden = keras.layers.Dense(4, name="before")(hidden)
     hidden = keras.layers.BatchNormalization(synchronized=True)(hidden)
     model = keras.Model(rows, keras.layers.Dense(4)(keras.ops.relu(hidden)))
-
-    def loss_fn(batch, training):
-        logits = model(batch["x"], training=training)
-        return {"loss": keras.losses.sparse_categorical_crossentropy(batch["label"], logits, from_logits=True)}
-
-    return distloop.ModelSpec(model, keras.optimizers.Adam(0.01), loss_fn)
+    return distloop.ModelSpec(model, keras.optimizers.Adam(0.01), loss_fn_of(model))
 
 
 @pytest.mark.wide
-@pytest.mark.slow
 def test_biases_whose_gradients_are_rounding_alone_keep_the_replica_law():
     testing.assert_replica_law(attentive, data(), (1, 2), steps=2)
 
 
 @pytest.mark.wide
-@pytest.mark.slow
 @pytest.mark.parametrize("violation", mostly_wide([0.0, 1e-4]))
 def test_a_variable_that_depends_on_the_replicas_breaks_the_replica_law_though_without_that_it_is_rounding(violation):
     def model_fn():
@@ -147,7 +129,7 @@ def test_a_variable_that_depends_on_the_replicas_breaks_the_replica_law_though_w
 
         def loss_fn(batch, training):
             logits = batch["x"] @ kernel + shift  # the softmax takes no notice of the shift
-            loss = keras.losses.sparse_categorical_crossentropy(batch["label"], logits, from_logits=True)
+            loss = cross_entropy(batch["label"], logits)
             replicas = tf.distribute.get_replica_context().num_replicas_in_sync
             return {"loss": loss + violation * (replicas - 1.5) * (shift - tf.stop_gradient(shift))}
 
@@ -228,24 +210,19 @@ def assert_same_bits_of_sums_in_series():
 
 
 @pytest.mark.wide
-@pytest.mark.slow
 def test_dropout_and_the_statistics_of_virtual_replicas_have_the_same_bits():
     forked.run_on_devices(assert_same_bits, 4)
     forked.run_on_devices(assert_same_bits_of_arrays, 2)
 
 
 @pytest.mark.wide
-@pytest.mark.slow
 def test_a_loss_that_asks_where_it_runs_has_other_bits_and_the_first_of_them_are_named():
-    message = (
-        r"AssertionError: After step 1, loss has other bits on 1 and 2 devices with virtual_replicas=4: 1\.\d+ and"
-    )
-    with pytest.raises(RuntimeError, match=message):
+    message = r"After step 1, loss has other bits on 1 and 2 devices with virtual_replicas=4: 1\.\d+ and"
+    with pytest.raises(RuntimeError, match=f"AssertionError: {message}"):
         forked.run_on_devices(assert_same_bits_of_one_that_asks_where_it_runs, 2)
 
 
 @pytest.mark.wide
-@pytest.mark.slow
 def test_sums_in_another_order_have_other_bits():
     with pytest.raises(RuntimeError, match="AssertionError: After step 1, .* has other bits on 1 and 2 devices"):
         forked.run_on_devices(assert_same_bits_of_sums_in_series, 2)
@@ -259,7 +236,6 @@ def test_a_difference_of_bits_is_shown_with_its_size():
 
 
 @pytest.mark.wide
-@pytest.mark.slow
 def test_activity_regularizers_keep_the_replica_law():
     def model_fn():
         model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4, activity_regularizer="l2")])
@@ -285,19 +261,14 @@ def small():
 
     def loss_fn(batch, training):
         logits = model(batch["x"], training=training)
-        return {
-            "loss": keras.losses.sparse_categorical_crossentropy(batch["label"], logits, from_logits=True),
-            "accuracy": keras.metrics.sparse_categorical_accuracy(batch["label"], logits),
-        }
+        hit = keras.metrics.sparse_categorical_accuracy(batch["label"], logits)
+        return {"loss": cross_entropy(batch["label"], logits), "accuracy": hit}
 
     return distloop.ModelSpec(model, keras.optimizers.Adam(0.02), loss_fn)
 
 
 @pytest.mark.wide
-@pytest.mark.slow
 def test_neither_distloop_nor_its_testing_imports_what_it_needs_not():
-    program = (
-        "import sys, distloop; assert 'distloop.testing' not in sys.modules; "
-        "import distloop.testing; assert not {'pytest', '_pytest'} & set(sys.modules)"
-    )
+    program = "import sys, distloop; assert 'distloop.testing' not in sys.modules; "
+    program += "import distloop.testing; assert not {'pytest', '_pytest'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)

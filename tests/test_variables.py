@@ -22,7 +22,7 @@ from distloop.variables import (
     unwrap_model,
     walk,
 )
-from tests.problems import Lazy
+from tests.problems import Lazy, on
 
 
 def make_model(name=None):
@@ -34,9 +34,8 @@ def make_model(name=None):
 
 
 def two_layers():
-    return keras.Sequential(
-        [keras.Input((3,)), keras.layers.Dense(4, name="encoder"), keras.layers.Dense(2, name="head")], name="net"
-    )
+    layers = [keras.layers.Dense(4, name="encoder"), keras.layers.Dense(2, name="head")]
+    return keras.Sequential([keras.Input((3,)), *layers], name="net")
 
 
 NAMES = ["net/encoder/kernel", "net/encoder/bias", "net/head/kernel", "net/head/bias"]
@@ -67,11 +66,8 @@ def test_a_runner_has_the_names_and_layers_of_its_model():
     assert list(top_layers([runner], in_parts=True)) == runner.whole.layers
 
 
-def test_a_keras_models_variables_are_named_by_their_paths():
+def test_a_keras_models_variables_are_named_by_their_paths_and_a_subclassed_ones_too():
     assert list(named_variables(two_layers())) == NAMES
-
-
-def test_a_subclassed_models_variables_are_named_by_their_paths():
     model = Lazy()
     model(tf.zeros([1, 3]))
     names = list(named_variables(model))
@@ -85,22 +81,14 @@ def test_a_modules_variables_and_layers_are_named_by_attribute():
     module.parts = [two_layers(), {"bias": tf.Variable([0.0])}]
     module.inner = tf.Module()
     module.inner.weight = tf.Variable(2.0)
-    assert list(named_variables(module)) == [
-        "inner/weight",
-        *(f"parts/0/{name}" for name in NAMES),
-        "parts/1/bias",
-        "scale",
-        "table",
-    ]
+    of_parts = [*(f"parts/0/{name}" for name in NAMES), "parts/1/bias"]
+    assert list(named_variables(module)) == ["inner/weight", *of_parts, "scale", "table"]
 
 
-def test_models_in_a_dict_or_list_are_named_by_key_or_place():
+def test_models_in_a_dict_or_list_are_named_by_key_or_place_and_a_shared_variable_once():
     named = named_variables({"g": two_layers(), "d": two_layers()})
     assert list(named) == [f"{key}/{name}" for key in "gd" for name in NAMES]
     assert list(named_variables([two_layers()])) == [f"0/{name}" for name in NAMES]
-
-
-def test_a_shared_variable_is_named_once():
     model = two_layers()
     named = named_variables({"a": model, "b": model})
     assert [name.split("/")[0] for name in named] == ["a"] * 4
@@ -160,9 +148,8 @@ def test_weights_without_a_name_have_portable_names_in_the_order_of_their_creati
     first, second = (keras.Sequential([keras.Input((3,)), Unnamed(), Unnamed()], name="net") for _ in range(2))
     names = portable_names(first)
     assert list(names) == list(portable_names(second)) and list(named_variables(first)) != list(names)
-    assert {name for name in names if "unnamed_1" in name} == {
-        f"net/unnamed_1/{name}" for name in ("variable", "variable_1", "variable_2", "bias")
-    }
+    of_second = {f"net/unnamed_1/{name}" for name in ("variable", "variable_1", "variable_2", "bias")}
+    assert {name for name in names if "unnamed_1" in name} == of_second
     assert names["net/unnamed/variable"] is first.layers[0].total  # created first, though Keras lists it last
     assert names["net/unnamed/variable_2"] is first.layers[0].gains[1]
 
@@ -190,6 +177,11 @@ def test_several_models_and_modules_keep_their_own_names():
     assert list(names) == list(portable_names({"a": make_model("net"), "b": make_model("net"), "m": Module()}))
 
 
+def slots_of(optimizer, variables, names):
+    optimizer.build(variables)
+    return slot_names(optimizer, variables, names)
+
+
 @pytest.mark.parametrize(
     "make_optimizer, slots",
     [
@@ -204,9 +196,7 @@ def test_several_models_and_modules_keep_their_own_names():
 def test_slots_are_named_by_what_they_belong_to(make_optimizer, slots):
     names = portable_names(make_model())
     trained = {name: v for name, v in names.items() if v.trainable}
-    optimizer = make_optimizer()
-    optimizer.build(list(trained.values()))
-    named = slot_names(optimizer, list(trained.values()), list(trained))
+    named = slots_of(make_optimizer(), list(trained.values()), list(trained))
     assert set(named) == {"iteration", "learning_rate", *(f"{slot}/{name}" for slot in slots for name in trained)}
     for slot in slots:
         for name, variable in trained.items():
@@ -214,19 +204,12 @@ def test_slots_are_named_by_what_they_belong_to(make_optimizer, slots):
             assert variable.path.replace("/", "_") in named[f"{slot}/{name}"].path
 
 
-def test_variables_that_share_a_name_have_slots_of_their_own():
+def test_variables_that_share_a_name_or_the_beginning_of_one_have_slots_of_their_own():
     variables = [tf.Variable([1.0], name="w"), tf.Variable([1.0, 2.0], name="w")]
-    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
-    optimizer.build(variables)
-    named = slot_names(optimizer, variables, ["a/w", "b/w"])
+    named = slots_of(keras.optimizers.SGD(0.1, momentum=0.9), variables, ["a/w", "b/w"])
     assert named["momentum/a/w"].shape == (1,) and named["momentum/b/w"].shape == (2,)
-
-
-def test_a_name_that_begins_like_another_is_told_apart():
     variables = [keras.Variable([1.0], name="w"), keras.Variable([1.0, 2.0], name="w_momentum")]
-    optimizer = keras.optimizers.Adam(0.1)
-    optimizer.build(variables)
-    named = slot_names(optimizer, variables, ["w", "w_momentum"])
+    named = slots_of(keras.optimizers.Adam(0.1), variables, ["w", "w_momentum"])
     assert named["momentum/w"].shape == (1,) and named["momentum/w_momentum"].shape == (2,)
     assert named["velocity/w_momentum"].shape == (2,)
 
@@ -253,16 +236,11 @@ def test_parameters_that_are_in_no_layer_are_the_models():
     assert count_parameters(model) == {"inner": 8, "net": 5}
 
 
-def test_parameters_of_several_models_are_counted_by_model_and_once():
+def test_parameters_of_several_models_are_counted_by_model_and_once_and_of_a_module_by_attribute():
     shared = tf.Variable(tf.zeros([7]))
-    assert count_parameters({"g": [tf.Variable(0.0), shared], "d": [shared, tf.Variable([0.0, 1.0])]}) == {
-        "g": 8,
-        "d": 2,
-    }
+    models = {"g": [tf.Variable(0.0), shared], "d": [shared, tf.Variable([0.0, 1.0])]}
+    assert count_parameters(models) == {"g": 8, "d": 2}
     assert count_parameters([tf.Variable(0.0)]) == {"0": 1}
-
-
-def test_parameters_of_a_module_are_counted_by_attribute():
     module = tf.Module()
     module.w, module.layers = tf.Variable(tf.zeros([3, 2])), [tf.Variable(0.0), tf.Variable(1.0)]
     assert count_parameters(module) == {"layers": 2, "w": 6}
@@ -271,10 +249,8 @@ def test_parameters_of_a_module_are_counted_by_attribute():
 def test_a_summary_is_a_line_a_variable():
     layers = [keras.layers.Dense(1000, use_bias=False, name="a"), keras.layers.Dropout(0.5)]
     layers += [keras.layers.BatchNormalization(scale=False, center=False, name="b", dtype="mixed_bfloat16")]
-    module = {
-        "net": keras.Sequential([keras.Input((2,)), *layers], name="m"),
-        "scale": tf.Variable(tf.zeros([], "float16")),
-    }
+    model = keras.Sequential([keras.Input((2,)), *layers], name="m")
+    module = {"net": model, "scale": tf.Variable(tf.zeros([], "float16"))}
     assert summarize(module).splitlines() == [
         "variable                 shape     dtype    trainable  parameters",
         "net/m/a/kernel           2 x 1000  float32  yes             2,000",
@@ -304,14 +280,12 @@ def test_a_digest_counts_each_byte_but_no_random_stream_and_is_the_same_in_every
 
 def test_a_summary_says_no_of_what_a_regular_expression_leaves_out():
     def model_fn():
-        model = keras.Sequential(
-            [keras.Input((2,)), keras.layers.Dense(3, name="body"), keras.layers.Dense(1, name="head")]
-        )
+        model = two_layers()
         loss_fn = lambda batch, training: {"loss": model(batch["x"])[:, 0] ** 2}  # noqa: E731
         return distloop.ModelSpec(model, keras.optimizers.SGD(0.1), loss_fn, trainable="head")
 
-    trainer = distloop.Trainer(model_fn, distloop.Config(device="cpu", num_devices=1, console="quiet"))
-    trainer.build({"x": np.zeros((4, 2), "float32")})
+    trainer = distloop.Trainer(model_fn, on(1, console="quiet"))
+    trainer.build({"x": np.zeros((4, 3), "float32")})
     rows = [line.split() for line in summarize(trainer.model).splitlines()]
     assert [row[0].split("/")[-2] for row in rows[1:-1] if "yes" in row] == ["head", "head"]
-    assert rows[-1] == ["4", "variables", "4", "13"]
+    assert rows[-1] == ["4", "variables", "10", "26"]

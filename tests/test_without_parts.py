@@ -46,9 +46,8 @@ def test_what_needs_a_part_says_that_it_is_not_there(part, monkeypatch):
             monkeypatch.delattr(distloop, name)
     monkeypatch.delattr(distloop, part, raising=False)
     monkeypatch.setattr(sys, "meta_path", [without_part.Gone(part), *sys.meta_path])
-    with pytest.raises(
-        (ValueError, AttributeError), match=f"needs the part '{part}' of distloop, and there is no fold"
-    ):
+    sentence = f"needs the part '{part}' of distloop, and there is no fold"
+    with pytest.raises((ValueError, AttributeError), match=sentence):
         PARTS[part]()
 
 

@@ -2,20 +2,21 @@
 
 import json
 import os
-import socket
 import textwrap
 
 import numpy as np
 import pytest
 
+from distloop.distributed.environment import choose_ports
 from tests import forked, many_rows, worker_scenarios
-from tests.problems import assert_close, assert_equal, mostly_wide
+from tests.problems import assert_close, assert_equal, json_lines, mostly_wide
 from tests.worker_scenarios import SCENARIOS
 
 pytestmark = pytest.mark.slow
 
 BY_NAME = {scenario.__name__: scenario for scenario in SCENARIOS}
 OF_BITS = [worker_scenarios.bits, worker_scenarios.bits_of_float16]  # two workers go on with runs of one process
+HALF_OF_POSITION = dict(ends_at=many_rows.PER_EPOCH - 3)
 ON_THREE_WORKERS = ["replicas", "sharded", "evaluation", "shards", "position"]
 WIDE = ["synchronized_norm", "two_updates", "elastic", "mixed_rows", "rollback", "equal_shards", "bits_of_float16"]
 
@@ -38,10 +39,8 @@ def run_on_workers(workers, devices, out, *names):
     program = ["-m", "tests.worker_scenarios", str(out), str(devices), *names]
     result = forked.launch([f"--workers={workers}", *program], env=os.environ, timeout=1200)
     assert result.returncode == 0, result.stdout[-1000:] + result.stderr[-4000:]
-    results = {
-        name: [dict(np.load(out / f"{name}.{index}.npz")) for index in range(workers)] for name in names or BY_NAME
-    }
-    return results, result
+    loaded = lambda name: [dict(np.load(out / f"{name}.{index}.npz")) for index in range(workers)]  # noqa: E731
+    return {name: loaded(name) for name in names or BY_NAME}, result
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +49,10 @@ def on_workers(tmp_path_factory, pytestconfig):
     out = tmp_path_factory.mktemp("workers-2-2")
     chosen = [name for name in BY_NAME if pytestconfig.getoption("wide") or name not in WIDE]
     if "elastic" in chosen:
-        worker_scenarios.run(half_of_elastic, 1, out)
-    worker_scenarios.run(half_of_position, 1, out)
+        worker_scenarios.run(worker_scenarios.elastic, 1, out, steps=5)
+    worker_scenarios.run(worker_scenarios.position, 1, out, **HALF_OF_POSITION)
     for scenario in [scenario for scenario in OF_BITS if scenario.__name__ in chosen]:
-        worker_scenarios.run(lambda make, workdir, half=scenario: half(make, workdir, steps=4), 1, out)
+        worker_scenarios.run(scenario, 1, out, steps=4)
     results, launcher = run_on_workers(2, 2, out, *chosen)
     return results, out, launcher
 
@@ -62,31 +61,15 @@ def on_workers(tmp_path_factory, pytestconfig):
 def on_three_workers(tmp_path_factory):
     """Results of some scenarios on three workers with one device each."""
     out = tmp_path_factory.mktemp("workers-3-1")
-    worker_scenarios.run(half_of_position, 1, out)
+    worker_scenarios.run(worker_scenarios.position, 1, out, **HALF_OF_POSITION)
     return run_on_workers(3, 1, out, *ON_THREE_WORKERS)[0]
 
 
 @pytest.fixture(params=[2, pytest.param(3, marks=pytest.mark.wide)])
 def results(request):
     """Results of scenarios on two workers with two devices each, or on three with one."""
-    return (
-        request.getfixturevalue("on_workers")[0] if request.param == 2 else request.getfixturevalue("on_three_workers")
-    )
-
-
-def half_of_elastic(make, workdir):
-    model_fn = worker_scenarios.classifier(batch_norm="synchronized", l2=0.1, metrics=True)
-    trainer = make(model_fn, workdir=os.path.join(workdir, "elastic"), average_decay=0.9, log_every=100)
-    trainer.fit(worker_scenarios.batches(rows=71, shuffle=True), steps=5)
-    return {}
-
-
-def half_of_position(make, workdir):
-    def trainer(path):
-        return make(worker_scenarios.classifier(), workdir=path)
-
-    path = os.path.join(workdir, "position")
-    return many_rows.over_the_end_of_an_epoch(trainer, path, ends_at=many_rows.PER_EPOCH - 3)
+    found = request.getfixturevalue("on_workers" if request.param == 2 else "on_three_workers")
+    return found[0] if request.param == 2 else found
 
 
 def assert_same_results(results, results_alone):
@@ -138,11 +121,11 @@ def test_four_workers_have_the_bits_of_one_process(alone, tmp_path):
 
 @pytest.mark.wide
 def test_one_process_has_the_bits_of_several_workers_whose_run_it_goes_on_with(on_workers, alone, tmp_path):
-    def further(make, workdir):
-        return worker_scenarios.bits(make, workdir, steps=16)
-
-    found = worker_scenarios.run(further, 2, on_workers[1])
-    assert_same_bits([found], worker_scenarios.run(further, 1, tmp_path))
+    found, expected = (
+        worker_scenarios.run(worker_scenarios.bits, devices, out, steps=16)
+        for devices, out in ((2, on_workers[1]), (1, tmp_path))
+    )
+    assert_same_bits([found], expected)
 
 
 def test_each_worker_has_its_part_of_slots_and_averages(results):
@@ -190,19 +173,11 @@ def test_a_run_of_several_workers_resumes_bit_for_bit(scenario, on_workers):
 
 
 @pytest.mark.wide
-def test_one_process_continues_from_a_checkpoint_of_several_workers(on_workers, alone):
-    out = on_workers[1]
-
-    def further(make, workdir):
-        model_fn = worker_scenarios.classifier(batch_norm="synchronized", l2=0.1, metrics=True)
-        trainer = make(model_fn, workdir=str(workdir), average_decay=0.9, log_every=100)
-        trainer.fit(worker_scenarios.batches(rows=71, shuffle=True), steps=16)
-        return worker_scenarios.weights(trainer)
-
-    assert_close(
-        worker_scenarios.run(further, 1, os.path.join(out, "elastic")),
-        worker_scenarios.run(further, 1, os.path.join(out, "elastic alone")),
+def test_one_process_continues_from_a_checkpoint_of_several_workers(on_workers, tmp_path):
+    found, expected = (
+        worker_scenarios.run(worker_scenarios.elastic, 1, out, steps=16) for out in (on_workers[1], tmp_path)
     )
+    assert_close(found, expected)
 
 
 def test_workers_go_on_in_data_by_number_and_read_their_rows_alone(results, alone):
@@ -219,17 +194,11 @@ def test_workers_go_on_in_data_by_number_and_read_their_rows_alone(results, alon
         assert all(first <= place % 16 < end for place in places)
 
 
-def test_one_process_goes_on_in_data_by_number_after_several(on_workers, alone):
-    def further(make, workdir):
-        def trainer(path):
-            return make(worker_scenarios.classifier(), workdir=path)
-
-        begins_at = None if os.path.exists(workdir) else many_rows.PER_EPOCH - 8
-        return many_rows.over_the_end_of_an_epoch(trainer, str(workdir), begins_at, ends_at=many_rows.PER_EPOCH + 7)
-
-    out = on_workers[1]
-    stopped = worker_scenarios.run(further, 1, os.path.join(out, "position"))
-    whole = worker_scenarios.run(further, 1, os.path.join(out, "position alone"))
+def test_one_process_goes_on_in_data_by_number_after_several(on_workers, tmp_path):
+    stopped, whole = (
+        worker_scenarios.run(worker_scenarios.position, 1, out, ends_at=many_rows.PER_EPOCH + 7)
+        for out in (on_workers[1], tmp_path)
+    )
     assert np.array_equal(stopped["local/x"][:3], whole["local/x"][12:15])
     assert_same_results([stopped], whole)
 
@@ -335,13 +304,7 @@ WORKER = """
 
 
 def test_an_overflow_on_one_worker_is_skipped_on_both(tmp_path):
-    ports = []
-    sockets = [socket.socket() for _ in range(2)]
-    for s in sockets:
-        s.bind(("localhost", 0))
-        ports.append(s.getsockname()[1])
-    for s in sockets:
-        s.close()
+    ports = choose_ports(2)
     (tmp_path / "worker.py").write_text(textwrap.dedent(WORKER))
     workers = []
     for index in range(2):
@@ -356,7 +319,7 @@ def test_an_overflow_on_one_worker_is_skipped_on_both(tmp_path):
         for worker in workers:
             worker.kill()
     assert codes == [0, 0], [(tmp_path / f"errors{index}.txt").read_text()[-2000:] for index in range(2)]
-    first, second = ([json.loads(line) for line in (tmp_path / f"out{index}.txt").open()] for index in range(2))
+    first, second = (json_lines(tmp_path / f"out{index}.txt") for index in range(2))
     assert first == second and len(first) == 5
     assert [row[0] for row in first] == [8.0, 4.0, 2.0, 1.0, 1.0]  # the scale, down to its floor
     assert all(row[1:] == first[0][1:] for row in first)  # iterations, slots and weights: bit for bit

@@ -8,6 +8,7 @@ Each returns arrays by name, which have to be the same everywhere, except for na
 import json
 import os
 import shutil
+import signal
 import sys
 import traceback
 import unittest.mock
@@ -27,7 +28,7 @@ from distloop.sharding import variable_parts
 from distloop.tables import sparse_packing
 from distloop.training import overview
 from tests import many_rows, test_bits
-from tests.problems import classification, classifier, everything, optimize_graphs, weights
+from tests.problems import classification, classifier, every, everything, of_unknown_length, optimize_graphs, weights
 from tests.sharding import test_sharding
 from tests.tables import test_tables
 from tests.training import test_tokens
@@ -48,14 +49,23 @@ def in_small_messages():
     return unittest.mock.patch.object(tensorflow_internals, "LARGEST_MESSAGE_BYTES", 256)
 
 
+def averages_of(trainer):
+    with trainer.state.averaged():
+        return {f"average/{path}": value for path, value in weights(trainer).items()}
+
+
+def different(found, expected):
+    """Returns the names of what has other bits."""
+    names = [name for name in expected if expected[name].tobytes() != found[name].tobytes()]
+    return {"local/different": np.array(names)}
+
+
 def replicas(make, workdir):
     """Weights, L2 terms, clipping, averages, an odd last batch that is smaller than the number of replicas."""
     trainer = make(classifier(is_weighted=True, l2=0.1), clip_norm=0.1, average_decay=0.9)
     with in_small_messages():
         metrics = trainer.fit(batches(), steps=12)
-    with trainer.state.averaged():
-        averages = {f"average/{path}": value for path, value in weights(trainer).items()}
-    return weights(trainer) | averages | numbers(metrics)
+    return weights(trainer) | averages_of(trainer) | numbers(metrics)
 
 
 def sharded(make, workdir):
@@ -68,20 +78,11 @@ def sharded(make, workdir):
         unittest.mock.patch.object(variable_parts, "_FEWEST_ROWS", 8),
         unittest.mock.patch.object(gradients, "LARGEST_PACKED_BYTES", 200),
     ):
-        trainer = make(
-            test_sharding.decaying,
-            workdir=os.path.join(workdir, "sharded"),
-            on_nonfinite="skip",
-            microbatches=2,
-            average_decay=0.9,
-            check_replicas_every=4,
-            clip_norm=0.05,
-            shard_optimizer=True,
-        )
+        settings = dict(on_nonfinite="skip", microbatches=2, average_decay=0.9, check_replicas_every=4, clip_norm=0.05)
+        path = os.path.join(workdir, "sharded")
+        trainer = make(test_sharding.decaying, workdir=path, shard_optimizer=True, **settings)
         assert (trainer.state.slot_placement.num_shares == 1) == (workers.num_workers(trainer.strategy) == 1)
         trainer.fit(distloop.make_dataset(rows, 16), steps=9)
-    with trainer.state.averaged():
-        averages = {f"average/{path}": value for path, value in weights(trainer).items()}
     scores = trainer.evaluate(distloop.make_dataset(classification(20), 20))
     large = make(test_sharding.large, average_decay=0.9, shard_optimizer=True)
     sizes = test_sharding.shared(large).values()
@@ -92,7 +93,7 @@ def sharded(make, workdir):
     results |= {f"clipped/{name}": value for name, value in weights(failing).items()}
     results["local/error"] = np.array(str(error.value))
     results["local/lines"] = np.array(overview.console_lines(large.state, large.config, trainer._train_source))
-    return values_of_checkpoint(trainer) | weights(trainer) | averages | numbers(scores) | results
+    return values_of_checkpoint(trainer) | weights(trainer) | averages_of(trainer) | numbers(scores) | results
 
 
 def values_of_checkpoint(trainer):
@@ -119,13 +120,9 @@ def two_updates(make, workdir):
             logits, other = (m(batch["x"], training=training) for m in (b.model, a.model))
             return {"loss": keras.losses.mean_squared_error(other, logits)}
 
-        return distloop.ModelSpec(
-            {"a": a.model, "b": b.model},
-            updates=[
-                distloop.Update("first", a.loss_fn, keras.optimizers.SGD(0.1), "^a/"),
-                distloop.Update("second", second, keras.optimizers.SGD(0.1), "^b/"),
-            ],
-        )
+        updates = [distloop.Update("first", a.loss_fn, keras.optimizers.SGD(0.1), "^a/")]
+        updates += [distloop.Update("second", second, keras.optimizers.SGD(0.1), "^b/")]
+        return distloop.ModelSpec({"a": a.model, "b": b.model}, updates=updates)
 
     trainer = make(model_fn)
     metrics = trainer.fit(batches(), steps=10)
@@ -137,10 +134,12 @@ def tables(make, workdir):
     found = {}
     for rows, microbatches in ((10, 1), (24, 2)):
         merged = []
-        with unittest.mock.patch.object(gradients, "LARGEST_PACKED_BYTES", 64):
-            with unittest.mock.patch.object(sparse_packing, "merge", test_tables.recorded(merged)):
-                trainer = make(test_tables.model_fn(("lazy",)), microbatches=microbatches)
-                trainer.fit(test_tables.data(2 * rows, rows, drop_remainder=True), steps=4)
+        with (
+            unittest.mock.patch.object(gradients, "LARGEST_PACKED_BYTES", 64),
+            unittest.mock.patch.object(sparse_packing, "merge", test_tables.recorded(merged)),
+        ):
+            trainer = make(test_tables.model_fn(("lazy",)), microbatches=microbatches)
+            trainer.fit(test_tables.data(2 * rows, rows, drop_remainder=True), steps=4)
         assert merged, "the gradient was dense"
         found |= {f"{microbatches}/{name}": value for name, value in test_tables.values_of(trainer).items()}
     return found
@@ -158,8 +157,8 @@ def float16(make, workdir):
         before = everything(trainer)
         trainer.fit(data, steps=2)
         after = everything(trainer)
-        changed = [name.partition("@")[0] for name in before if before[name].tobytes() != after[name].tobytes()]
-        results[f"{precision}/changed"] = np.array(sorted(set(changed)))
+        changed = {name.partition("@")[0] for name in different(after, before)["local/different"]}
+        results[f"{precision}/changed"] = np.array(sorted(changed))
         results[f"{precision}/skipped"] = np.array(int(trainer.state.skipped_steps))
         if precision == "mixed_float16":
             results["scale"] = np.array([before["loss_scale/@0"], after["loss_scale/@0"]])
@@ -171,27 +170,22 @@ def statistics_and_seeds(make, workdir):
     trainer = make(classifier(dropout=0.5, batch_norm="local"))
     trainer.fit(batches(), steps=3)
     norm = trainer.model.get_layer("norm")
+    seeds = {f"local/seeds/{name}": value for name, value in everything(trainer).items() if "seed" in name}
     statistics = {"mean": norm.moving_mean.numpy(), "variance": norm.moving_variance.numpy()}
-    seeds = {name: value for name, value in everything(trainer).items() if "seed" in name}
-    kinds = {"statistics": statistics, "seeds": seeds}
-    return {f"local/{kind}/{name}": value for kind, values in kinds.items() for name, value in values.items()}
+    return seeds | {f"local/statistics/{name}": value for name, value in statistics.items()}
 
 
 def resume(make, workdir):
     def fit(name, steps):
         model_fn = classifier(dropout=0.3, batch_norm="local", metrics=True)
-        trainer = make(
-            model_fn, workdir=os.path.join(workdir, name), average_decay=0.9, checkpoint_every=4, log_every=7
-        )
+        settings = dict(average_decay=0.9, checkpoint_every=4, log_every=7)
+        trainer = make(model_fn, workdir=os.path.join(workdir, name), **settings)
         metrics = trainer.fit(batches(shuffle=True), steps=steps)
         return everything(trainer) | numbers(metrics)
 
     straight = fit("straight", 20)
     fit("stopped", 6)
-    stopped = fit("stopped", 20)
-    return {
-        "local/different": np.array([name for name in straight if straight[name].tobytes() != stopped[name].tobytes()])
-    }
+    return different(fit("stopped", 20), straight)
 
 
 def phases(make, workdir):
@@ -209,9 +203,8 @@ def phases(make, workdir):
             if is_worker(head, 99):
                 raise distloop.StopTraining("this worker has seen enough")
 
-        stop.every = 5
         head = trainer("logits")
-        head.fit(batches(shuffle=True), steps=12, actions=[stop])
+        head.fit(batches(shuffle=True), steps=12, actions=[every(5, stop)])
         tuned = trainer(None)
         tuned.fit(batches(shuffle=True, seed=3), steps=steps)
         return tuned
@@ -221,9 +214,7 @@ def phases(make, workdir):
     if trainer.workers.is_chief:
         shutil.rmtree(os.path.join(workdir, "phases", "stopped", "checkpoints", "12"))  # as if killed before
     trainer.workers.barrier()
-    stopped = everything(fit("stopped", 12))
-    different = [name for name in straight if straight[name].tobytes() != stopped[name].tobytes()]
-    return {"local/different": np.array(different), "step": np.array(trainer.step)}
+    return different(everything(fit("stopped", 12)), straight) | {"step": np.array(trainer.step)}
 
 
 def told(make, workdir):
@@ -237,9 +228,8 @@ def told(make, workdir):
             for command in commands if trainer.workers.is_chief and report.step == 5 else ():
                 tell(workdir, command)
 
-        act.every = 5
         evals = {"test": distloop.Evaluation(batches(), every=0)}
-        return trainer, trainer.fit(batches(shuffle=True), steps=12, evals=evals, actions=[act])
+        return trainer, trainer.fit(batches(shuffle=True), steps=12, evals=evals, actions=[every(5, act)])
 
     trainer, metrics = fit("evaluate", "learning_rate=0.5", "save")
     straight = everything(trainer)
@@ -250,30 +240,25 @@ def told(make, workdir):
         shutil.rmtree(os.path.join(workdir, "checkpoints", step))
     trainer.workers.barrier()
     trainer, again = fit()
-    stopped = everything(trainer)
-    different = [name for name in straight if straight[name].tobytes() != stopped[name].tobytes()]
+    found = different(everything(trainer), straight)
     if again.steps["test/loss"] != metrics.steps["test/loss"] or saved != ["4", "6", "8", "12"]:
-        different += [f"evaluated at {again.steps['test/loss']}, saved at {saved}"]
-    return {"local/different": np.array(different), "rate": np.array(again["learning_rate"])}
+        found = {"local/different": np.array([f"evaluated at {again.steps['test/loss']}, saved at {saved}"])}
+    return found | {"rate": np.array(again["learning_rate"])}
 
 
-def elastic(make, workdir):
+def elastic(make, workdir, steps=12):
     """Continues from a checkpoint of one process in the workdir, and saves one."""
     model_fn = classifier(batch_norm="synchronized", l2=0.1, metrics=True)
     trainer = make(model_fn, workdir=os.path.join(workdir, "elastic"), average_decay=0.9, log_every=100)
-    trainer.fit(batches(rows=71, shuffle=True), steps=12)
+    trainer.fit(batches(rows=71, shuffle=True), steps=steps)
     return weights(trainer)
 
 
-def position(make, workdir):
+def position(make, workdir, begins_at=many_rows.PER_EPOCH - 8, **ends):
     """Goes on from a checkpoint of one process that is a few steps before the end of an epoch of 10 million rows."""
-
-    def trainer(path):
-        return make(classifier(), workdir=path)
-
     path = os.path.join(workdir, "position")
-    begins_at = None if os.path.exists(path) else many_rows.PER_EPOCH - 8
-    return many_rows.over_the_end_of_an_epoch(trainer, path, begins_at)
+    begins_at = None if os.path.exists(path) else begins_at
+    return many_rows.over_the_end_of_an_epoch(lambda path: make(classifier(), workdir=path), path, begins_at, **ends)
 
 
 def mixed_rows(make, workdir):
@@ -299,13 +284,8 @@ def rollback(make, workdir):
         is_bad = (number == 13) & (tf.range(16) == 15)  # a row in the last worker's shard
         return {**batch, "x": tf.where(is_bad[: tf.shape(batch["x"])[0], None], np.nan, batch["x"])}
 
-    trainer = make(
-        classifier(),
-        workdir=os.path.join(workdir, "rollback"),
-        on_divergence="rollback",
-        checkpoint_every=5,
-        locate_nonfinite=True,
-    )
+    settings = dict(on_divergence="rollback", checkpoint_every=5, locate_nonfinite=True)
+    trainer = make(classifier(), workdir=os.path.join(workdir, "rollback"), **settings)
     trainer.fit(batches(shuffle=True, rows=64).repeat().enumerate().map(poison), steps=20)
     return weights(trainer)
 
@@ -317,7 +297,7 @@ def evaluation(make, workdir):
         results |= {f"{size}/{name}": value for name, value in numbers(trainer.evaluate(batches(size))).items()}
     before = everything(trainer)
     trainer.evaluate(batches())
-    assert all(before[name].tobytes() == value.tobytes() for name, value in everything(trainer).items())
+    assert not different(everything(trainer), before)["local/different"].size
     return results
 
 
@@ -335,8 +315,8 @@ def prediction(make, workdir):
     rows = {**classification(ROWS), "row": np.arange(ROWS)}
     results = {}
     for size in (5, 100):
-        for name, value in trainer.predict(distloop.make_dataset(rows, size)).items():
-            results[f"{size}/{name}"] = value
+        outputs = trainer.predict(distloop.make_dataset(rows, size))
+        results |= {f"{size}/{name}": value for name, value in outputs.items()}
     trainer.predict(distloop.make_dataset(rows, 16), path=os.path.join(workdir, "predictions"), batches=3)
     trainer.workers.barrier()
     results["first rows"] = np.load(os.path.join(workdir, "predictions", "row.npy"))  # [48]
@@ -362,10 +342,8 @@ def shards(make, workdir):
         def loss_fn(batch, training):
             return {**spec.loss_fn(batch, training), "row": batch["row"]}
 
-        def predict_fn(batch):
-            return batch["row"]
-
-        return distloop.ModelSpec(spec.model, spec.optimizer, loss_fn, predict_fn=predict_fn, metrics=spec.metrics)
+        settings = dict(predict_fn=lambda batch: batch["row"], metrics=spec.metrics)
+        return distloop.ModelSpec(spec.model, spec.optimizer, loss_fn, **settings)
 
     trainer = make(model_fn)
     results = {f"evaluation/{name}": value for name, value in numbers(trainer.evaluate(shard)).items()}
@@ -388,13 +366,10 @@ def equal_shards(make, workdir):
 
         return batches(shuffle=True).map(part)
 
-    results = {}
-    for precision in ("float32", "mixed_bfloat16"):
+    for precision in ("mixed_bfloat16", "float32"):
         trainer = make(classifier(is_weighted=True, l2=0.1), clip_norm=0.1, precision=precision, microbatches=3)
         trainer.fit(shard, steps=12)
-        if precision == "float32":
-            results |= weights(trainer)
-    return results
+    return weights(trainer)
 
 
 def stops(make, workdir):
@@ -420,17 +395,15 @@ def stops(make, workdir):
     def count(report):
         return {"workers": float(len(trainer.workers.gather(report.step)))}  # all workers must call it
 
-    stop.every, count.every = 4, 0
     evals = {"test": distloop.Evaluation(batches(2, 5), every=0)}
-    last = trainer.fit(batches(2, 5), steps=40, evals=evals, actions=[stop, count], writers=[Rows()])
+    actions = [every(4, stop), every(0, count)]
+    last = trainer.fit(batches(2, 5), steps=40, evals=evals, actions=actions, writers=[Rows()])
     local = {"local/rows": np.array(Rows.steps), "local/workers": np.array(last["workers"])}
     return {"step": np.array(trainer.step), "test/loss": np.array(last["test/loss"]), **local, **weights(trainer)}
 
 
 def interrupts(make, workdir):
     """SIGTERM comes to the last worker alone, in an evaluation that would take minutes."""
-    import signal
-
     trainer = make(classifier(), workdir=os.path.join(workdir, "interrupts"), log_every=4, steps_per_loop=4)
     rows, read = {name: values[:8] for name, values in classification().items()}, []
 
@@ -483,8 +456,7 @@ def exchange(make, workdir):
         step = trainer.workers.broadcast(report.step if trainer.workers.is_chief else None)
         results["step"] = np.array(step)
 
-    share.every = 2
-    trainer.fit(batches(), steps=2, actions=[share])
+    trainer.fit(batches(), steps=2, actions=[every(2, share)])
     before = len(os.listdir("/proc/self/task"))
     trainer.fit(batches(), steps=302)
     results["local/new threads"] = np.array(len(os.listdir("/proc/self/task")) - before)
@@ -518,13 +490,9 @@ def differences(make, workdir):
         predict_fns = {"all": spec.predict_fn, "narrow": lambda batch: spec.predict_fn(batch)[:, : 4 - is_other]}
         return distloop.ModelSpec(spec.model, spec.optimizer, loss_fn, predict_fn=predict_fns)
 
-    def unknown(data):
-        return data.filter(lambda row: True)
-
     def act(report):
         return None
 
-    act.every = 2
     trainer = make(model_fn)
     is_other = trainer.workers.index > 0
     few = batches(4).take(2 + is_other)
@@ -532,11 +500,11 @@ def differences(make, workdir):
         "values of training": lambda: trainer.fit(batches(), steps=2),
         "values of evaluation": lambda: trainer.evaluate(batches()),
         "steps": lambda: trainer.fit(batches(), steps=2 + is_other),
-        "actions": lambda: trainer.fit(batches(), steps=2, actions=[] if is_other else [act]),
+        "actions": lambda: trainer.fit(batches(), steps=2, actions=[] if is_other else [every(2, act)]),
         "evals": lambda: trainer.fit(batches(), steps=2, evals={"b" if is_other else "a": batches()}),
         "batches": lambda: trainer.evaluate(few),
         "outputs": lambda: trainer.predict(batches(), signature="narrow"),
-        "batches of unknown number": lambda: trainer.predict(unknown(few), signature="all"),
+        "batches of unknown number": lambda: trainer.predict(of_unknown_length(few), signature="all"),
         "what to do": lambda: trainer.predict(batches(7)) if is_other else trainer.evaluate(batches(7)),
     }.items():
         try:
@@ -580,53 +548,28 @@ def bits_of(case, make, workdir, steps, **settings):
 
 
 SCENARIOS = [
-    exchange,
-    differences,
-    replicas,
-    sharded,
-    synchronized_norm,
-    two_updates,
-    tables,
-    float16,
-    statistics_and_seeds,
-    resume,
-    phases,
-    told,
-    elastic,
-    tokens,
-    position,
-    mixed_rows,
-    rollback,
-    evaluation,
-    prediction,
-    shards,
-    equal_shards,
-    stops,
-    interrupts,
-    files,
-    bits,
-    bits_of_float16,
-]
+    exchange, differences, replicas, sharded, synchronized_norm, two_updates, tables, float16, statistics_and_seeds,
+    resume, phases, told, elastic, tokens, position, mixed_rows, rollback, evaluation, prediction, shards, equal_shards,
+    stops, interrupts, files, bits, bits_of_float16,
+]  # fmt: skip
 
 
 def numbers(metrics):
     return {f"number/{name}": np.array(value) for name, value in metrics.items() if name not in OF_THE_MACHINE}
 
 
-def run(scenario, num_devices, workdir):
+def run(scenario, num_devices, workdir, **settings):
     def make(model_fn, **settings):
         config = distloop.Config(device="cpu", num_devices=num_devices, **{"log_every": 0, **settings})
         return distloop.Trainer(model_fn, config)
 
-    return scenario(make, str(workdir))
+    return scenario(make, str(workdir), **settings)
 
 
 def main(out, num_devices, *names):
     index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
     distloop.prepare(distloop.Config(device="cpu", num_devices=num_devices, intra_op_threads=1))  # for `bits`
-    for scenario in SCENARIOS:
-        if names and scenario.__name__ not in names:
-            continue
+    for scenario in [scenario for scenario in SCENARIOS if not names or scenario.__name__ in names]:
         try:
             results = run(scenario, num_devices, out)
         except Exception:

@@ -59,30 +59,25 @@ def is_finished(events):
 def check_history(events, reference):
     """Checks that the run ended, and that each step of it trained the batch and made the weights of the reference."""
     expected = {(e["share"], e["step"]): e for e in _named(reference, "step")}
-    violations = []
     for event in _named(events, "step"):
         step = expected.get((event["share"], event["step"]))
         for name in ("ids", "digest"):
             if step is None or event[name] != step[name]:
-                violations.append(Violation("I1", f"{name} of {_place(event)} differs: {event[name]}"))
-    begins = {0: {}} | {step: {"digest": e["digest"]} for (share, step), e in expected.items() if share == 0}
+                yield Violation("I1", f"{name} of {_place(event)} differs: {event[name]}")
+    begins = {step: e["digest"] for (share, step), e in expected.items() if share == 0}
     for event in _of_chief(_named(events, "going on")):
-        digest = begins.get(event["step"], {}).get("digest", event["digest"])
-        if event["digest"] != digest:
-            violations.append(
-                Violation("I1", f"life {event['life']} went on from wrong weights of step {event['step']}")
-            )
+        if event["digest"] != begins.get(event["step"], event["digest"]):
+            yield Violation("I1", f"life {event['life']} went on from wrong weights of step {event['step']}")
     if not is_finished(events):
-        violations.append(Violation("I1", "the run was not finished"))
-        return violations
+        yield Violation("I1", "the run was not finished")
+        return
     history = surviving(events)
     if [event["step"] for event in history] != list(range(1, STEPS + 1)):
-        violations.append(Violation("I1", f"steps of the history: {[event['step'] for event in history]}"))
+        yield Violation("I1", f"steps of the history: {[event['step'] for event in history]}")
     counts = collections.Counter(i for event in history for i in event["ids"])
     epochs = STEPS * BATCH_SIZE // ROWS
     if wrong := {i: counts[i] for i in range(ROWS) if counts[i] != epochs}:
-        violations.append(Violation("I1", f"rows that were not trained {epochs} times: {wrong}"))
-    return violations
+        yield Violation("I1", f"rows that were not trained {epochs} times: {wrong}")
 
 
 def surviving(events):
@@ -102,16 +97,14 @@ def check_rows(events, reference):
     rows = [row for line in lines if (row := _parse(line)) is not None]
     expected = [json.loads(line) for event in _named(reference, "rows") for line in event["rows"]]
     steps = [row["step"] for row in rows]
-    violations = []
     if steps != sorted(set(steps)):
-        violations.append(Violation("I1", f"steps of metrics.jsonl are not in order: {steps}"))
+        yield Violation("I1", f"steps of metrics.jsonl are not in order: {steps}")
     lacks = sorted(set(range(1, STEPS + 1)) - set(steps))
     if (lacks or len(rows) < len(lines)) and is_finished(events):
-        violations.append(Violation("I1", f"metrics.jsonl lacks the steps {lacks}, or holds what is no row"))
+        yield Violation("I1", f"metrics.jsonl lacks the steps {lacks}, or holds what is no row")
     losses = {row["step"]: row["loss"] for row in expected}
     if wrong := [row["step"] for row in rows if row["loss"] != losses[row["step"]]]:
-        violations.append(Violation("I1", f"metrics.jsonl has other losses at the steps {wrong}"))
-    return violations
+        yield Violation("I1", f"metrics.jsonl has other losses at the steps {wrong}")
 
 
 def _parse(line):
@@ -134,7 +127,6 @@ def damaged_steps(events):
 
 def check_saved(events):
     """Checks that each life went on from a step at least as late as the last that was said to be saved."""
-    violations = []
     saved, source, damaged = 0, "nothing was saved", set()
     for event in events:
         kind = event["event"]
@@ -148,11 +140,8 @@ def check_saved(events):
                 saved, source = event["whole"][-1], f"step {event['step']} was damaged, {event['whole']} were whole"
         elif kind == "going on" and event["worker"] == 0:
             if event["step"] < saved:
-                violations.append(
-                    Violation("I2", f"life {event['life']} went on from step {event['step']}, but {source}")
-                )
+                yield Violation("I2", f"life {event['life']} went on from step {event['step']}, but {source}")
                 saved = event["step"]
-    return violations
 
 
 def check_writers(events):
@@ -162,33 +151,26 @@ def check_writers(events):
         if event["event"] in ("going on", "step", "saved", "left", "finished"):
             first, _ = spans.get(event["process"], (event, event))
             spans[event["process"]] = first, event
-    return [
-        Violation(
-            "I3", f"life {b['life']} went on at {b['time']:.2f}, when life {a['life']} wrote until {end['time']:.2f}"
-        )
-        for (a, end), (b, _) in itertools.combinations(spans.values(), 2)
-        if b["time"] < end["time"]
-    ]
+    for (a, end), (b, _) in itertools.combinations(spans.values(), 2):
+        if b["time"] < end["time"]:
+            wrote = f"life {a['life']} wrote until {end['time']:.2f}"
+            yield Violation("I3", f"life {b['life']} went on at {b['time']:.2f}, when {wrote}")
 
 
 def check_ends(plan, events, outputs):
     """Checks how each life ended, and what happened beside it."""
-    violations = []
     for number in dict.fromkeys(event["life"] for event in _named(events, "end")):
         life = [event for event in events if event.get("life") == number]
-        violations += _check_life(plan, int(number), life, outputs[int(number)])
+        yield from _check_life(plan, int(number), life, outputs[int(number)])
     for event in _named(events, "child ended"):
         if not event["is_gone"]:
-            violations.append(Violation("I4", f"life {event['life']}: a forked child outlived SIGTERM"))
+            yield Violation("I4", f"life {event['life']}: a forked child outlived SIGTERM")
     for event in _named(events, "second"):
+        second = f"life {event['life']}: the second start"
         if event["code"] is None:
-            violations.append(
-                Violation("I4", f"life {event['life']}: the second start did not end in {event['secs']:.0f} s")
-            )
+            yield Violation("I4", f"{second} did not end in {event['secs']:.0f} s")
         elif event["code"] != 0 and not re.search(_REFUSAL, event["output"]):
-            text = event["output"][-300:]
-            violations.append(Violation("I4", f"life {event['life']}: the second start was refused with {text!r}"))
-    return violations
+            yield Violation("I4", f"{second} was refused with {event['output'][-300:]!r}")
 
 
 def _check_life(plan, number, life, output):
@@ -203,32 +185,27 @@ def _check_life(plan, number, life, output):
             outcome = _early(plan.setting, outcome)
         if _named(life, "finished"):  # the fault came to a worker that waited for the others to end
             outcome = outcome._replace(codes={i: {*codes, 0} for i, codes in outcome.codes.items()}, text="")
-    violations = []
     names = [event["fault"] for event in strikes]
     cause = f"life {number} ({', '.join(names) or 'no fault'})"
     has_code_0 = all(event["code"] == 0 for event in ends) and bool(_named(life, "finished"))
     for event in ends:
         allowed = outcome.codes[event["command"]] | ({1} if "FillDisk" in names else set())
+        command = f"{cause}: command {event['command']}"
         if event["code"] is None:
-            violations.append(Violation("I4", f"{cause}: command {event['command']} did not end"))
+            yield Violation("I4", f"{command} did not end")
         elif event["code"] not in allowed and not has_code_0:
-            violations.append(
-                Violation(
-                    "I4", f"{cause}: command {event['command']} ended with {event['code']}, not {sorted(allowed)}"
-                )
-            )
+            yield Violation("I4", f"{command} ended with {event['code']}, not {sorted(allowed)}")
         is_orphan = plan.setting.placement == "alone" and plan.setting.child_of >= 0
         is_orphan &= event["code"] in (faults.KILLED, faults.TERMINATED) and len(event["leftovers"]) == 1
         if event["leftovers"] and not is_orphan:
-            violations.append(Violation("I5", f"{cause}: command {event['command']} left {event['leftovers']}"))
+            yield Violation("I5", f"{command} left {event['leftovers']}")
     has_end = all(event["code"] is not None for event in ends)
     if deadly is not None and has_end and not has_code_0:
         secs = max(event["gone_at"] for event in ends) - deadly["time"]
         if secs > outcome.within_secs:
-            violations.append(Violation("I4", f"{cause}: ended after {secs:.1f} s, not {outcome.within_secs:.0f}"))
+            yield Violation("I4", f"{cause}: ended after {secs:.1f} s, not {outcome.within_secs:.0f}")
         if "ReadNothing" not in names and outcome.text and not re.search(outcome.text, output):
-            violations.append(Violation("I4", f"{cause}: the output does not match {outcome.text!r}"))
-    return violations
+            yield Violation("I4", f"{cause}: the output does not match {outcome.text!r}")
 
 
 def _is_early(setting, life, deadly):
@@ -260,8 +237,8 @@ def _early(setting, outcome):
 
 def check_leftovers(events):
     """Checks that no temporary files are left."""
-    files = [name for event in _named(events, "remains") for name in event["files"]]
-    return [Violation("I5", f"files left over: {files}")] if files else []
+    if files := [name for event in _named(events, "remains") for name in event["files"]]:
+        yield Violation("I5", f"files left over: {files}")
 
 
 class Loss(NamedTuple):

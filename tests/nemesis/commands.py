@@ -8,6 +8,7 @@ The container is a process that adopts its orphans; it ends when none is left, o
 its command the process number 1, and a network and host names of its own.
 """
 
+import contextlib
 import multiprocessing
 import os
 import select
@@ -124,10 +125,8 @@ class Command:
 
 
 def _kill(pid):
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
 
 
 def _contain(arguments, environment, output, place, is_first_process, events):

@@ -7,6 +7,7 @@
 A deadly fault ends every process of the run; after any other the run goes on as if nothing had happened.
 """
 
+import contextlib
 import dataclasses
 import os
 import signal
@@ -40,10 +41,14 @@ class Outcome(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """One fault; its fields say where and how long."""
+    """One fault; its fields say where and how long. Each is a frozen dataclass."""
 
     is_deadly: ClassVar[bool] = False
     hangs: ClassVar[bool] = False  # a worker is stopped for ever
+    placements: ClassVar[tuple[str, ...]] = ("alone", "launcher", "hosts", "elastic")
+
+    def __init_subclass__(cls):
+        dataclasses.dataclass(frozen=True)(cls)
 
     @property
     def name(self):
@@ -52,7 +57,7 @@ class Fault:
     @classmethod
     def fits(cls, setting):
         """Returns whether it can befall a run of this setting on this machine."""
-        return True
+        return setting.placement in cls.placements
 
     @classmethod
     def draw(cls, random, setting):
@@ -72,7 +77,6 @@ def _codes(setting, victim, code, others):
     return {i: code if i == command else others for i in range(setting.commands)}
 
 
-@dataclasses.dataclass(frozen=True)
 class KillWorker(Fault):
     """SIGKILL to a worker."""
 
@@ -103,16 +107,12 @@ class KillChief(KillWorker):
         return cls(0)
 
 
-@dataclasses.dataclass(frozen=True)
 class KillLauncher(Fault):
     """SIGKILL to a launcher; its workers end with it."""
 
     host: int
     is_deadly: ClassVar[bool] = True
-
-    @classmethod
-    def fits(cls, setting):
-        return setting.placement != "alone"
+    placements: ClassVar[tuple[str, ...]] = ("launcher", "hosts", "elastic")
 
     @classmethod
     def draw(cls, random, setting):
@@ -126,7 +126,6 @@ class KillLauncher(Fault):
         return Outcome(_codes(setting, self.host, {KILLED}, {FOLLOWED}), text)
 
 
-@dataclasses.dataclass(frozen=True)
 class Terminate(Fault):
     """SIGTERM to a command, as schedulers send it, or to one worker."""
 
@@ -139,9 +138,6 @@ class Terminate(Fault):
         return cls(random.randrange(setting.workers), random.random() < 0.7)
 
     def strike(self, life):
-        self._send(life)
-
-    def _send(self, life):
         if self.is_to_command:
             life.signal_command(life.setting.command_of(self.worker), signal.SIGTERM)
         else:
@@ -155,30 +151,23 @@ class TerminateTwice(Terminate):
     """SIGTERM, and again before the run is saved, or while it is."""
 
     def strike(self, life):
-        self._send(life)
+        super().strike(life)
         if not life.ended.wait(1.05):
-            self._send(life)
+            super().strike(life)
 
     def outcome(self, setting):
         ends = {SAVED, TERMINATED, KILLED}
         return Outcome(_codes(setting, self.worker, ends, ends | {FOLLOWED}))
 
 
-@dataclasses.dataclass(frozen=True)
-class StopForEver(Fault):
+class StopForEver(KillWorker):
     """SIGSTOP to a worker that is not woken before the others have given up."""
 
-    worker: int
-    is_deadly: ClassVar[bool] = True
     hangs: ClassVar[bool] = True
 
     @classmethod
     def fits(cls, setting):
         return setting.workers > 1
-
-    @classmethod
-    def draw(cls, random, setting):
-        return cls(random.randrange(setting.workers))
 
     def strike(self, life):
         life.signal_worker(self.worker, signal.SIGSTOP)
@@ -190,7 +179,6 @@ class StopForEver(Fault):
         return Outcome(codes, rf"worker {self.worker} \([^)]*\).*silent|no step has ended", HANG_SECS + 50.0)
 
 
-@dataclasses.dataclass(frozen=True)
 class Suspend(Fault):
     """SIGSTOP for a time, to a worker or a launcher."""
 
@@ -211,7 +199,6 @@ class Suspend(Fault):
             life.ended.wait(self.secs if number == signal.SIGSTOP else 0)
 
 
-@dataclasses.dataclass(frozen=True)
 class TerminateChild(Fault):
     """SIGTERM to a child that a worker forked: it ends, and nothing else does."""
 
@@ -231,7 +218,6 @@ class TerminateChild(Fault):
         life.write("child ended", is_gone=pid is None or kernel.state_of(pid) in "XZ")
 
 
-@dataclasses.dataclass(frozen=True)
 class ReadNothing(Fault):
     """Nobody reads what the commands print, as with a pager that waits; until the end, if a deadly fault comes."""
 
@@ -251,7 +237,6 @@ class ReadNothing(Fault):
         life.pause_outputs(False)
 
 
-@dataclasses.dataclass(frozen=True)
 class FillDisk(Fault):
     """The disk of the workdir is full for a time."""
 
@@ -270,11 +255,9 @@ class FillDisk(Fault):
         file = os.open(path, os.O_WRONLY | os.O_CREAT)
         try:
             for size in (65536, 4096, 1):
-                while True:
-                    try:
+                with contextlib.suppress(OSError):
+                    while True:
                         os.write(file, bytes(size))
-                    except OSError:
-                        break
             life.ended.wait(self.secs)
         finally:
             os.close(file)
@@ -282,7 +265,6 @@ class FillDisk(Fault):
             life.write("disk has room")
 
 
-@dataclasses.dataclass(frozen=True)
 class StartTwice(Fault):
     """The same command, started while it runs."""
 
@@ -294,7 +276,6 @@ class StartTwice(Fault):
         life.start_second()
 
 
-@dataclasses.dataclass(frozen=True)
 class LosePackets(Fault):
     """A part of the packets between two hosts is lost, in both directions or in one; with 1.0 all are."""
 
@@ -303,10 +284,7 @@ class LosePackets(Fault):
     is_one_way: bool
     rule: Rule
     secs: float
-
-    @classmethod
-    def fits(cls, setting):
-        return setting.placement == "hosts"
+    placements: ClassVar[tuple[str, ...]] = ("hosts",)
 
     @classmethod
     def draw(cls, random, setting):
@@ -350,16 +328,12 @@ class Part(LosePackets):
         return False, Rule(loss=1.0), random.choice([1, 4, 8])
 
 
-@dataclasses.dataclass(frozen=True)
 class StaleName(Fault):
     """At the start, a host's name has the address of a machine that is gone."""
 
     host: int
     secs: float
-
-    @classmethod
-    def fits(cls, setting):
-        return setting.placement == "hosts"
+    placements: ClassVar[tuple[str, ...]] = ("hosts",)
 
     @classmethod
     def draw(cls, random, setting):
@@ -375,7 +349,6 @@ class StaleName(Fault):
         life.network.resolve_rightly()
 
 
-@dataclasses.dataclass(frozen=True)
 class Fall(Fault):
     """A signal to some workers of an elastic run, which goes on with the others; `moment` says what they are doing."""
 
@@ -383,6 +356,7 @@ class Fall(Fault):
     number: int
     moment: str  # "training"; "saving"; "meeting" or "tracing" again, after the first of them fell
     secs: float  # after the moment began
+    placements: ClassVar[tuple[str, ...]] = ("elastic",)
 
     @property
     def hangs(self):
@@ -393,10 +367,6 @@ class Fall(Fault):
         what = {signal.SIGKILL: "Kill", signal.SIGTERM: "Leave", signal.SIGSTOP: "Freeze"}[self.number]
         who = "Chief" if self.workers == (0,) else ["One", "Two", "AllButOne"][len(self.workers) - 1]
         return f"{what}{who}{'' if self.moment == 'training' else f', {self.moment}'}"
-
-    @classmethod
-    def fits(cls, setting):
-        return setting.placement == "elastic"
 
     @classmethod
     def draw(cls, random, setting):
@@ -418,9 +388,8 @@ class Fall(Fault):
                     return
             life.ended.wait(self.secs)
         victims = [worker for worker in self.workers if life.find_newest(worker)]
-        if self.hangs and all(
-            worker in victims or not life.find_newest(worker) for worker in range(life.setting.workers)
-        ):
+        others = set(range(life.setting.workers)) - set(victims)
+        if self.hangs and not any(map(life.find_newest, others)):
             victims = victims[1:]  # somebody has to notice
         for worker in victims:
             life.signal(life.find_newest(worker), self.number)

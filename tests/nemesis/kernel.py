@@ -3,6 +3,7 @@
 import ctypes
 import functools
 import os
+import re
 import subprocess
 import tempfile
 
@@ -43,14 +44,11 @@ def mount_over(source, target):
 
 def children_of(pid):
     """Returns the processes whose parent is `pid`, zombies included."""
-    pids = []
-    for task in _list(f"/proc/{pid}/task"):
-        try:
-            with open(f"/proc/{pid}/task/{task}/children") as file:
-                pids += [int(child) for child in file.read().split()]
-        except OSError:  # it has ended
-            continue
-    return pids
+    try:
+        tasks = os.listdir(f"/proc/{pid}/task")
+    except OSError:  # it has ended
+        return []
+    return [int(child) for task in tasks for child in _read(pid, f"task/{task}/children").split()]
 
 
 def descendants_of(pid):
@@ -59,35 +57,26 @@ def descendants_of(pid):
 
 def number_within(pid):
     """Returns the number of a process in its own namespace; None if it has ended."""
-    try:
-        with open(f"/proc/{pid}/status") as file:
-            return next(int(line.split()[-1]) for line in file if line.startswith("NSpid:"))
-    except (OSError, StopIteration):
-        return None
+    numbers = re.search(r"^NSpid:(.*)$", _read(pid, "status"), re.M)
+    return int(numbers[1].split()[-1]) if numbers else None
 
 
 def state_of(pid):
     """Returns the letter of a process's state; "X" if it is gone."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0]
-    except OSError:
-        return "X"
+    return (_read(pid, "stat").rpartition(")")[2].split() or ["X"])[0]
 
 
 def name_of(pid):
-    try:
-        with open(f"/proc/{pid}/comm") as file:
-            return file.read().strip()
-    except OSError:
-        return "?"
+    return _read(pid, "comm").strip() or "?"
 
 
-def _list(directory):
+def _read(pid, name):
+    """Returns what Linux says of a process; nothing if it has ended."""
     try:
-        return os.listdir(directory)
+        with open(f"/proc/{pid}/{name}") as file:
+            return file.read()
     except OSError:
-        return []
+        return ""
 
 
 @functools.cache

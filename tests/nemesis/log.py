@@ -48,9 +48,3 @@ class Log:
 
     def close(self):
         self._file.close()
-
-
-def read(path):
-    """Returns the events of a log that is complete."""
-    with open(path) as file:
-        return [json.loads(line) for line in file]

@@ -41,12 +41,8 @@ class Log:
     def __init__(self, environment):
         config = json.loads(environment.get("TF_CONFIG", '{"task": {"index": 0}}'))
         self.worker = config["task"]["index"]
-        self._who = {
-            "life": environment.get("NEMESIS_LIFE", ""),
-            "process": os.urandom(4).hex(),
-            "pid": os.getpid(),
-            "worker": self.worker,
-        }
+        self._who = {"life": environment.get("NEMESIS_LIFE", ""), "process": os.urandom(4).hex()}
+        self._who |= {"pid": os.getpid(), "worker": self.worker}
         self._file = os.open(environment["NEMESIS_LOG"], os.O_WRONLY | os.O_APPEND)
 
     def write(self, event, **values):
@@ -125,9 +121,8 @@ def digest(trainer):
 
 
 def model_fn():
-    model = keras.Sequential(
-        [keras.Input((4,)), keras.layers.Dense(2), keras.layers.Dropout(0.5), keras.layers.Dense(1)]
-    )
+    layers = [keras.layers.Dense(2), keras.layers.Dropout(0.5), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((4,)), *layers])
 
     def loss_fn(batch, training):
         error = model(batch["x"], training=training)[:, 0] - batch["y"]

@@ -65,8 +65,7 @@ def _disk(directory, plan):
     """Yields the directory of the workdir, which is a disk of its own if one of the faults fills it."""
     disk = os.path.join(directory, "disk")
     os.makedirs(disk)
-    fills = any(isinstance(strike.fault, faults.FillDisk) for life in plan.lives for strike in life.strikes)
-    if not fills:
+    if not any(isinstance(strike.fault, faults.FillDisk) for life in plan.lives for strike in life.strikes):
         yield disk
         return
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", disk], check=True)
@@ -106,7 +105,7 @@ class RunningLife:
             self._strikes.append(thread)
             if isinstance(strike.fault, faults.AT_START):
                 thread.start()
-        time.sleep(0.1 if any(isinstance(strike.fault, faults.AT_START) for strike in self.life.strikes) else 0)
+                time.sleep(0.1)
         for i in range(self.setting.commands):
             self._outputs.append(Output(os.path.join(self._directory, f"output-{self.number}-{i}")))
             self._commands.append(self._start(i, self._outputs[i], str(self.number)))
@@ -154,10 +153,8 @@ class RunningLife:
             "PYTHONPATH": ROOT,
             "CUDA_VISIBLE_DEVICES": "-1",
         }
-        host = self.network.hosts[i] if self.network else None
-        return Command(
-            self._arguments(i), environment, output, host=host, is_first_process=self.setting.is_first_process
-        )
+        host, is_first = self.network.hosts[i] if self.network else None, self.setting.is_first_process
+        return Command(self._arguments(i), environment, output, host=host, is_first_process=is_first)
 
     def _arguments(self, i):
         setting = self.setting
@@ -171,26 +168,20 @@ class RunningLife:
             f"--start_timeout={faults.START_SECS}",
             f"--virtual_replicas={setting.virtual_replicas}",
         ]  # fmt: skip
-        launcher = ["-m", "tests.nemesis.forking_launch", "--cores_per_worker=0", "--grace_secs=5"]
         if setting.placement == "alone":
             return program
-        if setting.placement == "elastic" and setting.least < setting.workers:
-            return [*launcher, f"--workers={setting.least}:{setting.workers}", "--max_restarts=20", *program]
-        if setting.placement in ("launcher", "elastic"):
-            return [*launcher, f"--workers={setting.workers}", *program]
-        return [
-            *launcher,
-            f"--hosts={','.join(host.name for host in self.network.hosts)}",
-            f"--host_index={i}",
-            *program,
-        ]
+        if setting.placement == "hosts":
+            flags = [f"--hosts={','.join(host.name for host in self.network.hosts)}", f"--host_index={i}"]
+        elif setting.placement == "elastic" and setting.least < setting.workers:
+            flags = [f"--workers={setting.least}:{setting.workers}", "--max_restarts=20"]
+        else:
+            flags = [f"--workers={setting.workers}"]
+        launcher = ["-m", "tests.nemesis.forking_launch", "--cores_per_worker=0", "--grace_secs=5"]
+        return [*launcher, *flags, *program]
 
     def _strike(self, strike):
-        if strike.after_steps is None:
-            is_due = not self.ended.wait(strike.after_secs)
-        else:
-            is_due = self._wait_for_steps(strike.after_steps)
-        if is_due:
+        by_clock = strike.after_steps is None
+        if not self.ended.wait(strike.after_secs) if by_clock else self._wait_for_steps(strike.after_steps):
             if not strike.fault.is_deadly:
                 self.write("strike", fault=strike.fault.name, is_deadly=False)
             strike.fault.strike(self)
