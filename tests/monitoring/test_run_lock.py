@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from concurrent import futures
@@ -290,6 +292,18 @@ def test_a_full_disk_is_refused_in_a_sentence_and_leaves_nothing(tmp_path, monke
     with pytest.raises(ValueError, match="cannot be written .No space left on device.: give a directory"):
         RunLock(str(tmp_path)).__enter__()
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_a_killed_program_is_followed_at_once(tmp_path):
+    program = (
+        "import os, sys; from distloop.monitoring.run_lock import RunLock\n"
+        "with RunLock(sys.argv[1]): print('held', flush=True); os._exit(3)"
+    )
+    result = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert result.stdout == "held\n" and os.listdir(tmp_path) == ["run.lock"], result.stderr
+    with RunLock(str(tmp_path)):
+        assert holder_of(tmp_path)["process"] == os.getpid()
 
 
 def test_the_lock_of_a_workdir_does_not_lock_its_copy(tmp_path, soon):

@@ -1,18 +1,18 @@
-"""Runs that end by time, by a stop or by an error; how a run is cut changes no bit: tests/test_laws.py.
-
-What several workers agree on between two loops: tests/test_workers.py and tests/test_failures.py.
-"""
+"""What the workers agree on between two loops; how a run is cut changes no bit: tests/test_laws.py."""
 
 import json
 import os
+import types
 
+import numpy as np
 import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.distributed.preemption import StopRequests
+from distloop.distributed.preemption import Interrupted, StopRequests
 from distloop.monitoring.records import append_row
 from distloop.training.compiled_loop import CompiledLoop
+from distloop.training.loop import Host, TrainLoop
 from tests.problems import (
     assert_equal,
     classification,
@@ -23,6 +23,52 @@ from tests.problems import (
     seconds_of_one_loop,
     weights,
 )
+
+
+@pytest.fixture
+def loop(monkeypatch):
+    """A loop whose next length is 8 steps on this worker, which began to train 20 s ago."""
+    monkeypatch.setattr("distloop.training.loop.time.monotonic", lambda: 120.0)
+    loop = TrainLoop.__new__(TrainLoop)
+    loop._host = Host()
+    loop._state, loop._most_steps, loop._started_at = types.SimpleNamespace(strategy=None), 8, 100.0
+    return loop
+
+
+def answer(monkeypatch, *values):
+    """Lets the workers answer so; returns what this worker sent."""
+    sent = []
+    monkeypatch.setattr(
+        "distloop.training.loop.workers.gather", lambda _, value: (sent.append(value), np.array(values))[1]
+    )
+    return sent
+
+
+def test_all_workers_run_as_many_steps_as_the_chief_has_time_for(loop, monkeypatch):
+    sent = answer(monkeypatch, [0.0, 3.0, 50.0, 0.0], [0.0, 8.0, 70.0, 0.0])
+    loop._agree_on_next_loop(None, 100)
+    assert sent == [[0.0, 8, 20.0, False]] and loop._most_steps == 3 and loop.secs == 50.0  # the chief's time
+
+
+def test_every_worker_takes_a_command_that_the_chief_has_seen(loop, monkeypatch):
+    taken = []
+    loop._host = Host(tells=types.SimpleNamespace(are_new=lambda: False, take=taken.append))
+    answer(monkeypatch, [0.0, 3.0, 50.0, 1.0], [0.0, 8.0, 70.0, 0.0])
+    loop._agree_on_next_loop(None, 100)
+    assert taken == [101]
+
+
+def test_every_worker_leaves_when_one_is_to_stop(loop, monkeypatch):
+    answer(monkeypatch, [0.0, 3.0, 50.0, 0.0], [1.0, 8.0, 70.0, 0.0])
+    with pytest.raises(Interrupted, match="^Interrupted by worker 1 at step 100$"):
+        loop._agree_on_next_loop(types.SimpleNamespace(reason=None), 100)
+
+
+def test_a_worker_that_is_to_stop_says_why(loop, monkeypatch):
+    sent = answer(monkeypatch, [0.0, 3.0, 50.0, 0.0], [1.0, 8.0, 70.0, 0.0])
+    with pytest.raises(Interrupted, match="^Interrupted by SIGTERM at step 100$"):
+        loop._agree_on_next_loop(types.SimpleNamespace(reason="by SIGTERM"), 100)
+    assert sent == [[1.0, 8, 20.0, False]]
 
 
 @pytest.mark.wide
@@ -75,9 +121,12 @@ def test_a_stop_leaves_an_evaluation_between_batches_and_the_run_that_goes_on_ma
         spec = {name: tf.TensorSpec([2, *value.shape[1:]], value.dtype) for name, value in rows.items()}
         slow = tf.data.Dataset.from_generator(batches, output_signature=spec)
         trainer = distloop.Trainer(classifier(), on(1, workdir=f"{tmp_path}/{name}", log_every=2, steps=6))
-        data, stop_early = distloop.make_dataset(rows, 8), distloop.StopEarly("slow/loss", patience=5)
-        slow = distloop.Evaluation(slow, every=4, rows_fn=lambda logits: {"rows": len(logits)})
-        trainer.fit(data, evals={"first": data, "slow": slow}, actions=[stop_early])
+        evals = {
+            "first": distloop.make_dataset(rows, 8),
+            "slow": distloop.Evaluation(slow, every=4, rows_fn=lambda logits: {"rows": len(logits)}),
+        }
+        stop_early = distloop.StopEarly("slow/loss", patience=5)
+        trainer.fit(distloop.make_dataset(rows, 8), evals=evals, actions=[stop_early])
         return weights(trainer)
 
     undisturbed = fit("whole")
@@ -172,15 +221,16 @@ def test_place_and_step_agree_after_an_error_at_one_of_the_rows_of_a_loop(error,
 @pytest.mark.wide
 @pytest.mark.slow
 def test_a_fit_after_ctrl_c_in_a_loop_misses_no_batch(monkeypatch):
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    data = distloop.make_dataset(classification(64), 4, shuffle=True)
-    run, whole = (distloop.Trainer(classifier(), on(1)) for _ in range(2))
+    data, run, whole = (
+        distloop.make_dataset(classification(64), 4, shuffle=True),
+        *(distloop.Trainer(classifier(), on(1, log_every=0)) for _ in range(2)),
+    )
     whole.fit(data, steps=3000)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(CompiledLoop, "_unpack", interrupt)
+    unpack = CompiledLoop._unpack
+    monkeypatch.setattr(CompiledLoop, "_unpack", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
         run.fit(data, steps=2000)
+    monkeypatch.setattr(CompiledLoop, "_unpack", unpack)
     assert run._train_source.batches_taken == run.step > 0
     run.fit(data, steps=3000)
     assert_equal(weights(run), weights(whole))
