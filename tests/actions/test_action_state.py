@@ -108,20 +108,17 @@ def test_an_action_that_has_no_state_before_its_first_call_passes_the_check():
         action_state.states_of({"late": Late()})
 
 
-def test_actions_without_a_state_of_their_own_need_no_name():
+def test_actions_are_named_by_what_they_watch_and_those_without_a_state_need_no_name():
     def function(report):
         pass
 
     class Plain(Action):
         every = 1
 
-    named = action_state.by_name([function, function, Plain(), Plain(), Counts(), Other(name="mine")])
-    assert named.keys() == {"Counts", "mine"}
-
-
-def test_the_package_names_its_actions_by_what_they_watch():
     actions = [distloop.StopEarly("test/loss"), distloop.StopEarly("loss"), distloop.SaveBest("test/loss")]
     assert list(action_state.by_name(actions)) == ["StopEarly(test/loss)", "StopEarly(loss)", "SaveBest(test/loss)"]
+    named = action_state.by_name([function, function, Plain(), Plain(), Counts(), Other(name="mine")])
+    assert named.keys() == {"Counts", "mine"}
 
 
 def test_two_actions_of_one_name_are_refused_and_one_given_twice_is_not():
@@ -133,17 +130,14 @@ def test_two_actions_of_one_name_are_refused_and_one_given_twice_is_not():
     assert action_state.by_name([action, action]) == {"Counts": action}
 
 
-def test_states_follow_their_names_when_an_action_is_inserted():
+def test_states_follow_their_names_when_an_action_is_inserted(caplog):
     states = action_state.states_of(action_state.by_name([Counts(1, "a"), Other(2), Counts(3, "c")]))
     again = [Counts(name="c"), Counts(name="new"), Other(), Counts(name="a")]
     attach(again, states)
-    assert [action.state for action in again] == [3, None, 2, 1]
-
-
-def test_a_state_that_no_action_takes_is_named_in_the_log(caplog):
-    with caplog.at_level("WARNING", "distloop"):
-        attach([Counts()], {"Counts": 1, "Gone": 2})
+    assert [action.state for action in again] == [3, None, 2, 1] and not caplog.records
+    attach([Counts()], {"Counts": 1, "Gone": 2})
     (record,) = caplog.records
+    assert record.levelname == "WARNING"
     assert "the state of 'Gone', which is no action of this run" in record.getMessage()
 
 
