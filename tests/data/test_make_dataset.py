@@ -10,6 +10,7 @@ import tensorflow as tf
 from distloop.data.make_dataset import NotTraceable, make_dataset, trace
 from distloop.data.numbered import NumberedDataset
 from tests.problems import refused
+from tests.python_batches import Tensor
 
 SPEC = {"x": tf.TensorSpec([2], tf.float32)}
 
@@ -48,15 +49,12 @@ def test_a_map_of_python_runs_in_python_with_the_same_seeds(capsys):
         np.testing.assert_array_equal(one["seed"], other["seed"])
 
 
-def test_a_python_map_over_arrays():
-    data = make_dataset({"x": np.arange(6.0)}, 3, map_fn=lambda e, seed: float(np.asarray(e["x"]).item()) + 0.5)
-    assert next(iter(data)).numpy().tolist() == [0.5, 1.5, 2.5]
-
-
-def test_lists_are_sources_and_lists_of_arrays_are_columns():
+def test_lists_are_sources_lists_of_arrays_are_columns_and_python_maps_rows_of_arrays():
     assert next(iter(make_dataset([3, 1, 2], 2))).numpy().tolist() == [3, 1]
     columns = next(iter(make_dataset([np.arange(4), np.ones([4, 2])], 2)))
     assert [column.shape.as_list() for column in columns] == [[2], [2, 2]]
+    data = make_dataset({"x": np.arange(6.0)}, 3, map_fn=lambda e, seed: float(np.asarray(e["x"]).item()) + 0.5)
+    assert next(iter(data)).numpy().tolist() == [0.5, 1.5, 2.5]
 
 
 def test_dropping_the_remainder_fixes_the_shape():
@@ -74,24 +72,16 @@ def test_dropping_the_remainder_fixes_the_shape():
         ("text", {}, "The source given is a str"),
         (np.arange(3), {"seed": -1}, "seed=-1 was given"),
         (np.arange(3), {"cache": True}, "cache=True is for a tf.data.Dataset"),
-        (
-            Rows(),
-            {"map_fn": lambda e, seed: e["image"]},
-            r"map_fn returns an entry of float32 \(None, 3\), and the rows",
-        ),
+        (Rows(), {"map_fn": lambda e, _: e["image"]}, r"map_fn returns an entry of float32 \(None, 3\), and the rows"),
         (np.arange(3), {"drop_remainder": True}, "The 3 rows given are no whole batch of 4"),
-        (tf.data.Dataset.range(3), {"map_fn": lambda e, seed: e}, "whose examples have no number: use Dataset.map"),
+        (tf.data.Dataset.range(3), {"map_fn": lambda e, _: e}, "whose examples have no number: use Dataset.map"),
+        (np.arange(3), {"batch_size": 0}, "batch_size=0 was given; a batch has one row at least"),
+        (np.arange(3), {"batch_size": -1}, "batch_size=-1 was given; a batch has one row at least"),
     ],
 )
 def test_what_cannot_be_is_refused(source, settings, words):
     with pytest.raises(ValueError, match=words):
-        make_dataset(source, 4, **settings)
-
-
-@pytest.mark.parametrize("batch_size", [0, -1])
-def test_a_batch_has_one_row_at_least(batch_size):
-    with pytest.raises(ValueError, match=f"batch_size={batch_size} was given; a batch has one row at least"):
-        make_dataset(np.arange(3), batch_size)
+        make_dataset(source, **{"batch_size": 4, **settings})
 
 
 # Sources of other packages, where these are installed -----------------------------------------------------------------
@@ -111,18 +101,12 @@ def test_datasets_of_hugging_face_are_sources(format):
         "text": [f"row {row}" for row in range(12)],
         "image": [np.full([2, 3, 3], row, np.uint8) for row in range(12)],
     }
-    features = datasets.Features(
-        {
-            "ids": datasets.List(datasets.Value("int64")),
-            "matrix": datasets.Array2D([2, 2], "int32"),
-            "text": datasets.Value("string"),
-            "image": datasets.Image(),  # PNG, decoded by row
-        }
-    )
+    of_lists = {"ids": datasets.List(datasets.Value("int64")), "matrix": datasets.Array2D([2, 2], "int32")}
+    of_one = {"text": datasets.Value("string"), "image": datasets.Image()}  # PNG, decoded by row
+    features = datasets.Features({**of_lists, **of_one})
     source = datasets.Dataset.from_dict(columns, features=features).with_format(format)
-    data = make_dataset(source, 5, shuffle=True, seed=2, map_fn=padded)
     numbers = []
-    for batch in data:
+    for batch in make_dataset(source, 5, shuffle=True, seed=2, map_fn=padded):
         rows = batch["image"].numpy()[:, 0, 0, 0].tolist()
         numbers += rows
         assert batch["image"].shape == [len(rows), 2, 3, 3]
@@ -132,9 +116,8 @@ def test_datasets_of_hugging_face_are_sources(format):
     assert sorted(numbers) == list(range(12))
     column = datasets.Dataset.from_dict({"x": [3, 1, 2]})["x"]
     assert next(iter(make_dataset({"x": column}, 3)))["x"].numpy().tolist() == [3, 1, 2]
-    with pytest.raises(
-        ValueError, match=r"An entry of type Dataset was given in a structure of arrays .* source\['train'\]"
-    ):
+    words = r"An entry of type Dataset was given in a structure of arrays .* source\['train'\]"
+    with pytest.raises(ValueError, match=words):
         make_dataset(datasets.DatasetDict(train=source), 5)
 
 
@@ -149,20 +132,7 @@ def test_a_map_dataset_of_grain_is_a_source():
 
 
 def test_a_dataset_of_pytorch_is_a_source():
-    class Tensor:  # as torch's
-        def __init__(self, values):
-            self.values = values
-
-        def detach(self):
-            return self
-
-        def cpu(self):
-            return np.asarray(self.values)
-
-    class Pairs:
-        def __len__(self):
-            return 10
-
+    class Pairs(Rows):
         def __getitem__(self, row):
             return Tensor(np.full([2], row, np.float32)), row % 2
 
@@ -187,10 +157,7 @@ def test_the_function_gets_each_row_with_its_seed():
     assert apply.spec == (tf.TensorSpec([], tf.float32), tf.TensorSpec([], tf.int64))
     seeds = tf.constant([[1, 2], [3, 4]], tf.int64)
     values, numbers = apply({"x": tf.constant([[1.0, 0.0], [2.0, 0.0]])}, seeds)
-    expected = [
-        1 + float(tf.random.stateless_uniform([], seeds[0])),
-        2 + float(tf.random.stateless_uniform([], seeds[1])),
-    ]
+    expected = [row + float(tf.random.stateless_uniform([], seed)) for row, seed in zip((1, 2), seeds, strict=True)]
     np.testing.assert_allclose(values, expected, rtol=1e-6)
     assert numbers.numpy().tolist() == [2, 4]
 
