@@ -13,7 +13,6 @@ from distloop.data.order import Order
 from distloop.data.rows import ArrayRows
 from distloop.mixtures.orders import MixedOrder, arrange, by_length
 
-
 MIXED = MixedOrder(
     names=("web", "books", "code"),
     rows_of=(50, 7, 20),
