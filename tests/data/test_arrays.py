@@ -1,7 +1,6 @@
 """Datasets made from arrays."""
 
 import math
-import os
 
 import h5py
 import keras
@@ -13,7 +12,7 @@ import distloop
 from distloop.data.arrays import are_arrays, as_arrays, as_dataset, with_labels
 from distloop.data.make_dataset import make_dataset
 from distloop.data.source import Source
-from tests.problems import assert_equal, classification, classifier, everything, of_unknown_length, on
+from tests.problems import assert_equal, classification, classifier, everything, mostly_wide, of_unknown_length, on
 
 
 def flat(dataset):
@@ -72,38 +71,21 @@ def test_a_cached_dataset_is_read_once():
 def test_arrays_become_a_dataset_in_their_order_or_in_that_of_a_seed_and_a_dataset_stays_as_it_is():
     data = tf.data.Dataset.range(4).batch(2)
     assert as_dataset(data, 3, 0) is data
-    batches = list(as_dataset({"x": np.arange(5)}, 2).as_numpy_iterator())
-    assert [batch["x"].tolist() for batch in batches] == [[0, 1], [2, 3], [4]]
-    shuffled = as_dataset(np.arange(20), 4, 7)
-    first, second = flat(shuffled), flat(shuffled)
-    assert sorted(first) == sorted(second) == list(range(20)) and first != second
-    assert first == flat(make_dataset(np.arange(20), 4, shuffle=True, seed=7))
+    assert [batch["x"].numpy().tolist() for batch in as_dataset({"x": np.arange(5)}, 2)] == [[0, 1], [2, 3], [4]]
+    found, expected = as_dataset(np.arange(20), 4, 7), make_dataset(np.arange(20), 4, shuffle=True, seed=7)
+    assert [flat(found), flat(found)] == [flat(expected), flat(expected)]  # of which each epoch has another order
     (batch,) = as_dataset([np.zeros([3, 2]), np.ones([3])], 4)
     assert isinstance(batch, tuple) and [part.shape for part in batch] == [(3, 2), (3,)]
 
 
-@pytest.mark.parametrize(
-    ("data", "expected"),
-    [
-        (np.zeros(3), True),
-        ((np.zeros(3), {"y": np.zeros(3)}), True),
-        ([1, 2], True),
-        ((np.zeros(3), [1, 2, 3]), True),
-        ([np.zeros(3), [np.zeros(3), [1, 2, 3]]], True),
-        ({"x": tf.zeros([3]), "y": tf.Variable([1, 2, 3])}, True),
-        ([(np.zeros(3), np.zeros(3))], False),  # a list of batches
-        ([{"x": np.zeros(3)}], False),
-        ((1, 2), False),
-        ((np.zeros(3), None), False),
-        (tf.data.Dataset.range(3), False),
-        (lambda: np.zeros(3), False),
-        ({}, False),
-        ([], False),
-        (None, False),
-    ],
-)
-def test_are_arrays_is_true_for_structures_of_arrays_alone(data, expected):
-    assert are_arrays(data) == expected
+def test_are_arrays_is_true_for_structures_of_arrays_alone():
+    x = np.zeros(3)
+    arrays = [x, (x, {"y": x}), [1, 2], (x, [1, 2, 3]), [x, [x, [1, 2, 3]]]]
+    arrays += [{"x": tf.zeros([3]), "y": tf.Variable([1, 2, 3])}]
+    assert [are_arrays(data) for data in arrays] == [True] * 6
+    a_list_of_batches, dataset = [(x, x)], tf.data.Dataset.range(3)
+    others = [a_list_of_batches, [{"x": x}], (1, 2), (x, None), dataset, lambda: x, {}, [], None]
+    assert [are_arrays(data) for data in others] == [False] * 9
 
 
 class Frame:
@@ -175,36 +157,6 @@ def test_labels_and_weights_join_their_features():
             with_labels(*given)
 
 
-@pytest.mark.slow
-def test_x_and_y_apart_are_the_tuple_of_both():
-    x, y = labelled(40)
-    ends = []
-    for data in [(x, y), ((x, y),), (x, y.tolist()), ([x, tf.constant(y)],)]:
-        trainer = distloop.Trainer(supervised_classifier, on(1, batch_size=16))
-        trainer.build(*data)
-        trainer.fit(*data, steps=2)
-        assert trainer.step == 2
-        trainer.fit(*data, steps=4)  # goes on in the same arrays
-        ends.append([everything(trainer), trainer.evaluate(*data)])
-    for end in ends[1:]:
-        assert_equal(end[0], ends[0][0])
-        assert end[1] == ends[0][1]
-    assert distloop.Trainer(supervised_classifier, on(1, batch_size=16)).audit(x, y).findings == ()
-
-
-def test_sample_weights_are_an_argument_too():
-    x, y = labelled(32)
-    weighted, plain = (distloop.Trainer(supervised_classifier, on(1, batch_size=16)) for _ in range(2))
-    weighted.fit(x, y, sample_weight=np.arange(32.0), steps=2)
-    plain.fit((x, y, np.arange(32.0)), steps=2)
-    assert_equal(everything(weighted), everything(plain))
-
-
-def labelled(count):
-    rows = classification(count)
-    return rows["x"], rows["label"]
-
-
 def supervised_classifier():
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.Input([8]), keras.layers.Dense(4, name="logits")], name="net")
@@ -212,38 +164,63 @@ def supervised_classifier():
     return distloop.supervised(model, loss, keras.optimizers.SGD(0.1))
 
 
+def labelled(count):
+    rows = classification(count)
+    return rows["x"], rows["label"]
+
+
+def ends(*data, model_fn=supervised_classifier, steps=2, **labels):
+    """Returns a trainer and all that it changed."""
+    trainer = distloop.Trainer(model_fn, on(1, batch_size=16))
+    trainer.fit(*data, steps=steps, **labels)
+    return trainer, everything(trainer)
+
+
+@pytest.mark.slow
+def test_x_and_y_apart_are_the_tuple_of_both():
+    x, y = labelled(40)
+    _, expected = ends((x, y), steps=4)
+    scores = []
+    for data in [(x, y), ((x, y),), (x, y.tolist()), ([x, tf.constant(y)],)]:
+        trainer, _ = ends(*data)
+        assert trainer.step == 2
+        trainer.fit(*data, steps=4)  # goes on in the same arrays
+        assert_equal(everything(trainer), expected)
+        scores.append(trainer.evaluate(*data))
+    assert scores == scores[:1] * 4
+    trainer = distloop.Trainer(supervised_classifier, on(1, batch_size=16))
+    trainer.build(x, y)
+    assert trainer.audit(x, y).findings == ()
+
+
+def test_sample_weights_are_an_argument_too():
+    x, y = labelled(32)
+    assert_equal(ends(x, y, sample_weight=np.arange(32.0))[1], ends((x, y, np.arange(32.0)))[1])
+
+
+@pytest.mark.wide
+def test_lists_of_numbers_train_as_their_arrays():
+    rows = classification(32)
+    lists = {"x": rows["x"].tolist(), "label": rows["label"].tolist()}
+    assert_equal(*(ends(data, model_fn=classifier(), steps=3)[1] for data in (rows, lists)))
+
+
 def run(data, workdir="", steps=9, replicas=2, **settings):
     """Trains in batches of 16 and returns the trainer."""
-    settings = {"seed": 5, "batch_size": 16, "workdir": os.fspath(workdir), "console": "quiet", **settings}
+    settings = {"seed": 5, "batch_size": 16, "workdir": str(workdir), "console": "quiet", **settings}
     trainer = distloop.Trainer(classifier(dropout=0.2), on(replicas, **settings))
     trainer.fit(data, steps=steps)
     return trainer
 
 
-@pytest.mark.wide
 @pytest.mark.slow
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_training_on_arrays_equals_training_on_a_shuffled_dataset(replicas):
+@pytest.mark.parametrize("replicas", mostly_wide([2, 1]))
+def test_runs_on_arrays_that_go_on_where_they_stopped_equal_one_on_a_shuffled_dataset(replicas, tmp_path):
     rows = classification(67)  # the last batch has 3 rows
-    found, expected = (run(data, replicas=replicas) for data in (rows, make_dataset(rows, 16, shuffle=True, seed=5)))
-    assert_equal(everything(found), everything(expected))
-
-
-@pytest.mark.slow
-def test_epochs_of_arrays_include_the_odd_last_batch_and_batches_are_made_of_those_of_replicas():
-    trainer = distloop.Trainer(classifier(), on(2, replica_batch_size=8))
-    assert [len(part) for part in trainer.stream_predictions(classification(40))] == [16, 16, 8]
-    trainer.fit(classification(67), epochs=2)
-    assert trainer.step == 10
-
-
-@pytest.mark.slow
-def test_a_second_fit_on_the_same_arrays_and_a_resumed_run_go_on_where_they_stopped(tmp_path):
-    rows = classification(67)
-    expected = everything(run(rows, steps=12))
-    run(rows, tmp_path, steps=7)
-    assert_equal(everything(run(rows, tmp_path, steps=12)), expected)
-    trainer = run(rows, steps=7)
+    expected = everything(run(make_dataset(rows, 16, shuffle=True, seed=5), steps=12, replicas=replicas))
+    run(rows, tmp_path, steps=7, replicas=replicas)
+    assert_equal(everything(run(rows, tmp_path, steps=12, replicas=replicas)), expected)
+    trainer = run(rows, steps=7, replicas=replicas)
     trainer.fit(rows, steps=12)
     assert_equal(everything(trainer), expected)
 
@@ -260,12 +237,14 @@ def test_arrays_are_evaluated_and_predicted_in_their_order():
 
 
 @pytest.mark.slow
-def test_predictions_follow_arrays_that_change_in_place():
-    rows = classification(16)
-    trainer = distloop.Trainer(classifier(), on(1))
+def test_epochs_include_the_odd_last_batch_batches_are_those_of_replicas_and_changes_in_place_are_seen():
+    trainer, rows = distloop.Trainer(classifier(), on(2, replica_batch_size=8)), classification(40)
+    assert [len(part) for part in trainer.stream_predictions(rows)] == [16, 16, 8]
     first = trainer.predict(rows)
     rows["x"] += 1
     assert not np.array_equal(trainer.predict(rows), first)
+    trainer.fit(classification(67), epochs=2)
+    assert trainer.step == 10
 
 
 @pytest.mark.slow
@@ -297,17 +276,6 @@ def test_a_place_in_arrays_leaves_no_example_out_when_the_batch_size_changes(num
     assert 0 <= reread < size
     batches = [batch.numpy().tolist() for batch, _ in zip(source(size).new_iterator(), range(40), strict=False)]
     assert next(again.iterator()).numpy().tolist() == batches[again.batches_taken]
-
-
-@pytest.mark.wide
-def test_lists_of_numbers_train_as_their_arrays():
-    rows = classification(16)
-    ends = []
-    for data in rows, {"x": rows["x"].tolist(), "label": rows["label"].tolist()}:
-        trainer = distloop.Trainer(classifier(), on(1, batch_size=8))
-        trainer.fit(data, steps=3)
-        ends.append(everything(trainer))
-    assert_equal(*ends)
 
 
 def test_a_list_of_batches_and_arrays_of_different_lengths_are_refused_by_fit_with_what_to_do():

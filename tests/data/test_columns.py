@@ -35,8 +35,8 @@ def saved(path, values):
 def test_arrays_that_are_read_from_disk_are_known(tmp_path):
     assert is_on_disk(saved(tmp_path / "x.npy", np.arange(3))) and is_on_disk(Stored(np.arange(3)))
     labelled = types.SimpleNamespace(shape=(3,), dtype=np.dtype(int), __getitem__=None, iloc=None)  # as pandas
-    for other in (np.arange(3), tf.range(3), [1, 2], labelled, types.SimpleNamespace(shape=(3,), dtype="int")):
-        assert not is_on_disk(other)
+    others = np.arange(3), tf.range(3), [1, 2], labelled, types.SimpleNamespace(shape=(3,), dtype="int")
+    assert not any(map(is_on_disk, others))
 
 
 @pytest.mark.parametrize(

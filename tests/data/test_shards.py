@@ -12,7 +12,7 @@ from distloop.distributed import strategies
 from tests.problems import batch_taker, mirrored, mostly_wide, numbers, sizes_1_to_9
 
 
-def test_a_batch_that_is_too_small_is_padded_with_its_own_rows():
+def test_a_batch_that_is_too_small_for_replicas_and_microbatches_is_padded_with_its_own_rows():
     source = Source(sizes_1_to_9(), mirrored(4))
     assert source.layout.is_padded
     take = batch_taker(source, source.iterator())
@@ -21,28 +21,24 @@ def test_a_batch_that_is_too_small_is_padded_with_its_own_rows():
         copies = {1: 4, 2: 2, 3: 4}.get(size, 1)  # every row as often as any other
         assert rows.numpy().tolist() == [100 + i for i in range(size)] * copies
         assert int(count) == size
-
-
-def test_microbatches_need_rows_too_and_nothing_is_padded_on_one_replica():
     source = Source(sizes_1_to_9(), mirrored(2), microbatches=3)
     rows, count = batch_taker(source, source.iterator())()[:2]
     assert rows.shape == (6,) and int(count) == 1
     source = Source(sizes_1_to_9(), mirrored(1))
     batch = batch_taker(source, source.iterator())()
-    assert not source.layout.is_padded
-    assert batch.rows.shape == (1,) and batch.size is None
+    assert not source.layout.is_padded and batch.rows.shape == (1,) and batch.size is None
 
 
 def test_next_batch_if_any_returns_false_at_the_end():
     source = Source(numbers(3, 2), tf.distribute.get_strategy(), repeat=False)
+    iterator = source.iterator()
 
     @tf.function(autograph=False)
-    def has_batch(iterator):
+    def has_batch():
         has, get = shards.next_batch_if_any(iterator, source.layout)
         return has, tf.cond(has, lambda: tf.size(get().rows["x"]), lambda: 0)
 
-    iterator = source.iterator()
-    assert [tuple(t.numpy() for t in has_batch(iterator)) for _ in range(3)] == [(True, 2), (True, 1), (False, 0)]
+    assert [tuple(t.numpy() for t in has_batch()) for _ in range(3)] == [(True, 2), (True, 1), (False, 0)]
 
 
 @pytest.mark.slow
@@ -117,18 +113,15 @@ def test_a_gpu_receives_only_its_own_rows(monkeypatch, device, place):
         assert rows["x"].device == place and rows["x"].shape == [2, 3]
 
 
-def test_shards_of_a_static_batch_size_make_up_the_batch():
-    data = tf.data.Dataset.range(16).batch(8, drop_remainder=True)
-    read = shards_of(Source(data, mirrored(3)), mirrored(3))
-    assert [joined(read()) for _ in range(2)] == [list(range(8)), list(range(8, 16))]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("microbatches", [1, 3])
-def test_shards_of_a_split_batch_are_the_replicas_parts(microbatches):
-    data = mirrored(2).experimental_distribute_dataset(tf.data.Dataset.range(10).batch(6))
-    read = shards_of(Source(data, mirrored(2), microbatches=microbatches), mirrored(2), microbatches)
-    assert [joined(read()) for _ in range(2)] == [list(range(6)), list(range(6, 10))]
+def test_shards_of_a_split_batch_are_the_replicas_parts_and_those_of_a_static_size_make_up_the_batch(microbatches):
+    split = mirrored(2).experimental_distribute_dataset(tf.data.Dataset.range(10).batch(6))
+    static = tf.data.Dataset.range(10).batch(5, drop_remainder=True)
+    for data, replicas, first in ((split, 2, 6), (static, 3, 5)):
+        source = Source(data, mirrored(replicas), microbatches=microbatches)
+        read = shards_of(source, mirrored(replicas), microbatches)
+        assert [joined(read()) for _ in range(2)] == [list(range(first)), list(range(first, 10))]
 
 
 @pytest.mark.slow
@@ -150,12 +143,8 @@ def test_nested_batches_with_ragged_and_string_entries_are_sharded(batch_size):
 
 def test_the_batch_size_is_an_int_if_it_is_known():
     sizes = []
-
-    @tf.function(input_signature=[tf.TensorSpec([None, 2])])
-    def trace(x):
-        sizes.append(shards.batch_size({"x": x}))
-
-    trace(tf.zeros([3, 2]))
+    of_batch = tf.function(lambda x: sizes.append(shards.batch_size({"x": x})))
+    of_batch.get_concrete_function(tf.TensorSpec([None, 2]))
     assert tf.is_tensor(sizes[0])
     assert shards.batch_size({"x": tf.zeros([3, 2])}) == 3
     assert int(shards.batch_size(tf.ragged.constant([[1], [2, 3]]))) == 2
@@ -164,13 +153,7 @@ def test_the_batch_size_is_an_int_if_it_is_known():
 @pytest.mark.slow
 def test_replicas_take_as_many_rows_as_the_info_says():
     source = Source(numbers(20, 10), mirrored(3))
-    iterator = source.iterator()
-
-    def count(batch):
-        return shards.batch_size(shards.take_shard(batch, source.layout)[0])
-
-    take = tf.function(lambda: mirrored(3).run(count, args=(shards.next_batch(iterator, source.layout),)))
-    assert [int(n) for n in mirrored(3).experimental_local_results(take())] == list(source.info.replica_batch_sizes)
+    assert [len(rows["x"]) for rows, _ in shards_of(source, mirrored(3))()] == list(source.info.replica_batch_sizes)
 
 
 @pytest.mark.parametrize(("rows", "shards_given"), [(10, 3), (3, 4), (8, 2), (0, 2)])

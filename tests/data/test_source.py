@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from distloop.data.make_dataset import make_dataset
-from distloop.data.opening import worker_context
+from distloop.data.opening import open_data, worker_context
 from distloop.data.source import Passes, Source
 from distloop.training.run_length import batches_per_epoch, make_units
 from tests.problems import batch_taker, mirrored, numbers, of_unknown_length
@@ -34,9 +34,6 @@ def test_a_dataset_is_read_in_order_and_repeated_and_the_iterator_keeps_its_plac
     assert source.iterator() is source.iterator()
     assert batch_taker(source, source.new_iterator())().rows["x"].numpy().tolist() == [0, 1]
     assert taken(source, 3) == [[[4]], [[0, 1]], [[2, 3]]]
-
-
-def test_a_source_that_is_not_repeated_ends():
     source = Source(numbers(4, 2), ONE, repeat=False)
     taken(source, 2)
     with pytest.raises(tf.errors.OutOfRangeError):
@@ -81,14 +78,20 @@ def test_a_function_of_an_input_context_makes_the_dataset(count):
     assert taken(source, 1) == [[[0, 1, 2, 3]]]
 
 
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize(
-    "replica_batch_size",
-    [lambda c: c.get_per_replica_batch_size(8), lambda c: 8 // c.num_replicas_in_sync],
-    ids=["by the context's method", "by hand"],
+    "make",
+    [
+        lambda context: numbers(16, context.get_per_replica_batch_size(8)),
+        lambda context: numbers(16, 8 // context.num_replicas_in_sync),
+        lambda: numbers(16, 8),
+        lambda *, size=8: numbers(16, size),
+    ],
+    ids=["by the context's method", "by hand", "without arguments", "with an option"],
 )
-def test_a_function_that_computes_the_batch_of_a_replica_gives_global_batches(count, replica_batch_size):
-    source = Source(lambda context: numbers(16, replica_batch_size(context)), mirrored(count))
+def test_functions_give_global_batches(make, count):
+    source = Source(make, mirrored(count))
+    assert source.data is make and not source.layout.is_sharded
     assert taken(source, 2) == [[list(range(8))], [list(range(8, 16))]]
 
 
@@ -98,13 +101,11 @@ def test_each_worker_counts_as_one_replica_for_a_function_that_makes_the_dataset
     assert (context.get_per_replica_batch_size(12), 12 // context.num_replicas_in_sync) == (4, 4)
     with pytest.raises(ValueError, match="8 is not divisible by `num_replicas_in_sync` 3"):
         context.get_per_replica_batch_size(8)
-
-
-@pytest.mark.parametrize("make", [lambda: numbers(8, 4), lambda *, size=4: numbers(8, size)])
-def test_a_function_without_arguments_makes_a_dataset_of_global_batches(make):
-    source = Source(make, mirrored(2))
-    assert source.data is make and not source.layout.is_sharded
-    assert taken(source, 1) == [[[0, 1, 2, 3]]]
+    opened = open_data(lambda context: tf.data.Dataset.range(8).batch(context.num_input_pipelines), 3, 1)
+    assert opened.takes_context and next(iter(opened.dataset)).shape == [3]
+    for data in (make_dataset(np.arange(4.0), 4), tf.data.Dataset.range(4).batch(4)):
+        changed = open_data(data, 1, 0, map_batch=lambda batch: batch * 2)
+        assert next(iter(changed.dataset)).numpy().tolist() == [0, 2, 4, 6]
 
 
 @pytest.mark.slow
@@ -142,12 +143,9 @@ def shuffled():
 @pytest.mark.slow
 @pytest.mark.parametrize("batches", [1, 4, 7])
 def test_a_position_is_restored_in_a_new_source(batches):
-    def new():
-        source = Source(shuffled(), ONE)
+    first, second = Source(shuffled(), ONE), Source(shuffled(), ONE)
+    for source in (first, second):
         source.first_rows()  # draws shuffle seeds
-        return source
-
-    first, second = new(), new()
     taken(first, batches)
     first.batches_taken = batches
     second.restore_position(first.save_position())
@@ -155,7 +153,7 @@ def test_a_position_is_restored_in_a_new_source(batches):
     assert taken(second, 6) == taken(first, 6)
 
 
-def test_a_position_is_restored_in_a_source_that_was_read_and_in_a_distributed_dataset():
+def test_a_position_is_restored_in_a_source_that_was_read_in_a_distributed_dataset_and_at_batches_to_skip():
     source = Source(shuffled(), ONE, may_go_back=True)
     start = source.save_position()
     batches = taken(source, 6)
@@ -164,12 +162,9 @@ def test_a_position_is_restored_in_a_source_that_was_read_and_in_a_distributed_d
     source = distributed(12, 4)
     source.restore_position({"batches": 4, "skipped": []})
     assert taken(source, 1, mirrored(2)) == [[[4, 5], [6, 7]]]
-
-
-def test_a_loop_starts_behind_batches_to_skip_and_ends_before_the_next_one():
     source = Source(numbers(40, 4), ONE)
     source.restore_position({"batches": 2, "skipped": [2, 3, 7]})
-    assert source.start_loop() == 3
+    assert source.start_loop() == 3  # the loop ends before the next one to skip
     assert source.batches_taken == 4
     assert taken(source, 1) == [[[16, 17, 18, 19]]]
 
@@ -191,14 +186,27 @@ def test_a_known_batch_size_decides_whether_to_pad(batch_size, is_padded):
     assert Source(dataset, mirrored(4)).layout.is_padded == is_padded
 
 
+def test_only_data_by_number_is_read_in_part_by_each_of_several_workers():
+    found = []
+    for data in (make_dataset(np.arange(8), 4), Numbers(), three, numbers(8, 4)):
+        source = Source(data, ONE)
+        source._num_workers = 2
+        source.set_microbatches(1)
+        found.append(source.reads_own_rows)
+    assert found == [True, False, False, False]
+
+
 def test_an_epoch_is_counted_and_the_place_stays():
     assert batches_per_epoch(Source(numbers(10, 4), ONE)) == batches_per_epoch(distributed(10, 4)) == 3
     source = Source(of_unknown_length(numbers(10, 4)), ONE)
     taken(source, 1)
     assert batches_per_epoch(source) == 3
     assert taken(source, 1) == [[[4, 5, 6, 7]]]
-    with pytest.raises(ValueError, match="epochs were given, but the dataset is endless .*: give steps instead"):
-        batches_per_epoch(Source(numbers(10, 4).repeat(), ONE))
+
+
+def test_the_first_rows_are_the_first_batch_or_one_replicas_part_of_a_split_one():
+    assert Source(numbers(10, 4), mirrored(2)).first_rows()["x"].numpy().tolist() == [0, 1, 2, 3]
+    assert distributed(10, 4).first_rows()["x"].numpy().tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("length", ["3 epochs", 2])
@@ -213,37 +221,12 @@ def test_a_dataset_of_unknown_length_is_counted_once(length, monkeypatch):
     assert batches_per_epoch(source) == 3 and len(counted) == 1
 
 
-def test_the_first_rows_are_the_first_batch_or_one_replicas_part_of_a_split_one():
-    assert Source(numbers(10, 4), mirrored(2)).first_rows()["x"].numpy().tolist() == [0, 1, 2, 3]
-    assert distributed(10, 4).first_rows()["x"].numpy().tolist() == [0, 1]
-
-
-def test_an_empty_dataset_is_refused_when_it_is_known_to_be_empty():
-    for read in (Source.first_rows, batches_per_epoch):
-        with pytest.raises(ValueError, match="The dataset given is empty"):
-            read(Source(numbers(10, 4).filter(lambda _: False), ONE))
-    with pytest.raises(ValueError, match="The dataset given is empty; distloop needs one batch at least: check"):
-        Source(numbers(0, 4), ONE)
-
-
 @pytest.mark.parametrize("data", [(np.zeros([4, 2]), 5), [{"x": np.zeros(4)}], {}, None])
 def test_other_data_is_refused(data):
     with pytest.raises(ValueError, match=rf"is a {type(data).__name__}; .* a tf.data.Dataset .*make_dataset\("):
         Source(data, ONE)
     with pytest.raises(ValueError, match=f"is a {type(data).__name__}; distloop takes a tf.data.Dataset"):
         Source(lambda context: data, ONE)
-
-
-@pytest.mark.parametrize(
-    ("data", "is_by_number"),
-    [(make_dataset(np.arange(8), 4), True), (Numbers(), False), (three, False), (numbers(8, 4), False)],
-    ids=["by number", "PyDataset", "generator", "tf.data"],
-)
-def test_only_data_by_number_is_read_in_part_by_each_of_several_workers(data, is_by_number):
-    source = Source(data, ONE)
-    source._num_workers = 2
-    source.set_microbatches(1)
-    assert source.reads_own_rows == is_by_number
 
 
 @pytest.mark.parametrize(
@@ -262,26 +245,15 @@ def test_what_to_try_against_waiting_fits_the_kind_of_data(data, advice):
     assert advice in found and bool(advice) == bool(found) and "cache()" not in found
 
 
-# Passes -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def passes():
-    return Passes(ONE, batch_size=4)
-
-
-def test_of_the_latest_datasets_one_that_comes_again_has_the_same_source_and_arrays_are_read_again(passes):
-    data = [numbers(8, 4) for _ in range(9)]
+def test_passes_remember_the_sources_of_the_latest_datasets_alone():
+    passes, data = Passes(ONE, batch_size=4), [numbers(8, 4) for _ in range(9)]
     sources = [passes.source(given) for given in data]
     assert len(set(map(id, sources))) == 9 and passes.source(data[-1]) is sources[-1]
     assert sources[-1].data is data[-1]
-    assert passes.source(data[0]) is not sources[0]  # only the latest ones are remembered
+    assert passes.source(data[0]) is not sources[0]
     arrays = {"x": np.arange(6)}
-    assert passes.source(arrays) is not passes.source(arrays)
-
-
-def test_endless_data_is_refused_unless_a_limit_ends_the_pass(passes):
-    data = numbers(8, 4).repeat()
+    assert passes.source(arrays) is not passes.source(arrays)  # they are read again each time
+    endless = numbers(8, 4).repeat()
     with pytest.raises(ValueError, match="endless.*take"):
-        passes.source(data)
-    assert passes.source(data, may_be_endless=True).info.is_endless
+        passes.source(endless)
+    assert passes.source(endless, may_be_endless=True).info.is_endless  # a limit ends the pass

@@ -121,9 +121,14 @@ def on_one_device():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_stages, microbatches", mostly_wide([(1, 3), (2, 1), (2, 4), (4, 3)], (2, 4)))
-def test_any_number_of_stages_and_microbatches_train_to_the_same_weights(on_one_device, num_stages, microbatches):
-    config = settings(num_stages, microbatches=microbatches, **CLIPPED)
+@pytest.mark.parametrize(
+    "num_stages, microbatches, eager",
+    mostly_wide([(1, 3, False), (2, 1, False), (2, 4, False), (4, 3, False), (2, 2, True)], (2, 4, False)),
+)
+def test_any_number_of_stages_and_microbatches_train_to_the_same_weights(
+    on_one_device, num_stages, microbatches, eager
+):
+    config = settings(num_stages, microbatches=microbatches, eager=eager, **CLIPPED)
     assert_close(trained(train(classifier(num_stages=num_stages), config)), on_one_device)
 
 
@@ -289,13 +294,6 @@ def test_rates_and_decay_by_pattern_are_the_same_in_stages_and_the_audit_reads_t
 
     assert_close(trained(train(make(2), settings(2))), trained(train(make(1), settings())))
     assert not distloop.Trainer(make(2), settings(2)).audit(batches()).findings
-
-
-@pytest.mark.wide
-@pytest.mark.slow
-def test_eager_steps_in_stages_train_to_the_same_weights():
-    configs = [settings(2, microbatches=2, clip_norm=0.5, eager=eager) for eager in (True, False)]
-    assert_close(*(trained(train(classifier(num_stages=2), config, steps=2)) for config in configs))
 
 
 @pytest.mark.slow
