@@ -80,14 +80,11 @@ def test_a_pydataset_is_at_its_place_at_once_after_its_epochs_have_ended_or_in_i
 
 
 @pytest.mark.slow
-def test_batches_of_a_pydataset_come_in_another_order_each_epoch_with_a_seed():
+def test_batches_of_a_pydataset_come_in_another_order_each_epoch_with_a_seed_and_else_in_its_own():
     orders = [taken(Source(Numbers(8), ONE, shuffle_seed=seed), 16) for seed in (1, 1, 2)]
     assert orders[0] == orders[1] != orders[2]
     assert sorted(orders[0][:8]) == list(range(8)) and sorted(orders[0][8:]) == list(range(10, 18))
     assert [n - 10 for n in orders[0][8:]] != orders[0][:8]
-
-
-def test_workers_of_a_pydataset_keep_its_order():
     data = Numbers(5, workers=3, max_queue_size=4)
     assert taken(Source(data, ONE), 12) == [0, 1, 2, 3, 4, 10, 11, 12, 13, 14, 20, 21]
 

@@ -184,7 +184,7 @@ def rows_but_one(usual, other):
     [
         (np.uint8(7), np.uint16(255), np.uint16(256)),
         (np.int32(7), np.int64(-5), np.int64(2**31)),
-        (np.float32(1), np.float64("inf"), np.float64(1e300)),
+        (np.float32(1), np.float64("inf"), np.array(1e300)),
         (np.float16(1), np.float32("inf"), np.float32(1e6)),
     ],
     ids=["uint8", "int32", "float32", "float16"],

@@ -34,13 +34,16 @@ class SlowSource:
         return self.num_batches
 
 
-def test_skipping_is_announced_once_with_its_time_and_shown_in_pieces(monkeypatch):
+def test_skipping_is_announced_once_and_shown_in_pieces_and_a_signal_is_not_answered_by_saving(monkeypatch):
     source, lines, progress = SlowSource(22, monkeypatch), [], []
-    read_again(source.behind, ONE, None, lines.append, lambda *shown: progress.append(shown))
+    requests = StopRequests(catch_signals=False)
+    read_again(source.behind, ONE, requests, lines.append, lambda *shown: progress.append((*shown, requests.plan)))
     assert source.pieces == [1, 5, 5, 5, 5, 1]
     hint = "data of distloop.make_dataset is at its position at once."
     assert lines == [f"Skipping 22 batches already seen (about 4 s); {hint}"]
-    assert progress == [(done, "skipping batches already seen") for done in (6, 11, 16, 21)]
+    leaves = "leaving after this batch, with the checkpoint as it is"
+    assert progress == [(done, "skipping batches already seen", leaves) for done in (6, 11, 16, 21)]
+    assert requests.plan == "saving after this step"
 
 
 def test_what_takes_no_time_is_not_announced_nor_lost_by_a_stop(monkeypatch):
@@ -71,13 +74,6 @@ def test_a_stop_ends_the_skipping_after_one_piece(monkeypatch, stop, kind, words
     with pytest.raises(kind, match=words):
         read_again(source.behind, ONE, stop)
     assert source.pieces == [1, 5]
-
-
-def test_a_signal_is_not_answered_by_saving_while_nothing_is_trained(monkeypatch):
-    requests, plans = StopRequests(catch_signals=False), []
-    read_again(SlowSource(22, monkeypatch), ONE, requests, None, lambda *_: plans.append(requests.plan))
-    assert set(plans) == {"leaving after this batch, with the checkpoint as it is"}
-    assert requests.plan == "saving after this step"
 
 
 def test_a_worker_that_is_asked_to_stop_stops_all(monkeypatch):
