@@ -1,7 +1,5 @@
 """Datasets made from arrays."""
 
-import math
-
 import h5py
 import keras
 import numpy as np
@@ -11,7 +9,6 @@ import tensorflow as tf
 import distloop
 from distloop.data.arrays import are_arrays, as_arrays, as_dataset, with_labels
 from distloop.data.make_dataset import make_dataset
-from distloop.data.source import Source
 from tests.problems import assert_equal, classification, classifier, everything, mostly_wide, of_unknown_length, on
 
 
@@ -256,26 +253,6 @@ def test_arrays_build_a_model_are_audited_and_have_a_learning_rate_found():
     on_arrays = distloop.find_learning_rate(trainer, rows, steps=6)
     on_dataset = distloop.find_learning_rate(trainer, make_dataset(rows, 16, shuffle=True), steps=6)
     np.testing.assert_array_equal(on_arrays.losses, on_dataset.losses)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_batches", [1, 3, 5, 6, 11])
-@pytest.mark.parametrize(("saved", "size"), [(2, 4), (4, 2), (4, 3), (3, 7)])
-def test_a_place_in_arrays_leaves_no_example_out_when_the_batch_size_changes(num_batches, saved, size):
-    def source(batch_size):
-        return Source(np.arange(10), tf.distribute.get_strategy(), batch_size=batch_size, shuffle_seed=3)
-
-    def rows_before(count, batch_size):
-        epoch, batch = divmod(count, math.ceil(10 / batch_size))
-        return 10 * epoch + batch * batch_size
-
-    before, again = source(saved), source(size)
-    before.batches_taken = num_batches
-    again.restore_position(before.save_position())
-    reread = rows_before(num_batches, saved) - rows_before(again.batches_taken, size)
-    assert 0 <= reread < size
-    batches = [batch.numpy().tolist() for batch, _ in zip(source(size).new_iterator(), range(40), strict=False)]
-    assert next(again.iterator()).numpy().tolist() == batches[again.batches_taken]
 
 
 def test_a_list_of_batches_and_arrays_of_different_lengths_are_refused_by_fit_with_what_to_do():

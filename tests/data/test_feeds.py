@@ -70,11 +70,6 @@ def test_batches_that_are_none_are_refused(batches, part):
     refused(lambda: Source(lambda: iter(batches), ONE), part)
 
 
-@pytest.mark.parametrize("data", ["text", [batch(0)], {"x": [1.0]}, range(4), None, 3])
-def test_other_data_makes_no_feed(data):
-    assert feeds.make_feed(data) is None
-
-
 def rows_of(seed):
     random = np.random.default_rng(seed)
     return {"x": random.normal(size=[12, 8]).astype(np.float32), "label": random.integers(0, 4, [12])}

@@ -1,6 +1,7 @@
 """Data by number: batches that are a function of their number."""
 
 import json
+import math
 import time
 
 import numpy as np
@@ -14,20 +15,12 @@ from distloop.data.shards import shard_bounds
 from distloop.data.source import Source
 from tests import record_shards
 from tests.problems import mirrored
+from tests.python_batches import Rows
 
 
-class Rows:
-    """Rows of a number and a text; counts what is read."""
-
-    def __init__(self, count=23):
-        self.count, self.read = count, []
-
-    def __len__(self):
-        return self.count
-
-    def __getitem__(self, row):
-        self.read.append(row)
-        return {"x": np.float32(row), "name": str(row)}
+def rows_of_two():
+    """Rows of a number and a text."""
+    return Rows(lambda row: {"x": np.float32(row), "name": str(row)}, 23)
 
 
 def augment(example, seed):
@@ -39,7 +32,7 @@ def batches_of(dataset, count=None):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("source", [np.arange(23), Rows()], ids=["arrays", "source"])
+@pytest.mark.parametrize("source", [np.arange(23), rows_of_two()], ids=["arrays", "source"])
 def test_a_dataset_begins_at_any_batch_bit_for_bit(source):
     data = distloop.make_dataset(source, 5, shuffle=True, seed=4, map_fn=lambda e, seed: (e, seed))
     whole = batches_of(data.starting_at(0), 14)  # nearly three epochs of 5 batches, the last of each with 3 rows
@@ -89,7 +82,7 @@ def test_map_and_take_keep_the_place_a_number():
 @pytest.mark.slow
 def test_workers_read_their_rows_alone_and_place_them_where_they_belong():
     for size in (1, 5, 6, 7, 23):
-        data = distloop.make_dataset(Rows(), size, shuffle=True, map_fn=augment)
+        data = distloop.make_dataset(rows_of_two(), size, shuffle=True, map_fn=augment)
         parts = [batches_of(data.starting_at(0, share=Share(worker, 2, min_rows=6)), 6) for worker in range(2)]
         for number, batch in enumerate(batches_of(data.starting_at(0), 6)):
             rows = len(batch["x"])
@@ -101,7 +94,7 @@ def test_workers_read_their_rows_alone_and_place_them_where_they_belong():
 
 
 def test_a_worker_reads_no_row_of_another():
-    source = Rows()
+    source = rows_of_two()
     data = distloop.make_dataset(source, 23)
     for worker, expected in enumerate([range(0, 11), range(11, 23)]):
         source.read.clear()
@@ -112,7 +105,7 @@ def test_a_worker_reads_no_row_of_another():
 @pytest.mark.slow
 def test_the_place_is_a_few_numbers_at_which_a_source_goes_on_on_any_number_of_replicas():
     def source_on(replicas):
-        return Source(distloop.make_dataset(Rows(), 4, shuffle=True, seed=7, map_fn=augment), mirrored(replicas))
+        return Source(distloop.make_dataset(rows_of_two(), 4, shuffle=True, seed=7, map_fn=augment), mirrored(replicas))
 
     first = source_on(1)
     first.batches_taken = 1_000_000
@@ -199,16 +192,27 @@ def test_a_function_over_batches_gets_the_rows_of_all_workers():
         assert next(iter(feed.dataset())).numpy().tolist().count(0) == 2  # the other worker's
 
 
-def place_in(batches, size, other_size, drop=False, other_drop=False, limit=0, other_limit=0):
-    """Returns the place that a run of 1000 rows has after some batches, in other batches."""
+def place_in(batches, size, other_size, drop=False, other_drop=False, limit=0, other_limit=0, num_rows=1000):
+    """Returns the place that a run has after some batches, in other batches."""
 
     def facts(size, drop_remainder, limit):
-        data = distloop.make_dataset(np.arange(1000), size, drop_remainder=drop_remainder)
+        data = distloop.make_dataset(np.arange(num_rows), size, drop_remainder=drop_remainder)
         return (data.take(limit) if limit else data).facts_at({})
 
     place = {"batches": batches, "skipped": [batches - 1], **facts(size, drop, limit)}
     found = convert_numbered(place, facts(other_size, other_drop, other_limit))
     return found["batches"], found["skipped"]
+
+
+@pytest.mark.parametrize("num_batches", [1, 3, 5, 6, 11])
+@pytest.mark.parametrize(("saved", "size"), [(2, 4), (4, 2), (4, 3), (3, 7)])
+def test_a_place_leaves_no_example_out_when_the_batch_size_changes(num_batches, saved, size):
+    def rows_before(count, batch_size):
+        epoch, batch = divmod(count, math.ceil(10 / batch_size))
+        return 10 * epoch + batch * batch_size
+
+    found, _ = place_in(num_batches, saved, size, num_rows=10)
+    assert 0 <= rows_before(num_batches, saved) - rows_before(found, size) < size
 
 
 def test_a_place_is_the_same_epoch_and_example_in_epochs_of_other_batches(capsys):

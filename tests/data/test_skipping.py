@@ -14,7 +14,7 @@ import distloop
 from distloop.data import iterators
 from distloop.data.iterators import Behind, fresh_copy, read_again
 from distloop.distributed.preemption import EXIT_CODE, Interrupted, StopRequests
-from tests.problems import classification, classifier, mirrored, numbers, on
+from tests.problems import classification, classifier, numbers, on
 
 ONE = tf.distribute.get_strategy()
 
@@ -136,14 +136,6 @@ def test_a_piece_ends_when_its_time_is_over_and_reads_one_batch_at_least():
     start = time.monotonic()
     assert 0 < Behind(iterator, 10**9).skip(secs=0.1) < 10**9 - 1
     assert time.monotonic() - start < 2.0
-
-
-@pytest.mark.slow
-def test_the_batches_of_a_distributed_dataset_are_skipped():
-    iterator = iter(mirrored(2).experimental_distribute_dataset(numbers(12, 4)))
-    behind = Behind(iterator, 2)
-    assert [behind.skip(1), behind.skip()] == [1, 0]
-    assert [value.numpy().tolist() for value in next(iterator)["x"].values] == [[8, 9], [10, 11]]
 
 
 @pytest.mark.parametrize("epochs", [1, 2])

@@ -221,7 +221,7 @@ def test_a_dataset_of_unknown_length_is_counted_once(length, monkeypatch):
     assert batches_per_epoch(source) == 3 and len(counted) == 1
 
 
-@pytest.mark.parametrize("data", [(np.zeros([4, 2]), 5), [{"x": np.zeros(4)}], {}, None])
+@pytest.mark.parametrize("data", [(np.zeros([4, 2]), 5), [{"x": np.zeros(4)}], {}, None, "text", range(4), 3])
 def test_other_data_is_refused(data):
     with pytest.raises(ValueError, match=rf"is a {type(data).__name__}; .* a tf.data.Dataset .*make_dataset\("):
         Source(data, ONE)
