@@ -80,9 +80,6 @@ def test_what_cannot_be_is_refused(source, settings, words):
         make_dataset(source, **{"batch_size": 4, **settings})
 
 
-# Sources of other packages, where these are installed -----------------------------------------------------------------
-
-
 def padded(example, seed):
     ids = tf.pad(example["ids"], [[0, 5 - tf.shape(example["ids"])[0]]])
     return {**example, "ids": tf.ensure_shape(ids, [5])}

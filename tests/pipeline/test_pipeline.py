@@ -103,9 +103,6 @@ def device_of(variable):
     return ":".join(tensorflow_variable(variable).device.split(":")[-2:])
 
 
-# the laws ---------------------------------------------------------------------------------------------------------
-
-
 def trained(trainer):
     """What training has changed, as NumPy arrays by the names that checkpoints use."""
     values = {name: value for name, value in SavedState(trainer.state).snapshot().items() if value.dtype != tf.string}
@@ -145,11 +142,14 @@ def place(operation):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True])
-def test_each_stage_keeps_its_variables_and_runs_forward_and_backward_on_its_device(recompute):
+def test_each_stage_keeps_its_variables_and_runs_forward_and_backward_on_its_device(recompute, capsys):
     make_model = classifier(modules, num_stages=2, recompute=recompute)
-    trainer = train(make_model, settings(2, microbatches=2, average_decay=0.9), steps=1)
+    trainer = train(make_model, settings(2, microbatches=2, average_decay=0.9, console="lines"), steps=1)
     places = ["CPU:0"] * 2 + ["CPU:1"] * 3  # two modules on each; the Keras layer has a bias
     assert held(trainer) == [places, [d for d in places for _ in range(2)], places]
+    assert "distloop: stages 2 = 240 on CPU:0 + 204 on CPU:1\n" in capsys.readouterr().out
+    table = overview.describe_model(trainer.state).splitlines()
+    assert [line.split("`")[-2] for line in table if "`float32`" in line] == places
     step = operations(trainer)
 
     def count(kind):
@@ -243,9 +243,6 @@ def test_two_workers_of_two_stages_train_like_one_process(tmp_path, on_one_devic
         assert sorted(found["products"].tolist()) == ["CPU:0"] * 12 + ["CPU:1"] * 18
 
 
-# what it goes together with -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.wide
 @pytest.mark.slow
 def test_computing_activations_again_draws_the_same_dropout_and_writes_nothing_twice():
@@ -285,15 +282,13 @@ def test_stages_train_with_several_updates_and_a_loss_scale():
 @pytest.mark.wide
 @pytest.mark.slow
 def test_rates_and_decay_by_pattern_are_the_same_in_stages_and_the_audit_reads_them():
-    def make(num_stages):
-        def model_fn():
-            spec = classifier(num_stages=num_stages, optimizer=lambda: keras.optimizers.AdamW(0.01))()
-            return dataclasses.replace(spec, learning_rates={"hidden_2/": 0.1}, no_decay="bias", updates=())
+    def model_fn(num_stages=1):
+        spec = classifier(num_stages=num_stages, optimizer=lambda: keras.optimizers.AdamW(0.01))()
+        return dataclasses.replace(spec, learning_rates={"hidden_2/": 0.1}, no_decay="bias", updates=())
 
-        return model_fn
-
-    assert_close(trained(train(make(2), settings(2))), trained(train(make(1), settings())))
-    assert not distloop.Trainer(make(2), settings(2)).audit(batches()).findings
+    in_stages = functools.partial(model_fn, 2)
+    assert_close(trained(train(in_stages, settings(2))), trained(train(model_fn, settings())))
+    assert not distloop.Trainer(in_stages, settings(2)).audit(batches()).findings
 
 
 @pytest.mark.slow
@@ -329,14 +324,6 @@ def test_layers_that_are_built_by_the_first_batch_are_built_on_their_stage():
     assert of_model == ["CPU:0"] * 2 + ["CPU:1"] * 2 and of_optimizer == ["CPU:0"] * 4 + ["CPU:1"] * 4
 
 
-@pytest.mark.slow
-def test_a_run_says_how_much_is_on_each_device(capsys):
-    trainer = train(classifier(modules, num_stages=2), settings(2, console="lines"), steps=1)
-    assert "distloop: stages 2 = 240 on CPU:0 + 204 on CPU:1\n" in capsys.readouterr().out
-    table = overview.describe_model(trainer.state).splitlines()
-    assert [line.split("`")[-2] for line in table if "`float32`" in line] == ["CPU:0"] * 2 + ["CPU:1"] * 3
-
-
 @pytest.mark.wide
 @pytest.mark.slow
 def test_a_stage_begins_a_microbatch_when_an_earlier_one_has_come_back():
@@ -344,9 +331,6 @@ def test_a_stage_begins_a_microbatch_when_an_earlier_one_has_come_back():
     begins = [op for op in operations(trainer) if op.type == "Identity" and op.control_inputs and place(op)]
     waits = [[place(op), *{place(before) for before in op.control_inputs}] for op in begins]
     assert sorted(waits) == [["CPU:0"] * 2] * 2 + [["CPU:1"] * 2] * 3  # the fourth and the fifth, three after another
-
-
-# what is refused ---------------------------------------------------------------------------------------------------
 
 
 def shared():

@@ -58,9 +58,6 @@ def shared(trainer):
     return {device: of["optimizer slots"] + of["averages of weights"] for device, of in held.items()}
 
 
-# one optimizer ----------------------------------------------------------------------------------------------------
-
-
 def decaying():
     """AdamW that leaves biases out, with another learning rate for a layer."""
     layers = [keras.layers.Dense(48, activation="tanh", name="hidden"), keras.layers.Dense(4, name="logits")]
@@ -118,7 +115,7 @@ def test_evaluations_see_the_average_and_training_goes_on_from_the_weights(half_
 
 
 @pytest.mark.slow
-def test_each_device_has_its_part_of_slots_and_averages(half_precision):
+def test_each_device_has_its_part_of_slots_and_averages_and_the_console_says_so(half_precision):
     sharded = half_precision[1]
     sizes = shared(sharded)
     total = sum(4 * int(v.shape.num_elements()) * 3 for v in sharded.state.trained_variables)
@@ -126,6 +123,11 @@ def test_each_device_has_its_part_of_slots_and_averages(half_precision):
     assert max(sizes.values()) - min(sizes.values()) <= 4 * 3 * 64  # 628 elements are cut at multiples of 64
     weights = [of["weights"] for of in held_by_device(sharded.state).values()]
     assert sorted(weights) == [4 * (628 + rows * 48) for rows in (1, 7)]  # of a matrix that is cut, its part once more
+    one = distloop.Trainer(classifier(), on(1, shard_optimizer=True))
+    assert one.state.slot_placement.num_shares == 1
+    of_two, of_one = (overview.console_lines(t.state, t.config, sharded._train_source) for t in (sharded, one))
+    assert "slots and averages 0.0 MB on CPU:0, 0.0 MB on CPU:1" in of_two
+    assert any("changes nothing" in line for line in of_one)
 
 
 def large():
@@ -143,9 +145,6 @@ def test_devices_hold_alike(replicas):
     assert sum(sizes.values()) == 4 * 3 * trainer.state.num_parameters()
     assert set(sizes) == set(DEVICES[:replicas])
     assert max(sizes.values()) <= (1 / replicas + 0.01) * sum(sizes.values())
-
-
-# checkpoints ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -168,9 +167,6 @@ def test_values_of_a_whole_run_are_taken_apart_and_put_together():
     SavedState(sharded).restore(SavedState(sharded).snapshot() | {n: tf.constant(v) for n, v in values.items()})
     found = SavedState(sharded).snapshot()
     assert_equal({name: found[name].numpy() for name in values}, values)
-
-
-# bad input --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.wide
@@ -212,14 +208,3 @@ def test_what_cannot_be_sharded_is_told_in_a_sentence():
     refused(lambda: distloop.Trainer(lazy, config), "LazyAdam", "give keras.optimizers.Adam")
     words = "CentralStorageStrategy", "strategy=mirrored"
     refused(lambda: distloop.Trainer(classifier(), config, strategy=central), *words)
-
-
-@pytest.mark.slow
-def test_the_console_says_where_slots_are(half_precision):
-    trainer = half_precision[1]
-    lines = overview.console_lines(trainer.state, trainer.config, trainer._train_source)
-    assert "slots and averages 0.0 MB on CPU:0, 0.0 MB on CPU:1" in lines
-    one = distloop.Trainer(classifier(), on(1, shard_optimizer=True))
-    assert one.state.slot_placement.num_shares == 1
-    lines = overview.console_lines(one.state, one.config, trainer._train_source)
-    assert any("changes nothing" in line for line in lines)
