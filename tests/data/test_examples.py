@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from distloop.data.examples import as_example, common_spec, describe, pad_row, pad_rows
+from distloop.data.examples import as_example, describe, pad_row, pad_rows
 from tests.python_batches import Tensor
 
 
@@ -41,14 +41,6 @@ def test_examples_become_arrays(example, words):
 def test_texts_keep_zeros_at_their_end_and_a_named_tuple_stays_one():
     assert as_example(b"a\0").item() == b"a\0" and as_example([b"a\0", b"b"]).tolist() == [b"a\0", b"b"]
     assert as_example(Pair(0.5, 3)).y == 3
-
-
-def test_examples_have_a_common_spec():
-    spec = common_spec("the rows", [as_example({"a": part, "b": "x"}) for part in ([1], [2, 3], [])])
-    assert spec == {"a": tf.TensorSpec([None], tf.int64), "b": tf.TensorSpec([], tf.string)}
-    assert common_spec("the rows", [as_example([])] * 2) == tf.TensorSpec([0], tf.float32)
-    with pytest.raises(ValueError, match=r"Rows of the rows have an entry of float32 \[\] and int64 \[\]; an entry is"):
-        common_spec("the rows", [as_example(1), as_example(0.5)])
 
 
 def padded(row, shape, width):
