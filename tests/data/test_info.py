@@ -15,20 +15,11 @@ from tests.problems import mirrored, numbers, of_unknown_length, sizes_1_to_9
 ONE = tf.distribute.get_strategy()
 
 
-@pytest.mark.parametrize(
-    ("dataset", "words"),
-    [
-        (
-            tf.data.Dataset.from_tensor_slices(tf.sparse.eye(4)).batch(2),
-            "gives a sparse tensor .*: turn it into a dense or ragged one",
-        ),
-        (tf.data.Dataset.from_tensors({"x": tf.zeros([4, 2]), "y": None}), "None"),
-    ],
-    ids=["sparse", "None"],
-)
-def test_sparse_tensors_and_none_are_refused(dataset, words):
-    with pytest.raises(ValueError, match=words):
-        inspect(dataset, ONE)
+def test_sparse_tensors_and_none_are_refused():
+    with pytest.raises(ValueError, match="gives a sparse tensor .*: turn it into a dense or ragged one"):
+        inspect(tf.data.Dataset.from_tensor_slices(tf.sparse.eye(4)).batch(2), ONE)
+    with pytest.raises(ValueError, match="None"):
+        inspect(tf.data.Dataset.from_tensors({"x": tf.zeros([4, 2]), "y": None}), ONE)
 
 
 def sizes(dataset, strategy=ONE, microbatches=1):

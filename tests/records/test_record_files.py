@@ -4,6 +4,7 @@ import os
 import pickle
 import shutil
 import sys
+import unittest.mock
 import zlib
 
 import numpy as np
@@ -44,12 +45,12 @@ def test_records_are_read_by_number_in_any_order_from_all_shards(shards):
 
 def test_neighbours_are_read_at_once_up_to_some_megabytes(shards, monkeypatch):
     records = distloop.open_records(shards[0])
-    reads = []
-    read = records._files.read
-    monkeypatch.setattr(records._files, "read", lambda ranges: reads.append(len(ranges)) or read(ranges))
+    read = unittest.mock.Mock(wraps=records._files.read)
+    monkeypatch.setattr(records._files, "read", read)
     assert records.__getitems__(range(42)) == shards[2]
     monkeypatch.setattr(record_files, "_READ_BYTES", 50)
     assert records.__getitems__(range(42)) == shards[2]
+    reads = [len(call.args[0]) for call in read.call_args_list]
     assert reads[0] == 2 and reads[1] > 10
 
 
