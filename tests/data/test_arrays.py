@@ -223,7 +223,6 @@ def test_runs_on_arrays_that_go_on_where_they_stopped_equal_one_on_a_shuffled_da
 
 
 @pytest.mark.wide
-@pytest.mark.slow
 def test_arrays_are_evaluated_and_predicted_in_their_order():
     rows, dataset = classification(67), make_dataset(classification(67), 16)
     trainer = run(rows, steps=1, eval_every=1)

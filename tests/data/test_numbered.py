@@ -79,7 +79,6 @@ def test_map_and_take_keep_the_place_a_number():
 
 
 @pytest.mark.wide
-@pytest.mark.slow
 def test_workers_read_their_rows_alone_and_place_them_where_they_belong():
     for size in (1, 5, 6, 7, 23):
         data = distloop.make_dataset(rows_of_two(), size, shuffle=True, map_fn=augment)

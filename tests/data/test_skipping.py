@@ -84,7 +84,6 @@ def test_a_worker_that_is_asked_to_stop_stops_all(monkeypatch):
 
 
 @pytest.mark.wide
-@pytest.mark.slow
 def test_a_signal_ends_skipping_after_a_piece_and_leaves_the_checkpoint_as_it_was(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(iterators, "_PIECE_SECS", 0.01)
     rows, signals_after, num_read = classification(64), None, 0

@@ -164,7 +164,6 @@ def test_each_stage_keeps_its_variables_and_runs_forward_and_backward_on_its_dev
 
 
 @pytest.mark.wide
-@pytest.mark.slow
 def test_a_profile_shows_how_busy_each_device_was(tmp_path):
     config = settings(2, microbatches=2, workdir=tmp_path, profile="3:6", log_every=4)
     train(classifier(modules, num_stages=2), config, steps=12)
@@ -200,7 +199,6 @@ def plain():
 
 
 @pytest.mark.wide
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "config", "after"),
     [
@@ -229,7 +227,6 @@ def on_two_workers(directory):
 
 
 @pytest.mark.wide
-@pytest.mark.slow
 def test_two_workers_of_two_stages_train_like_one_process(tmp_path, on_one_device):
     program = ["-m", "tests.pipeline.test_pipeline", str(tmp_path)]
     result = forked.launch(["--workers=2", *program], env=os.environ, timeout=300)
@@ -244,7 +241,6 @@ def test_two_workers_of_two_stages_train_like_one_process(tmp_path, on_one_devic
 
 
 @pytest.mark.wide
-@pytest.mark.slow
 def test_computing_activations_again_draws_the_same_dropout_and_writes_nothing_twice():
     make = functools.partial(sequential, dropout=0.3, batch_norm=True)
     kept, computed = (
@@ -256,7 +252,6 @@ def test_computing_activations_again_draws_the_same_dropout_and_writes_nothing_t
 
 
 @pytest.mark.wide
-@pytest.mark.slow
 def test_stages_train_with_several_updates_and_a_loss_scale():
     def model_fn(num_stages=1):
         first, second = (distloop.split(modules(), num_stages) for _ in range(2))
@@ -280,7 +275,6 @@ def test_stages_train_with_several_updates_and_a_loss_scale():
 
 
 @pytest.mark.wide
-@pytest.mark.slow
 def test_rates_and_decay_by_pattern_are_the_same_in_stages_and_the_audit_reads_them():
     def model_fn(num_stages=1):
         spec = classifier(num_stages=num_stages, optimizer=lambda: keras.optimizers.AdamW(0.01))()
@@ -325,7 +319,6 @@ def test_layers_that_are_built_by_the_first_batch_are_built_on_their_stage():
 
 
 @pytest.mark.wide
-@pytest.mark.slow
 def test_a_stage_begins_a_microbatch_when_an_earlier_one_has_come_back():
     trainer = train(classifier(modules, num_stages=2), settings(2, microbatches=5), steps=1)
     begins = [op for op in operations(trainer) if op.type == "Identity" and op.control_inputs and place(op)]

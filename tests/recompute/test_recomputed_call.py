@@ -128,7 +128,6 @@ def test_the_second_call_sees_the_state_that_the_first_one_saw():
 
 
 @pytest.mark.wide
-@pytest.mark.slow
 def test_activations_take_less_memory_and_xla_computes_the_same():
     model = make_chain(width=16, blocks=5)
     loss_fn, rows = squares_of(model), tf.ones([64, 16])

@@ -33,7 +33,6 @@ def two_updates():
 
 
 @pytest.mark.wide
-@pytest.mark.slow
 def test_an_update_is_undone_and_its_slots_too_and_histograms_show_whole_gradients(tmp_path):
     rows = classification(ROWS)
     rows["x"][33, 0] = 1e4  # the second update fails in one step

@@ -159,7 +159,6 @@ def test_a_run_goes_on_with_any_number_of_devices_sharded_or_not_and_keeps_its_b
 
 
 @pytest.mark.wide
-@pytest.mark.slow
 def test_values_of_a_whole_run_are_taken_apart_and_put_together():
     sharded = distloop.Trainer(large, on(2, shard_optimizer=True, average_decay=0.9)).state
     variables = {name: v for name, v in sharded.all_variables().items() if v.dtype == "float32"}
@@ -170,7 +169,6 @@ def test_values_of_a_whole_run_are_taken_apart_and_put_together():
 
 
 @pytest.mark.wide
-@pytest.mark.slow
 def test_a_variable_that_one_of_several_optimizers_needs_whole_is_not_cut(monkeypatch):
     def model_fn():
         dense = keras.layers.Dense(64, activation="tanh", use_bias=False, name="hidden")
