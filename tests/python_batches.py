@@ -1,4 +1,4 @@
-"""Data whose batches Python makes, and ways to read it, for tests."""
+"""Data whose batches or rows Python makes, and ways to read it, for tests."""
 
 import json
 from typing import ClassVar
@@ -115,6 +115,33 @@ class Loader:
         self.generator.state += 100
         start = self.generator.state + 10 * self.sampler.epoch
         return iter([batch(start), batch(start + 1)])
+
+
+class Rows:
+    """A source of the rows that a function makes of their numbers; `read` lists those that were asked for."""
+
+    def __init__(self, make, count=10):
+        self.make, self.count, self.read = make, count, []
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, row):
+        self.read.append(row)
+        return self.make(row)
+
+
+class Tensor:
+    """As PyTorch's, on another device and with a gradient."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def detach(self):
+        return self
+
+    def cpu(self):
+        return np.asarray(self.values)
 
 
 def failure(source, count):

@@ -32,12 +32,12 @@ def report(step=10, until=100, **metrics):
 
 
 def action(every, returned=None, seen=None):
-    """Returns an action that records its reports."""
+    """Returns an action that records its reports, and returns or raises this."""
 
     def act(report):
         if seen is not None:
             seen.append(report)
-        if isinstance(returned, Exception):
+        if isinstance(returned, BaseException):
             raise returned
         return returned
 
@@ -61,12 +61,10 @@ def test_an_action_is_due_at_multiples_of_its_period_or_at_each_boundary(every, 
 
 def test_numbers_join_the_report_of_the_next_action():
     seen = []
-    metrics, reason = run(
-        [action(1, {"a": 1.0}, seen), action(1, None, seen), action(1, {"b": 2.0}, seen)], report(loss=0.5)
-    )
+    returned = ({"a": 1.0}, None, {"b": 2.0})
+    metrics, reason = run([action(1, value, seen) for value in returned], report(loss=0.5))
     assert [dict(r.metrics) for r in seen] == [{"loss": 0.5}, {"loss": 0.5, "a": 1.0}, {"loss": 0.5, "a": 1.0}]
-    assert metrics == {"loss": 0.5, "a": 1.0, "b": 2.0}
-    assert reason is None
+    assert metrics == {"loss": 0.5, "a": 1.0, "b": 2.0} and reason is None
 
 
 def test_numbers_of_all_kinds_become_floats_and_media_stay():
@@ -75,7 +73,7 @@ def test_numbers_of_all_kinds_become_floats_and_media_stay():
     seen = []
     metrics, _ = run([action(1, returned), action(1, False), action(1, seen=seen)], report())
     assert metrics == {"a": 1.5, "b": 2.0, "c": 1.0, "d": 3.0} and {*map(type, metrics.values())} == {float}
-    assert seen[0].media == {"e": text}
+    assert seen[0].media == {"e": text} and seen[0].metrics == metrics
 
 
 @pytest.mark.parametrize(
@@ -96,42 +94,20 @@ def test_an_action_that_returns_what_no_row_can_hold_is_named(returned, sentence
         run([action(1, returned)], report())
 
 
-def test_an_action_cannot_change_the_report_of_another():
+def test_an_action_sees_the_step_the_end_and_the_state_and_cannot_change_the_report_of_another():
     def scribble(report):
         report.metrics["loss"] = 7.0
 
     scribble.every = 1
     seen = []
-    metrics, _ = run([scribble, action(1, seen=seen)], report(loss=0.5))
+    metrics, _ = run([scribble, action(1, seen=seen)], Report(4, 9, {"loss": 0.5}, state="state"))
     assert metrics == seen[0].metrics == {"loss": 0.5}
-
-
-def test_a_report_is_frozen():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        report().step = 3
-
-
-def test_an_action_sees_the_step_the_end_and_the_state():
-    seen = []
-    run([action(1, seen=seen)], Report(4, 9, {}, state="state"))
     assert (seen[0].step, seen[0].until, seen[0].state) == (4, 9, "state")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        seen[0].step = 3
 
 
 # Stopping.
-
-
-def test_stopping_returns_the_reason_and_still_calls_the_later_actions_as_at_the_end():
-    seen = []
-    metrics, reason = run(
-        [
-            *(action(1, {"a": 1.0}), action(1, StopTraining("enough")), action(0, {"b": 2.0}, seen)),
-            action(1, StopTraining("later")),
-        ],
-        report(step=10),
-    )
-    assert reason == "enough"
-    assert metrics == {"a": 1.0, "b": 2.0}
-    assert len(seen) == 1
 
 
 def test_a_stop_calls_what_is_due_at_the_end_alone_before_the_run_is_written():
@@ -140,11 +116,9 @@ def test_a_stop_calls_what_is_due_at_the_end_alone_before_the_run_is_written():
     def note(name, every, returned=None):
         def act(report):
             log.append((name, report.step >= report.until, report.stop_reason, sorted(report.metrics)))
-            if isinstance(returned, Exception):
-                raise returned
-            return returned
+            return noted(report)
 
-        act.every = every
+        noted, act.every = action(every, returned), every
         return act
 
     actions = [note("test", 0, {"test": 1.0}), note("val", 5, {"val": 1.0}), note("stop", None, StopTraining("enough"))]
@@ -162,28 +136,14 @@ def test_a_stop_calls_what_is_due_at_the_end_alone_before_the_run_is_written():
     ]
 
 
-def test_another_exception_is_not_caught():
-    with pytest.raises(ZeroDivisionError):
-        run([action(1, ZeroDivisionError())], report())
-
-
-def test_media_join_the_report_of_the_next_action_beside_the_metrics():
-    seen = []
-    text = Text("a")
-    metrics, _ = run([action(1, {"note": text, "a": 1.0}), action(1, seen=seen)], report())
-    assert seen[0].media == {"note": text} and metrics == seen[0].metrics == {"a": 1.0}
-
-
 # Optional members.
 
 
 class Recorder(Action):
     """Records what it is asked, beside the default of each optional member."""
 
-    every = None
-
-    def __init__(self, log):
-        self._log = log
+    def __init__(self, log, every=None):
+        self._log, self.every = log, every
 
     def __call__(self, report):
         self._log.append("call")
@@ -192,24 +152,19 @@ class Recorder(Action):
         self._log.append(dict(report.metrics))
 
 
-def test_a_plain_function_has_the_defaults_of_the_protocol():
+def test_a_plain_function_has_the_defaults_of_the_protocol_and_own_members_go_before_them():
     function = action(3)
     assert phase_of(function) == "act" and phase_of(Recorder([])) == "Recorder"  # their names
     assert member(function, "only_writes") is member(function, "has_fixed_metrics") is False
     assert member(function, "get_state")() is None
     assert member(function, "end_boundary")(report()) is member(function, "set_saves")(None) is None
-
-
-def test_own_members_go_before_the_defaults():
     evaluate = Evaluate("test", lambda _: {}, every=3)
     assert member(evaluate, "phase") == "evaluation" and member(evaluate, "only_writes") is False
 
 
 def test_a_boundary_ends_after_all_actions_and_for_those_that_were_due_alone():
     log = []
-    not_due = Recorder(log)
-    not_due.every = 7
-    run([Recorder(log), not_due, action(1, {"a": 1.0})], report(step=10))
+    run([Recorder(log), Recorder(log, every=7), action(1, {"a": 1.0})], report(step=10))
     assert log == ["call", {"a": 1.0}]
 
 
@@ -252,16 +207,14 @@ class Life(Action):
         self._note(f"error {type(error).__name__}")
 
 
-def live(actions, error=None, **arguments):
+def live(*actions, **arguments):
     with started(actions, report, **arguments):
-        run(actions, report())
-        if error is not None:
-            raise error
+        run(actions, report(), plan=Plan(**arguments))
 
 
 def test_an_action_is_started_and_ended_and_a_plain_function_needs_neither():
     log = []
-    live([Life(log, "a"), action(1), Life(log, "b")])
+    live(Life(log, "a"), action(1), Life(log, "b"))
     assert log == ["a start", "b start", "a call", "b call", "b end at 10", "a end at 10"]
 
 
@@ -269,7 +222,7 @@ def test_an_action_is_started_and_ended_and_a_plain_function_needs_neither():
 def test_an_action_is_ended_after_an_error_and_told_of_one_that_nobody_asked_for(error):
     log = []
     with pytest.raises(type(error)):
-        live([Life(log, "a")], error)
+        live(Life(log, "a"), action(1, error))
     heard = ["a error ZeroDivisionError"] if isinstance(error, ZeroDivisionError) else []
     assert log == ["a start", "a call", *heard, "a end at 10"]
 
@@ -277,29 +230,25 @@ def test_an_action_is_ended_after_an_error_and_told_of_one_that_nobody_asked_for
 def test_all_that_were_started_are_ended_whichever_hook_fails(caplog):
     log = []
     with pytest.raises(OSError, match="start failed"):
-        live([Life(log, "a"), Life(log, "b", fails="start"), Life(log, "c")])
+        live(Life(log, "a"), Life(log, "b", fails="start"), Life(log, "c"))
     assert log == ["a start", "b start", "b error OSError", "b end at 10", "a error OSError", "a end at 10"]
+    failing = Life(log, "a", fails="error ZeroDivisionError"), Life(log, "b", fails="end at 10")
     with pytest.raises(ZeroDivisionError):  # and not what a hook made of it
-        live([Life(log, "a", fails="error ZeroDivisionError"), Life(log, "b", fails="end at 10")], ZeroDivisionError())
+        live(*failing, action(1, ZeroDivisionError()))
     assert log[-4:] == ["b error ZeroDivisionError", "b end at 10", "a error ZeroDivisionError", "a end at 10"]
     assert "failed when the run had failed: OSError: end at 10 failed" in caplog.text
     with pytest.raises(OSError, match="end at 10 failed"):
-        live([Life(log, "a", fails="end at 10")])
+        live(Life(log, "a", fails="end at 10"))
 
 
-def test_the_chief_alone_calls_what_is_for_the_chief():
+def test_the_chief_alone_calls_what_is_for_the_chief_and_that_returns_nothing():
     log = []
     for_chief = Life(log, "chief")
     for_chief.chief_only = True
-    actions = [for_chief, Life(log, "all")]
-    with started(actions, report, is_chief=False):
-        run(actions, report(), plan=Plan(is_chief=False))
+    live(for_chief, Life(log, "all"), is_chief=False)
     assert log == ["all start", "all call", "all end at 10"]
-    live(actions)
+    live(for_chief)
     assert "chief call" in log
-
-
-def test_an_action_for_the_chief_returns_nothing():
     numbers = action(1, {"mine": 1.0})
     numbers.chief_only = True
     with pytest.raises(ValueError, match=r"is chief_only and returned \['mine'\], which other workers would not have"):
@@ -309,40 +258,40 @@ def test_an_action_for_the_chief_returns_nothing():
 # Metrics that an action requires.
 
 
-@pytest.mark.parametrize("make", [StopEarly, SaveBest])
+each_watcher = pytest.mark.parametrize("make", [StopEarly, SaveBest])
+EVALUATE = Evaluate("test", lambda _: {"loss": 1.0}, every=10)
+
+
+@each_watcher
 def test_an_unknown_metric_is_refused_at_the_first_evaluation(make):
-    evaluate = Evaluate("test", lambda _: {"loss": 1.0}, every=10)
-    now_and_then = action(10, {})
-    for wrong, others in (("tst/loss", [evaluate]), ("test/los", [evaluate, now_and_then])):
+    for wrong, others in (("tst/loss", [EVALUATE]), ("test/los", [EVALUATE, action(10, {})])):
         actions = [*others, make(wrong, mode="min")]
         run(actions, report(step=5, loss=1.0))
         with pytest.raises(ValueError, match=f"{make.__name__} was given the metric '{wrong}'; .*'loss', 'test/loss'"):
             run(actions, report(step=10, loss=1.0))
 
 
-@pytest.mark.parametrize("make", [StopEarly, SaveBest])
+@each_watcher
 def test_a_metric_that_may_still_come_is_waited_for_and_missed_in_the_end_without_losing_the_run(make, caplog):
-    actions = [Evaluate("test", lambda _: {"loss": 1.0}, every=10), action(10, {}), make("score", mode="min")]
-    run(actions, report(step=10, loss=1.0))
-    run(actions, report(step=20, loss=1.0))
+    actions = [EVALUATE, action(10, {}), make("score", mode="min")]
+    for step in (10, 20):
+        run(actions, report(step, loss=1.0))
     assert not caplog.text
     run(actions, report(step=100, loss=1.0))
     assert f"{make.__name__} was given the metric 'score'; there are ['loss', 'test/loss']: name one" in caplog.text
 
 
 def test_a_run_that_another_action_stops_between_two_measurements_just_ends():
-    evaluate, stop_early = Evaluate("test", lambda _: {"loss": 1.0}, every=10), StopEarly("test/loss")
-    run([evaluate, stop_early], report(step=10))
-    _, reason = run([evaluate, action(5, StopTraining("enough")), stop_early], report(step=15, loss=1.0))
+    stop_early = StopEarly("test/loss")
+    run([EVALUATE, stop_early], report(step=10))
+    _, reason = run([EVALUATE, action(5, StopTraining("enough")), stop_early], report(step=15, loss=1.0))
     assert reason == "enough"
 
 
-def test_an_action_without_a_period_is_refused():
+def test_an_action_without_a_period_or_whose_period_is_no_duration_is_refused():
     with pytest.raises(ValueError, match="an action is a callable with an attribute `every`.*or give a Keras callback"):
         check_actions([lambda report: None])
-
-
-@pytest.mark.parametrize("every", ["5 m", -1, True, 2.5])
-def test_an_action_whose_period_is_no_duration_is_refused(every):
-    with pytest.raises(ValueError, match=f"The action .*act.* has every={every!r}: give a number of steps, or a text"):
-        check_actions([action(every)])
+    for every in ("5 m", -1, True, 2.5):
+        sentence = f"The action .*act.* has every={every!r}: give a number of steps, or a text"
+        with pytest.raises(ValueError, match=sentence):
+            check_actions([action(every)])

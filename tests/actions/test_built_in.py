@@ -1,6 +1,6 @@
 """The actions of each run: what it read, its goodput, its use of devices, and whether its replicas are equal."""
 
-import json
+import contextlib
 import sys
 import time
 import types
@@ -18,7 +18,7 @@ from distloop.actions.built_in import DataSeen, Goodput, PipelineUsage, Utilizat
 from distloop.data.source import Source
 from distloop.distributed import devices, environment, strategies, workers
 from distloop.monitoring import ledger
-from tests.problems import classification, classifier, on
+from tests.problems import classification, classifier, on, rows_of
 
 
 def seen_after(data, num_batches):
@@ -27,9 +27,10 @@ def seen_after(data, num_batches):
     return DataSeen(source)(Report(num_batches, 100, {}, state=None))
 
 
-def test_epochs_follow_from_the_place():
+def test_epochs_follow_from_the_place_and_endless_data_has_none():
     assert seen_after(distloop.make_dataset(np.arange(10.0), 4), 7) == {"epochs_seen": 7 / 3}
     assert seen_after(tf.data.Dataset.range(10).batch(5), 3) == {"epochs_seen": 1.5}
+    assert seen_after(tf.data.Dataset.range(10).repeat().batch(5), 3) == {}
 
 
 def test_a_mixture_counts_the_examples_of_each_source():
@@ -39,26 +40,15 @@ def test_a_mixture_counts_the_examples_of_each_source():
     assert seen["web/examples_seen"] == 24.0 and seen["code/examples_seen"] == 8.0
 
 
-def test_endless_data_has_no_epochs():
-    assert seen_after(tf.data.Dataset.range(10).repeat().batch(5), 3) == {}
-
-
 @pytest.mark.slow
 def test_rows_tell_what_was_read_over_stops_and_going_on(tmp_path):
     rows, config = classification(40), on(1, workdir=str(tmp_path), log_every=2, eval_every=0)
     for steps in (3, 7):
         data = tf.data.Dataset.from_tensor_slices(rows).batch(16)  # of 16, 16 and 8 rows
         distloop.Trainer(classifier(), config).fit(data, steps=steps)
-    written = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    written = rows_of(tmp_path)
     assert {row["step"]: row["examples_seen"] for row in written} == {2: 32, 3: 40, 4: 56, 6: 80, 7: 96}
     assert written[-1]["epochs_seen"] == 7 / 3
-
-
-def fall(report):
-    raise SystemExit
-
-
-fall.every = 14
 
 
 def test_a_worker_that_is_not_the_chief_reports_and_writes_nothing(tmp_path):
@@ -76,30 +66,33 @@ def test_a_worker_that_is_not_the_chief_reports_and_writes_nothing(tmp_path):
 
 def test_a_start_that_ends_before_its_first_log_notes_its_end(tmp_path):
     ledger.note_start(str(tmp_path), step=253, devices=1, kind="CPU")
-    goodput = Goodput(str(tmp_path), lambda: {"step": 1.0}, True, lambda: None)
-    goodput.on_end(distloop.Report(254, 600, {}, None, time=0.0))
-    noted = ledger.read_progress(str(tmp_path))
-    assert noted["step"] == 254
+    Goodput(str(tmp_path), lambda: {"step": 1.0}, True, lambda: None).on_end(distloop.Report(254, 600, {}, None))
+    assert ledger.read_progress(str(tmp_path))["step"] == 254
+
+
+def accounted(workdir):
+    """Returns the starts of a run, and its seconds by what they were spent on, which are all that passed."""
+    starts, progress = ledger.read_starts(str(workdir)), ledger.read_progress(str(workdir))
+    seconds = ledger.account(starts[-1], progress)
+    before = starts[0]["time"] - (starts[0]["process_secs"] or 0.0)
+    assert sum(seconds.values()) == pytest.approx(progress["time"] - before, abs=0.05)
+    return starts, seconds
 
 
 @pytest.mark.slow
 def test_a_run_that_fell_has_done_some_steps_twice_and_each_second_is_accounted_for(tmp_path, capsys):
-    data = distloop.make_dataset(classification(33), 8)
-    for actions in ([fall], []):
-        config = on(1, workdir=str(tmp_path), checkpoint_every=10, log_every=2)
-        trainer = distloop.Trainer(classifier(), config)
-        if actions:
-            with pytest.raises(SystemExit):
-                trainer.fit(data, steps=20, actions=actions)
-        else:
-            trainer.fit(data, steps=20)
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert rows[-1]["step"] == 20 and 0 < rows[-1]["goodput"] < 1
-    starts, progress = ledger.read_starts(str(tmp_path)), ledger.read_progress(str(tmp_path))
+    def fall(report):
+        raise SystemExit
+
+    fall.every = 14
+    for actions, ending in (([fall], pytest.raises(SystemExit)), ([], contextlib.nullcontext())):
+        trainer = distloop.Trainer(classifier(), on(1, workdir=str(tmp_path), checkpoint_every=10, log_every=2))
+        with ending:
+            trainer.fit(distloop.make_dataset(classification(33), 8), steps=20, actions=actions)
+    row = distloop.read_metrics(tmp_path)[-1]
+    assert row["step"] == 20 and 0 < row["goodput"] < 1
+    starts, seconds = accounted(tmp_path)
     assert [start["step"] for start in starts] == [0, 10] and starts[1]["progress"]["step"] == 14
-    seconds = ledger.account(starts[-1], progress)
-    before = starts[0]["time"] - (starts[0]["process_secs"] or 0.0)
-    assert sum(seconds.values()) == pytest.approx(progress["time"] - before, abs=0.05)
     assert seconds["steps"] > 0 and seconds["steps done twice"] > 0
     capsys.readouterr()
     report.main([str(tmp_path)])
@@ -113,24 +106,18 @@ def test_a_run_that_goes_back_to_a_checkpoint_accounts_for_each_second_once(tmp_
     data["x"][-3] = np.nan  # in the last batch of the first epoch
     config = on(1, workdir=str(tmp_path), checkpoint_every=2, log_every=1, on_divergence="rollback")
     distloop.Trainer(classifier(), config).fit(tf.data.Dataset.from_tensor_slices(data).batch(8), steps=7)
-    starts, progress = ledger.read_starts(str(tmp_path)), ledger.read_progress(str(tmp_path))
+    starts, seconds = accounted(tmp_path)
     assert [start["step"] for start in starts] == [0, 4] and starts[1]["process_secs"] is None
-    seconds = ledger.account(starts[-1], progress)
-    before = starts[0]["time"] - (starts[0]["process_secs"] or 0.0)
-    assert sum(seconds.values()) == pytest.approx(progress["time"] - before, abs=0.05)
     assert seconds["steps done twice"] > 0
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert rows[-1]["goodput"] == pytest.approx(ledger.goodput(seconds), abs=0.05)
+    assert distloop.read_metrics(tmp_path)[-1]["goodput"] == pytest.approx(ledger.goodput(seconds), abs=0.05)
 
 
 def test_the_memory_is_asked_for_once_a_second_and_at_the_end(monkeypatch):
     levels = iter(range(1, 10))
     monkeypatch.setattr(memory, "peaks", lambda: {"host_memory_gb": next(levels)})
     measure = Utilization()
-    peaks = [
-        measure(Report(step, 40, {}, state=None, time=when))["host_memory_gb"]
-        for step, when in ((10, 5.0), (20, 5.9), (30, 6.1), (40, 6.2))
-    ]
+    times = {10: 5.0, 20: 5.9, 30: 6.1, 40: 6.2}
+    peaks = [measure(Report(step, 40, {}, None, time=when))["host_memory_gb"] for step, when in times.items()]
     assert peaks == [1, 1, 2, 3]
 
 
@@ -184,11 +171,10 @@ def test_without_the_package_or_the_driver_the_cores_are_measured(nvml, monkeypa
     nvml.nvmlDeviceGetUtilizationRates = fail
     assert set(Utilization()(Report(1, 100, {}, None, time=5.0))) == {"host_memory_gb", "cpu_utilization"}
     nvml.nvmlInit = fail
-    see_gpus(monkeypatch, 1)
-    assert devices.gpu_use() == []
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    see_gpus(monkeypatch, 1)
-    assert devices.gpu_use() == []
+    for package in (nvml, None):
+        monkeypatch.setitem(sys.modules, "pynvml", package)
+        see_gpus(monkeypatch, 1)
+        assert devices.gpu_use() == []
 
 
 def test_a_process_that_computes_uses_a_core_and_one_that_sleeps_none():
@@ -210,17 +196,14 @@ def test_operations_per_second_follow_from_the_examples_per_second():
     assert "model_flops_per_sec" not in Utilization()(report)
 
 
-def test_nothing_is_known_of_cpus_before_there_is_a_profile():
-    usage = PipelineUsage(["CPU:0", "CPU:1"], types.SimpleNamespace(is_written=False, directory=""))
-    assert usage(Report(10, 100, {}, None)) == {}
-
-
-def test_gpus_report_their_peak_memory_at_each_log(monkeypatch):
+def test_gpus_report_their_peak_memory_at_each_log_and_cpus_nothing_before_there_is_a_profile(monkeypatch):
     monkeypatch.setattr(memory, "device_peak_gb", {"GPU:0": 1.5, "GPU:1": 2.5}.get)
-    usage = PipelineUsage(["GPU:0", "GPU:1"], types.SimpleNamespace(is_written=False, directory=""))
+    profile = types.SimpleNamespace(is_written=False, directory="")
+    gpus, cpus = (PipelineUsage([f"{kind}:0", f"{kind}:1"], profile) for kind in ("GPU", "CPU"))
     for step in (10, 20):
         expected = {"stage_0/device_memory_gb": 1.5, "stage_1/device_memory_gb": 2.5}
-        assert usage(Report(step, 100, {}, None)) == expected
+        assert gpus(Report(step, 100, {}, None)) == expected
+    assert cpus(Report(10, 100, {}, None)) == {}
 
 
 DATA = distloop.make_dataset(classification(16), 8)

@@ -11,12 +11,6 @@ from distloop.actions.evaluate import Evaluate
 from tests.problems import on
 
 
-def test_evaluate_reports_under_its_name():
-    evaluate = Evaluate("test", lambda _: {"loss": 0.5, "auc": 0.9}, every=20)
-    assert evaluate.every == 20
-    assert evaluate(Report(10, 100, {}, state=None)) == {"test/loss": 0.5, "test/auc": 0.9}
-
-
 def test_the_best_and_the_last_values_go_through_a_checkpoint():
     values = iter([0.5, 0.25, float("nan"), 0.75])
     evaluate = Evaluate("test", lambda _: {"loss": (value := next(values)), "other": value}, 1)
@@ -25,11 +19,8 @@ def test_the_best_and_the_last_values_go_through_a_checkpoint():
         evaluate(Report(step, 9, {}, None))
     again = Evaluate("test", lambda _: {"loss": 0.125, "other": 1.0}, 1)
     again.set_state(action_state.states_of({"test": evaluate})["test"])
-    assert again.rows == [
-        {"step": 2, "test/loss": 0.25},
-        {"step": 4, "test/loss": 0.75},
-        {"step": 4, "test/other": 0.75},
-    ]
+    last = [{"step": 4, "test/loss": 0.75}, {"step": 4, "test/other": 0.75}]
+    assert again.rows == [{"step": 2, "test/loss": 0.25}, *last]
     again(Report(5, 9, {}, None))
     action_state.RunStates().attach([evaluate], at_start)  # as a rollback does
     assert evaluate.rows == []
@@ -44,6 +35,8 @@ def test_the_best_and_the_last_values_go_through_a_checkpoint():
         ({"batches": 1.5}, "batches=1.5; give a whole number"),
         ({"loss_fn": 3}, "loss_fn=3; give a function"),
         ({"metrics": {"auc": object()}}, "metrics without the loss_fn"),
+        ({"predict_fn": abs}, "predict_fn without the rows_fn that takes its outputs: give both"),
+        ({"rows_fn": 3}, "rows_fn=3; give a function of all rows"),
     ],
 )
 def test_an_evaluation_refuses_what_it_cannot_use(wrong, message):

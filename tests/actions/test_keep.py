@@ -9,20 +9,22 @@ import distloop
 from distloop.actions import keep as keep_module
 from distloop.monitoring.media import Histogram, Images
 from tests.event_files import steps_in_tensorboard
-from tests.problems import classification, classifier, mostly_wide, on, refused, weights
+from tests.problems import assert_equal, classification, classifier, mostly_wide, on, refused, weights
 
 SIZE, STEPS = 8, 6
 
 
-def keeping_model(**options):
-    """A `model_fn` whose `loss_fn` keeps its rows, and the logits."""
-    spec_of = classifier(dropout=0.2)
+def keeping_model(keep=None, dropout=0.2, **options):
+    """A `model_fn` whose `loss_fn` keeps its rows, or calls `keep(spec, batch)`."""
 
     def model_fn():
-        spec = spec_of()
+        spec = classifier(dropout=dropout)()
 
         def loss_fn(batch, training):
-            distloop.keep("rows", batch["x"], **{"every": 2, "show": shown, **options})
+            if keep:
+                keep(spec, batch)
+            else:
+                distloop.keep("rows", batch["x"], **{"every": 2, "show": shown, **options})
             return spec.loss_fn(batch, training)
 
         return distloop.ModelSpec(spec.model, spec.optimizer, loss_fn)
@@ -40,10 +42,6 @@ def shown(array):
 
 def data():
     return distloop.make_dataset(classification(64), SIZE)
-
-
-def first_rows(step):
-    return np.asarray(classification(64)["x"])[SIZE * (step - 1)]
 
 
 @pytest.mark.slow
@@ -70,43 +68,34 @@ def test_the_first_row_of_the_batch_of_each_due_step_is_shown(replicas, settings
     trainer.fit(data(), steps=STEPS)
     assert [array.shape for array in seen] == [(1, 8)] * 3
     for array, step in zip(seen, (2, 4, 6), strict=True):
-        np.testing.assert_array_equal(
-            array[0], np.float16(first_rows(step)) if array.dtype == "f2" else first_rows(step)
-        )
+        row = np.asarray(classification(64)["x"])[SIZE * (step - 1)]
+        np.testing.assert_array_equal(array[0], np.float16(row) if array.dtype == "f2" else row)
 
 
 @pytest.mark.slow
 def test_weights_are_those_of_a_run_that_keeps_nothing_and_other_steps_hand_out_nothing(monkeypatch):
-    calls = []
+    calls, found = [], []
     store = keep_module.tf.numpy_function
-    monkeypatch.setattr(
-        keep_module.tf,
-        "numpy_function",
-        lambda fn, *arguments: store(lambda array: calls.append(1) or fn(array), *arguments),
-    )
-    found = []
+
+    def count(fn, *arguments):
+        return store(lambda array: calls.append(1) or fn(array), *arguments)
+
+    monkeypatch.setattr(keep_module.tf, "numpy_function", count)
     for model_fn in (keeping_model(every="3 steps"), classifier(dropout=0.2)):
         trainer = distloop.Trainer(model_fn, on(2))
         trainer.fit(data(), steps=STEPS)
         found.append(weights(trainer))
     assert len(calls) == 2
-    for path, value in found[0].items():
-        np.testing.assert_array_equal(value, found[1][path])
+    assert_equal(*found)
 
 
 @pytest.mark.slow
 def test_tensors_are_shown_in_tensorboard_under_their_names(tmp_path):
-    def model_fn():
-        spec = classifier()()
+    def keep(spec, batch):
+        distloop.keep("pictures", tf.reshape(batch["x"], [-1, 2, 4, 1]), every=3, rows=2)
+        distloop.keep("logits", spec.predict_fn(batch), every=2, rows=2)
 
-        def loss_fn(batch, training):
-            distloop.keep("pictures", tf.reshape(batch["x"], [-1, 2, 4, 1]), every=3, rows=2)
-            distloop.keep("logits", spec.predict_fn(batch), every=2, rows=2)
-            return spec.loss_fn(batch, training)
-
-        return distloop.ModelSpec(spec.model, spec.optimizer, loss_fn)
-
-    trainer = distloop.Trainer(model_fn, on(1, workdir=str(tmp_path), log_every=4))
+    trainer = distloop.Trainer(keeping_model(keep, dropout=0.0), on(1, workdir=str(tmp_path), log_every=4))
     trainer.fit(data(), steps=6)
     assert steps_in_tensorboard(tmp_path / "train", "pictures") == [3, 6]
     assert steps_in_tensorboard(tmp_path / "train", "logits") == [2, 4, 6]
@@ -152,23 +141,17 @@ def test_what_cannot_be_kept_is_refused(options, message):
 @pytest.mark.parametrize(
     ("tensors", "settings", "message"),
     [
-        ({"a": lambda x: tf.reduce_sum(x)}, {}, "a scalar: give a tensor with a row for each example"),
-        ({"a": lambda x: x, "again": lambda x: x}, {}, "the same name twice in one loss_fn"),
-        ({"a": lambda x: x}, {"jit_compile": True}, "XLA cannot hand a tensor to the host: use jit_compile=False"),
+        ([tf.reduce_sum], {}, "a scalar: give a tensor with a row for each example"),
+        ([tf.identity, tf.identity], {}, "the same name twice in one loss_fn"),
+        ([tf.identity], {"jit_compile": True}, "XLA cannot hand a tensor to the host: use jit_compile=False"),
     ],
 )
 def test_mistakes_in_a_loss_fn_are_told(tensors, settings, message):
-    def model_fn():
-        spec = classifier()()
+    def keep(spec, batch):
+        for compute in tensors:
+            distloop.keep("a", compute(batch["x"]), every=1)
 
-        def loss_fn(batch, training):
-            for compute in tensors.values():
-                distloop.keep("a", compute(batch["x"]), every=1)
-            return spec.loss_fn(batch, training)
-
-        return distloop.ModelSpec(spec.model, spec.optimizer, loss_fn)
-
-    trainer = distloop.Trainer(model_fn, on(1, **settings))
+    trainer = distloop.Trainer(keeping_model(keep, dropout=0.0), on(1, **settings))
     refused(lambda: trainer.fit(data(), steps=1), message)
 
 

@@ -11,8 +11,25 @@ from distloop.actions.action import Report
 from tests.problems import classification, classifier, on, refused
 
 
-def data():
-    return distloop.make_dataset(classification(), 16)
+def data(rows=67):
+    return distloop.make_dataset(classification(rows), 16)
+
+
+def fit(callback, steps, actions=(), **settings):
+    """Trains with a callback, whose epochs are of two steps; returns the trainer."""
+    trainer = distloop.Trainer(classifier(), on(1, **settings))
+    trainer.fit(data(), steps=steps, actions=[*actions, distloop.from_callback(callback, every=2)])
+    return trainer
+
+
+STATE = types.SimpleNamespace(optimizer=keras.optimizers.SGD(0.1), model=None)
+
+
+def started(callback):
+    """Returns the action of a callback in a run that begins."""
+    action = distloop.from_callback(callback, every=1)
+    action.on_start(Report(0, 10, {}, STATE))
+    return action
 
 
 class Seen(keras.callbacks.Callback):
@@ -37,15 +54,17 @@ class Seen(keras.callbacks.Callback):
         self.calls.append("end")
 
 
-@pytest.mark.wide
 @pytest.mark.slow
-def test_a_callback_is_called_at_the_end_of_an_epoch():
+def test_a_callback_is_called_at_the_end_of_an_epoch_and_a_plateau_changes_the_learning_rate():
     seen = Seen()
-    trainer = distloop.Trainer(classifier(), on(1, eval_every=4))
-    trainer.fit(data(), steps=10, evals={"val": data()}, actions=[distloop.from_callback(seen, every=4)])
+    plateau = keras.callbacks.ReduceLROnPlateau("val_loss", factor=0.5, patience=1, min_delta=100.0)
+    trainer = distloop.Trainer(classifier(), on(2, eval_every=2))
+    actions = [distloop.from_callback(callback, every=2) for callback in (seen, plateau)]
+    trainer.fit(data(), steps=7, evals={"val": data()}, actions=actions)
     logs = ["loss", "val/loss", "val_loss"]
-    assert seen.calls == ["begin", (0, logs), (1, logs), (2, logs), "end"]
+    assert seen.calls == ["begin", (0, logs), (1, logs), (2, logs), (3, logs), "end"]
     assert seen.model.count_params() == trainer.model.count_params()
+    np.testing.assert_allclose(trainer.optimizer.learning_rate.numpy(), 0.1 * 0.5**3, rtol=1e-6)
 
 
 @pytest.mark.slow
@@ -53,7 +72,7 @@ def test_an_epoch_may_be_one_of_the_data_and_the_next_fit_goes_on_counting():
     seen = Seen()
     trainer, action = distloop.Trainer(classifier(), on(1)), distloop.from_callback(seen, every="1 epoch")
     for steps in (8, 16):  # epochs of 4 steps
-        trainer.fit(distloop.make_dataset(classification(64), 16), steps=steps, actions=[action])
+        trainer.fit(data(64), steps=steps, actions=[action])
     epochs = [call if isinstance(call, str) else call[0] for call in seen.calls]
     assert epochs == ["begin", 0, 1, "end", "begin", 2, 3, "end"] and seen.epochs_seen == 4
 
@@ -61,25 +80,13 @@ def test_an_epoch_may_be_one_of_the_data_and_the_next_fit_goes_on_counting():
 @pytest.mark.slow
 def test_a_callback_ends_the_run():
     seen = Seen(stop_at=1)
-    trainer = distloop.Trainer(classifier(), on(1))
-    trainer.fit(data(), steps=10, actions=[distloop.from_callback(seen, every=2)])
-    assert trainer.step == 4 and seen.calls[-1] == "end"
-
-
-@pytest.mark.slow
-def test_reduce_lr_on_plateau_changes_the_learning_rate(replicas=2):
-    plateau = keras.callbacks.ReduceLROnPlateau("val_loss", factor=0.5, patience=1, min_delta=100.0)
-    trainer = distloop.Trainer(classifier(), on(replicas, eval_every=2))
-    trainer.fit(data(), steps=8, evals={"val": data()}, actions=[distloop.from_callback(plateau, every=2)])
-    np.testing.assert_allclose(trainer.optimizer.learning_rate.numpy(), 0.1 * 0.5**3, rtol=1e-6)
+    assert fit(seen, 10).step == 4 and seen.calls[-1] == "end"
 
 
 @pytest.mark.slow
 def test_a_callbacks_counters_resume_with_the_run(tmp_path):
     for steps in (4, 8):
-        seen = Seen()
-        trainer = distloop.Trainer(classifier(), on(1, workdir=str(tmp_path)))
-        trainer.fit(data(), steps=steps, actions=[distloop.from_callback(seen, every=2)])
+        fit(seen := Seen(), steps, workdir=str(tmp_path))
     assert seen.calls[0] == "begin" and seen.epochs_seen == 4
 
 
@@ -94,13 +101,7 @@ def test_a_callbacks_counters_go_back_with_the_run(tmp_path):
 
 
 def test_a_state_holds_counters_and_no_settings():
-    def make(patience):
-        plateau = keras.callbacks.ReduceLROnPlateau("loss", patience=patience)
-        action = distloop.from_callback(plateau, every=1)
-        action.on_start(Report(0, 10, {}, types.SimpleNamespace(optimizer=keras.optimizers.SGD(0.1), model=None)))
-        return plateau, action
-
-    plateau, action = make(patience=5)
+    action = started(plateau := keras.callbacks.ReduceLROnPlateau("loss", patience=5))
     at_start = action.get_state()
     for step in (1, 2, 3):
         action(Report(step, 10, {"loss": 1.0}, None))
@@ -108,8 +109,7 @@ def test_a_state_holds_counters_and_no_settings():
     assert (plateau.wait, plateau.best) == (2, 1.0)
     action.set_state(at_start)
     assert (plateau.wait, plateau.best) == (0, None)
-    plateau, action = make(patience=10)
-    action.set_state(state)
+    started(plateau := keras.callbacks.ReduceLROnPlateau("loss", patience=10)).set_state(state)
     assert (plateau.wait, plateau.best, plateau.patience) == (2, 1.0, 10)
 
 
@@ -125,11 +125,8 @@ def test_a_state_holds_counters_and_no_settings():
         (lambda: "ModelCheckpoint", "keras.callbacks.Callback"),
     ],
 )
-def test_an_unsupported_callback_is_refused_with_its_replacement(make, instead):
+def test_an_unsupported_callback_is_refused_with_its_replacement_and_so_is_half_a_step(make, instead):
     refused(lambda: distloop.from_callback(make(), every=10), instead)
-
-
-def test_an_epoch_needs_a_whole_number_of_steps():
     refused(lambda: distloop.from_callback(Seen(), every=0.5), "every=0.5", "whole number")
 
 
@@ -153,16 +150,12 @@ class Losses(keras.callbacks.Callback):
 
 
 def test_lists_dicts_and_numbers_of_numpy_are_attributes_that_go_on():
-    action, again = (
-        distloop.from_callback(first := Losses(), every=1),
-        distloop.from_callback(second := Losses(), every=1),
-    )
-    state = types.SimpleNamespace(optimizer=keras.optimizers.SGD(0.1), model=None)
-    action.on_start(Report(0, 10, {}, state))
+    action = started(first := Losses())
     for step, loss in ((1, 3.0), (2, 2.0)):
         action(Report(step, 10, {"loss": loss}, None))
+    again = distloop.from_callback(second := Losses(), every=1)
     again.set_state(kept := action.get_state())
-    again.on_start(Report(2, 10, {}, state))
+    again.on_start(Report(2, 10, {}, STATE))
     assert (second.losses, second.best, second.last) == ([3.0, 2.0], {"loss": 2.0}, 2.0)
     action(Report(3, 10, {"loss": 1.0}, None))
     assert kept["losses"] == [3.0, 2.0] and first.losses == [3.0, 2.0, 1.0]  # the state is a copy
@@ -177,8 +170,7 @@ def test_a_plateau_reduces_the_rate_after_a_stop_as_without_one(tmp_path):
     def rate(lengths, workdir):
         for steps in lengths:
             plateau = keras.callbacks.ReduceLROnPlateau("val/loss", patience=2, cooldown=1, factor=0.5)
-            trainer = distloop.Trainer(classifier(), on(1, workdir=str(workdir)))
-            trainer.fit(data(), steps=steps, actions=[measure, distloop.from_callback(plateau, every=2)])
+            trainer = fit(plateau, steps, [measure], workdir=str(workdir))
         return float(trainer.optimizer.learning_rate.numpy())
 
     measure.every = 2
@@ -196,18 +188,7 @@ def test_a_plateau_takes_its_direction_from_the_monitors_name():
 
 
 @pytest.mark.slow
-def test_one_callback_of_two_runs_begins_anew_and_of_one_run_goes_on():
-    losses, counts = Losses(), []
-    for _ in range(2):
-        trainer = distloop.Trainer(classifier(), on(1))
-        for steps in (4, 8):
-            trainer.fit(data(), steps=steps, actions=[distloop.from_callback(losses, every=2)])
-            counts.append(len(losses.losses))
-    assert counts == [2, 4, 2, 4]
-
-
-@pytest.mark.slow
-def test_what_on_train_begin_makes_is_made_anew_in_another_run_and_goes_on_in_the_same():
+def test_one_callback_of_two_runs_begins_anew_and_of_one_run_goes_on_with_what_on_train_begin_makes_too():
     class Listing(keras.callbacks.Callback):
         def on_train_begin(self, logs=None):
             self.epochs = []
@@ -215,10 +196,11 @@ def test_what_on_train_begin_makes_is_made_anew_in_another_run_and_goes_on_in_th
         def on_epoch_end(self, epoch, logs=None):
             self.epochs.append(epoch)
 
-    listing, seen = Listing(), []
+    losses, listing, seen = Losses(), Listing(), []
     for _ in range(2):
         trainer = distloop.Trainer(classifier(), on(1))
         for steps in (4, 8):
-            trainer.fit(data(), steps=steps, actions=[distloop.from_callback(listing, every=2)])
-            seen.append(listing.epochs)
-    assert seen == 2 * [[0, 1], [0, 1, 2, 3]]
+            actions = [distloop.from_callback(callback, every=2) for callback in (losses, listing)]
+            trainer.fit(data(), steps=steps, actions=actions)
+            seen.append((len(losses.losses), listing.epochs))
+    assert seen == 2 * [(2, [0, 1]), (4, [0, 1, 2, 3])]

@@ -108,10 +108,7 @@ def test_available_memory_is_positive_and_at_most_all():
 
 @pytest.mark.parametrize(("printed", "expected"), [("81559\n40960\n", 40960 * 2**20 / 1e9), ("No devices\n", None)])
 def test_the_memory_of_the_smallest_gpu_is_read_from_its_tool(monkeypatch, printed, expected):
+    monkeypatch.setenv("PATH", "")
+    assert memory.gpu_memory_gb() is None  # without the tool
     monkeypatch.setattr(memory.subprocess, "run", lambda *args, **kwargs: types.SimpleNamespace(stdout=printed))
     assert memory.gpu_memory_gb() == expected
-
-
-def test_without_the_tool_the_memory_of_gpus_is_unknown(monkeypatch):
-    monkeypatch.setenv("PATH", "")
-    assert memory.gpu_memory_gb() is None

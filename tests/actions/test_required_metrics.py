@@ -8,6 +8,8 @@ from distloop.actions.evaluate import Evaluate
 from distloop.actions.save import require_metrics
 from tests.problems import classification, classifier, on
 
+MEANT = "did you mean 'val/loss'?"
+
 
 @pytest.fixture(scope="module")
 def rows():
@@ -28,15 +30,9 @@ def fit(rows, *actions, evals=None, steps=4, model_fn=None, **settings):
 @pytest.mark.parametrize(
     ("make", "hint"),
     [
-        (
-            lambda: distloop.StopEarly("val_loss"),
-            "waits for the metric 'val_loss', which nothing reports: did you mean 'val/loss'?",
-        ),
+        (lambda: distloop.StopEarly("val_loss"), f"waits for the metric 'val_loss', which nothing reports: {MEANT}"),
         (lambda: distloop.SaveBest("val/acuracy", mode="max"), "did you mean 'val/accuracy'?"),
-        (
-            lambda: distloop.Export(lambda path: None, "unused", metric="vall/loss", suffix=".keras"),
-            "did you mean 'val/loss'?",
-        ),
+        (lambda: distloop.Export(print, "unused", metric="vall/loss", suffix=".keras"), MEANT),
         (lambda: distloop.StopEarly("loss/val"), "waits for the metric 'loss/val', which nothing reports"),
         (lambda: distloop.StopEarly("perplexity"), "give one of accuracy, gradient_norm, loss, "),
         (lambda: distloop.from_callback(keras.callbacks.ReduceLROnPlateau("valid_loss"), every=2), "'val/loss'"),
@@ -68,10 +64,8 @@ def test_values_of_an_evaluation_alone_are_known_from_its_trace(rows):
     def own(batch, training):
         return {"error": batch["x"][:, 0]}
 
-    evals = {
-        "own": distloop.Evaluation(rows, loss_fn=own),
-        "rows": distloop.Evaluation(rows, rows_fn=lambda outputs: {"bleu": 0.5}),
-    }
+    evals = {"own": distloop.Evaluation(rows, loss_fn=own)}
+    evals["rows"] = distloop.Evaluation(rows, rows_fn=lambda outputs: {"bleu": 0.5})
     actions = [distloop.StopEarly("own/error"), distloop.StopEarly("rows/bleu")]
     assert fit(rows, *actions, evals=evals)[1] is None
     trainer, error = fit(rows, distloop.StopEarly("own/loss"), evals=evals)
@@ -84,9 +78,8 @@ def test_what_an_action_of_the_users_reports_is_not_known_and_keras_spelling_is_
         return {"val/reward": 1.0}
 
     measure.every = 1
-    _, error = fit(
-        rows, measure, distloop.StopEarly("val/reward", mode="max", patience=9), distloop.StopEarly("val_loss")
-    )
+    stop = distloop.StopEarly("val/reward", mode="max", patience=9)
+    _, error = fit(rows, measure, stop, distloop.StopEarly("val_loss"))
     assert error is None and "The metric 'val_loss' is waited for: is 'val/loss' meant?" in caplog.text
 
 
@@ -97,4 +90,4 @@ def test_an_action_that_returns_none_by_its_annotation_reports_nothing(rows):
 
     show.every = 1
     trainer, error = fit(rows, show, distloop.StopEarly("val_loss"))
-    assert trainer.step == 0 and "did you mean 'val/loss'?" in error
+    assert trainer.step == 0 and MEANT in error

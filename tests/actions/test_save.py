@@ -1,5 +1,6 @@
 """Which steps are saved: periodically, and where a metric is best; tests/checkpoints/test_store.py has the files."""
 
+import functools
 import math
 
 import pytest
@@ -10,10 +11,15 @@ from distloop.actions.save import Save, SaveBest, SaveCosts
 from distloop.actions.stop_early import StopEarly
 
 
+def noted_saves():
+    """Returns what saves, and the list of the saved steps, each with those that are kept for their score."""
+    saved = []
+    return Saves(lambda report, best_steps: saved.append((report.step, best_steps["score"]))), saved
+
+
 def save_steps(rows, every=100, **settings):
     """Runs `SaveBest("score", ...)` and `Save` over rows of step and score; returns saved steps and the kept ones."""
-    saved = []
-    saves = Saves(lambda report, best_steps: saved.append((report.step, best_steps["score"])))
+    saves, saved = noted_saves()
     best = SaveBest("score", **{"mode": "min", **settings})
     best.set_saves(saves)
     for step, score in rows:
@@ -67,8 +73,7 @@ def test_without_a_workdir_there_is_no_best_one_to_restore(action):
 
 
 def test_stop_early_keeps_the_best_beside_those_of_save_best():
-    saved = []
-    saves = Saves(lambda report, best_steps: saved.append((report.step, best_steps["score"])))
+    saves, saved = noted_saves()
     stop = StopEarly("score", mode="min", patience=2, restore_best=True)
     actions = [SaveBest("score", mode="min", keep=2), stop]
     for action in actions:
@@ -83,42 +88,28 @@ def test_stop_early_keeps_the_best_beside_those_of_save_best():
 
 @pytest.mark.parametrize("keep", [1, 2])
 def test_the_best_of_a_metric_is_known_to_whatever_action_keeps_it_next(keep):
-    def stop():
-        return StopEarly("score", mode="min", patience=9, restore_best=True)
-
-    def best():
-        return SaveBest("score", mode="min", keep=keep)
-
+    stop = functools.partial(StopEarly, "score", mode="min", patience=9, restore_best=True)
+    best = functools.partial(SaveBest, "score", mode="min", keep=keep)
     for first, second in ((stop, best), (best, stop)):
         states, found = RunStates(), None
         for make, step, score in ((first, 2, 0.3), (second, 4, 0.5), (first, 6, 0.4)):
-            action = make()
-            states.attach([action], None if found is None else states.read())
+            states.attach([action := make()], None if found is None else states.read())
             action(Report(step, 1000, {"score": score}, None))
             found = getattr(action, "_save_best", action).best
             assert found[0] == (0.3, 2)
 
 
-def test_its_state_goes_through_a_checkpoint():
-    best, again = SaveBest("loss"), SaveBest("loss")
-    best(Report(2, 10, {"loss": 0.5}, None))
-    again.set_state(best.get_state())
-    assert again.best == [(0.5, 2)]
-
-
 @pytest.mark.parametrize(
-    ("settings", "words"),
-    [({"mode": "most"}, "mode='most' was given to SaveBest"), ({"keep": 0}, "keep=0 was given to SaveBest")],
+    ("arguments", "settings", "words"),
+    [
+        (["loss"], {"mode": "most"}, "mode='most' was given to SaveBest"),
+        (["loss"], {"keep": 0}, "keep=0 was given to SaveBest"),
+        (["test/accuracy", "max"], {}, "SaveBest was given 'test/accuracy', 'max'; it takes the metric's name, and"),
+    ],
 )
-def test_a_rule_that_makes_no_sense_is_refused(settings, words):
+def test_a_rule_that_makes_no_sense_is_refused(arguments, settings, words):
     with pytest.raises(ValueError, match=words):
-        SaveBest("loss", **settings)
-
-
-def test_the_mode_is_by_name_and_follows_from_the_metrics_name():
-    assert SaveBest("test/accuracy").mode == "max" and SaveBest("test/loss").mode == "min"
-    with pytest.raises(ValueError, match="SaveBest was given 'test/accuracy', 'max'; it takes the metric's name, and"):
-        SaveBest("test/accuracy", "max")
+        SaveBest(*arguments, **settings)
 
 
 def test_what_a_save_took_is_reported_in_the_first_row_after_it():

@@ -15,43 +15,33 @@ from distloop.monitoring.media import Text
 from tests import problems
 
 
-def summarize(result):
-    return call(lambda state: result)
-
-
-def call(fn):
-    streams = types.SimpleNamespace(preserved=contextlib.nullcontext)
-    return Summary("shown", fn)(Report(10, 100, {}, types.SimpleNamespace(random_streams=streams, step=5)))
-
-
-def test_a_result_is_shown_under_the_name():
-    text = Text("a")
-    assert summarize(text) == {"shown": text}
-    assert summarize(np.float32(0.5)) == {"shown": 0.5}
-
-
-def test_each_entry_of_a_dict_has_the_name_before_its_own():
-    text = Text("a")
-    assert summarize({"note": text, "norm": 2}) == {"shown/note": text, "shown/norm": 2.0}
-
-
-def test_the_function_takes_the_state():
-    assert call(lambda state: state.step) == {"shown": 5.0}
-
-
-def test_a_result_that_cannot_be_shown_is_refused():
-    state = types.SimpleNamespace(random_streams=types.SimpleNamespace(preserved=contextlib.nullcontext))
+def test_a_result_is_shown_under_the_name_and_refused_if_it_cannot_be():
+    streams, text = types.SimpleNamespace(preserved=contextlib.nullcontext), Text("a")
+    report = Report(10, 100, {}, types.SimpleNamespace(random_streams=streams, step=5))
+    for result, shown in [
+        (text, {"shown": text}),
+        (np.float32(0.5), {"shown": 0.5}),
+        ({"note": text, "norm": 2}, {"shown/note": text, "shown/norm": 2.0}),
+    ]:
+        assert Summary("shown", lambda state, result=result: result)(report) == shown
+    assert Summary("shown", lambda state: state.step)(report) == {"shown": 5.0}
     with pytest.raises(ValueError, match=r"The action 'shown' returned array.* under 'shown', which is no number"):
-        run([Summary("shown", lambda state: np.zeros([3]), every=1)], Report(10, 100, {}, state))
+        run([Summary("shown", lambda state: np.zeros([3]), every=1)], report)
 
 
-def show(action, loss_fn, model="model"):
+def show(action, loss_fn):
     spec = types.SimpleNamespace(updates=[types.SimpleNamespace(loss_fn=loss_fn)])
     streams = types.SimpleNamespace(preserved=lambda: tf.name_scope("preserved"))
     averaged = lambda: tf.name_scope("averaged")  # noqa: E731
-    state = types.SimpleNamespace(spec=spec, model=model, averaged=averaged, random_streams=streams)
+    state = types.SimpleNamespace(spec=spec, model="model", averaged=averaged, random_streams=streams)
     ((name, media),) = action(Report(1, 1, {}, state)).items()
     return name, media
+
+
+def shown_losses(data, loss_fn=lambda batch, training: {"loss": batch}, **settings):
+    """Returns the losses in the table of the worst rows."""
+    _, media = show(distloop.WorstExamples("test", data, **settings), loss_fn)
+    return [line.split(" | ")[0] for line in media.text.splitlines()[2:]]
 
 
 def test_the_rows_with_the_largest_loss_are_shown_with_their_numbers():
@@ -79,7 +69,6 @@ def test_texts_are_a_table():
 @pytest.mark.parametrize("tokens", [False, True])
 def test_rows_of_weight_0_are_left_out_and_nan_is_the_worst(tokens):
     data = {"loss": np.array([1.0, 9.0, np.nan, 3.0, np.nan, 8.0], "f"), "weight": np.array([1, 0, 1, 1, 0, 0], "f")}
-    action = distloop.WorstExamples("test", data, most=3, batch_size=3)
 
     def loss_fn(batch, training):
         values, weights = batch["loss"], batch["weight"]
@@ -87,16 +76,13 @@ def test_rows_of_weight_0_are_left_out_and_nan_is_the_worst(tokens):
             values, weights = tf.stack([values, values * np.nan], 1), tf.stack([weights, 0 * weights], 1)
         return {"loss": distloop.weighted(values, weights)}
 
-    _, media = show(action, loss_fn)
-    assert [line.split(" | ")[0] for line in media.text.splitlines()[2:]] == ["nan", "3", "1"]
+    assert shown_losses(data, loss_fn, most=3, batch_size=3) == ["nan", "3", "1"]
 
 
 def test_ragged_rows_of_weight_0_are_left_out():
     data = tf.data.Dataset.from_tensors(tf.constant([1.0, 2.0, 3.0]))
-    action = distloop.WorstExamples("test", data, most=3)
-    values = tf.ragged.constant([[1.0, 2.0], [9.0], [3.0]])
-    _, media = show(action, lambda batch, training: {"loss": distloop.weighted(values, [1.0, 0.0, 1.0])})
-    assert [line.split(" | ")[0] for line in media.text.splitlines()[2:]] == ["3", "1.5"]
+    loss = distloop.weighted(tf.ragged.constant([[1.0, 2.0], [9.0], [3.0]]), [1.0, 0.0, 1.0])
+    assert shown_losses(data, lambda batch, training: {"loss": loss}, most=3) == ["3", "1.5"]
 
 
 def test_data_that_cannot_be_read_again_is_refused_if_it_has_to_be():
@@ -104,8 +90,7 @@ def test_data_that_cannot_be_read_again_is_refused_if_it_has_to_be():
     with pytest.raises(ValueError, match="give the function that makes it"):
         distloop.WorstExamples("test", iter(rows), every=1)
     for data in iter(rows), lambda: iter(rows):
-        _, media = show(distloop.WorstExamples("test", data), lambda batch, training: {"loss": batch})
-        assert [line.split(" | ")[0] for line in media.text.splitlines()[2:]] == ["2", "2", "1", "1"]
+        assert shown_losses(data) == ["2", "2", "1", "1"]
 
 
 def test_arrays_that_change_in_place_are_shown_as_they_are():
@@ -141,5 +126,4 @@ def test_a_loss_that_draws_numbers_leaves_the_random_streams_of_the_replicas_as_
     for actions in ([], [distloop.WorstExamples("test", data, every=2)]):
         trainers.append(distloop.Trainer(model_fn, problems.on(2)))
         trainers[-1].fit(data, steps=4, actions=actions)
-    left, right = map(problems.everything, trainers)
-    assert [value.tobytes() for value in left.values()] == [value.tobytes() for value in right.values()]
+    problems.assert_equal(*map(problems.everything, trainers))

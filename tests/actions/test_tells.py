@@ -17,6 +17,8 @@ from distloop.actions import tells
 from tests import forked
 from tests.problems import assert_equal, classification, classifier, everything, on, refused, rows_of
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = """
     import os, signal, sys
     import numpy as np
@@ -44,8 +46,8 @@ PROGRAM = """
 """
 
 
-def run(workdir, replicas, commands, when=""):
-    return forked.run_program(workdir, PROGRAM, replicas, commands, when)
+def run(workdir, commands, when=""):
+    return forked.run_program(workdir, PROGRAM, 2, commands, when)
 
 
 COMMANDS = "evaluate learning_rate=0.5 save"
@@ -55,33 +57,30 @@ COMMANDS = "evaluate learning_rate=0.5 save"
 def whole(tmp_path_factory):
     """The workdir of a run on two replicas that was told something and never stopped."""
     workdir = tmp_path_factory.mktemp("whole")
-    result = run(workdir, 2, COMMANDS)
+    result = run(workdir, COMMANDS)
     assert result.returncode == 0, result.stderr[-3000:]
     return workdir
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("when", ["6", "7", "11"])
 def test_a_run_that_was_told_something_is_bit_for_bit_its_own_resume(when, whole, tmp_path):
-    assert run(tmp_path, 2, COMMANDS, when).returncode == -signal.SIGKILL
-    result = run(tmp_path, 2, "")
+    assert run(tmp_path, COMMANDS, when).returncode == -signal.SIGKILL
+    result = run(tmp_path, "")
     assert result.returncode == 0, result.stderr[-3000:]
     expected, actual = (np.load(workdir / "end.npz") for workdir in (whole, tmp_path))
     assert not [name for name in expected if actual[name].tobytes() != expected[name].tobytes()]
     assert rows_of(tmp_path) == rows_of(whole)
-    told = [[json.loads(line) for line in (w / "told.jsonl").read_text().splitlines()] for w in (whole, tmp_path)]
-    assert [[(row["step"], row["command"]) for row in rows] for rows in told] == [
-        [(6, c) for c in COMMANDS.split()]
-    ] * 2
+    for workdir in (whole, tmp_path):
+        told = [json.loads(line) for line in (workdir / "told.jsonl").read_text().splitlines()]
+        assert [(row["step"], row["command"]) for row in told] == [(6, command) for command in COMMANDS.split()]
 
 
-@pytest.mark.slow
 def test_what_a_run_is_told_happens_at_the_end_of_the_next_step_and_is_in_its_row(whole, tmp_path):
     rows = {row["step"]: row for row in rows_of(whole)}
     assert [step for step, row in rows.items() if "told" in row] == [6] and rows[6]["told"] == 3
     assert [step for step, row in rows.items() if "test/loss" in row] == [6, 14]
     assert [rows[step]["learning_rate"] for step in (6, 7, 14)] == [np.float32(0.1), 0.5, 0.5]
-    assert run(tmp_path, 2, "").returncode == 0
+    assert run(tmp_path, "").returncode == 0
     never = {row["step"]: row for row in rows_of(tmp_path)}
     assert never[6]["loss"] == rows[6]["loss"] and never[8]["loss"] != rows[8]["loss"]  # another rate from step 7 on
     assert not (tmp_path / "told.jsonl").exists()
@@ -89,22 +88,32 @@ def test_what_a_run_is_told_happens_at_the_end_of_the_next_step_and_is_in_its_ro
 
 def trainer_of(workdir, **settings):
     model_fn = settings.pop("model_fn", classifier(dropout=0.5))
-    config = on(
-        1, **{"workdir": str(workdir), "checkpoint_every": 4, "keep_checkpoints": 9, "log_every": 2, **settings}
-    )
-    return distloop.Trainer(model_fn, config)
+    settings = {"workdir": str(workdir), "checkpoint_every": 4, "keep_checkpoints": 9, "log_every": 2} | settings
+    return distloop.Trainer(model_fn, on(1, **settings))
+
+
+def fail(workdir, evals=None, **settings):
+    """Trains to step 3, where an action fails."""
+
+    def failing(report):
+        if report.step == 3:
+            raise RuntimeError("the action failed")
+
+    failing.every = 1
+    with pytest.raises(RuntimeError):
+        trainer_of(workdir, **settings).fit(data(), steps=12, evals=evals, actions=[failing])
 
 
 def data():
     return distloop.make_dataset(classification(67), 16, shuffle=True)
 
 
-def telling(workdir, *commands, at=5):
+def telling(workdir, command):
     def act(report):
-        for command in commands if report.step == at else ():
+        if report.step == 5:
             tells.tell(str(workdir), command)
 
-    act.every = at
+    act.every = 5
     return act
 
 
@@ -117,7 +126,6 @@ def told(tmp_path_factory):
     return trainer
 
 
-@pytest.mark.slow
 def test_a_resumed_run_acts_at_the_same_step_though_nothing_else_is_due_there(told, tmp_path):
     shutil.copytree(told.config.workdir, tmp_path, dirs_exist_ok=True)
     for step in ("8", "12"):
@@ -127,14 +135,12 @@ def test_a_resumed_run_acts_at_the_same_step_though_nothing_else_is_due_there(to
     assert_equal(everything(resumed), everything(told))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("step", [6, 7, 8, 10])
 def test_a_run_that_was_told_another_rate_is_replayed(step, told):
     replayed = trainer_of(told.config.workdir).replay(data(), step=step, steps=12)
     assert not replayed.differences and replayed.learning_rate == (np.float32(0.1) if step <= 6 else 0.5)
 
 
-@pytest.mark.slow
 def test_a_run_that_is_told_to_stop_ends_at_the_next_step_and_not_again(tmp_path, capsys):
     trainer = trainer_of(tmp_path)
     trainer.fit(data(), steps=12, actions=[telling(tmp_path, "stop")])
@@ -147,29 +153,9 @@ def test_a_run_that_is_told_to_stop_ends_at_the_next_step_and_not_again(tmp_path
     assert further.step == 14 and sorted(map(int, os.listdir(tmp_path / "checkpoints"))) == [4, 6, 8, 12, 14]
 
 
-@pytest.mark.slow
-def test_a_run_that_does_not_train_acts_once_it_is_started_again(tmp_path, capsys):
-    with pytest.raises(RuntimeError):
-        trainer_of(tmp_path).fit(data(), steps=12, actions=[failing])
-    assert report.main(["--tell", str(tmp_path), "learning_rate=1e-9"]) == 0
-    assert "the run acts on it after its next step, or once it is started again" in capsys.readouterr().out
-    numbers = trainer_of(tmp_path, log_every=1).fit(data(), steps=12)
-    assert numbers["learning_rate"] == np.float32(1e-9)
-
-
-def failing(report):
-    if report.step == 3:
-        raise RuntimeError("the action failed")
-
-
-failing.every = 1
-
-
-@pytest.mark.slow
 def test_what_a_run_cannot_be_told_is_refused_in_a_sentence_at_once(tmp_path, capsys):
     workdir = str(tmp_path / "run")
-    with pytest.raises(RuntimeError):
-        trainer_of(workdir).fit(data(), steps=12, actions=[failing])
+    fail(workdir)
 
     def refuses(command, *parts, path=workdir):
         assert report.main(["--tell", path, command]) == 2
@@ -191,12 +177,10 @@ def test_what_a_run_cannot_be_told_is_refused_in_a_sentence_at_once(tmp_path, ca
     refuses("save", "whose run has ended: start it with more steps first")
 
 
-@pytest.mark.slow
 def test_a_rate_that_is_a_schedule_is_refused_and_an_older_command_for_it_changes_nothing(tmp_path, caplog):
     rate = distloop.make_schedule(0.1, 12)
     settings = dict(model_fn=classifier(optimizer=lambda: keras.optimizers.SGD(rate)))
-    with pytest.raises(RuntimeError):
-        trainer_of(tmp_path, **settings).fit(data(), steps=12, actions=[failing])
+    fail(tmp_path, **settings)
     refused(lambda: tells.tell(str(tmp_path), "learning_rate=1"), "each of its rates is a schedule", "stop it")
     (tmp_path / "tell.jsonl").write_text('{"step": 3, "id": "a", "command": "learning_rate=1"}\nhalf a li')
     trainer_of(tmp_path, **settings).fit(data(), steps=12)
@@ -204,24 +188,22 @@ def test_a_rate_that_is_a_schedule_is_refused_and_an_older_command_for_it_change
     assert not (tmp_path / "told.jsonl").exists()
 
 
-@pytest.mark.slow
 def test_a_look_for_commands_is_one_stat_of_a_file(tmp_path, monkeypatch):
     looks, stat = [], os.stat
-    monkeypatch.setattr(
-        tells.os, "stat", lambda path, *rest, **more: (looks.append(path), stat(path, *rest, **more))[1]
-    )
+    monkeypatch.setattr(tells.os, "stat", lambda path, *more, **named: looks.append(path) or stat(path, *more, **named))
     trainer_of(tmp_path, steps_per_loop=1).fit(data(), steps=12)
     assert [os.path.basename(path) for path in looks if "tell" in str(path)] == ["tell.jsonl"] * 11
 
 
-@pytest.mark.slow
-def test_the_commands_of_the_cookbook_are_taken(tmp_path):
+def test_a_run_that_does_not_train_acts_on_the_commands_of_the_cookbook_once_it_is_started_again(tmp_path, capsys):
     page = (pathlib.Path(__file__).parents[2] / "docs" / "cookbook.md").read_text(encoding="utf-8")
     commands = re.findall(r"^python -m distloop.report --tell runs/best (\S+)$", page, re.M)
-    assert len(commands) == 4
-    with pytest.raises(RuntimeError):
-        trainer_of(tmp_path).fit(data(), steps=12, evals={"test": data()}, actions=[failing])
-    assert [report.main(["--tell", str(tmp_path), command]) for command in commands] == [0] * 4
+    assert len(commands) == 4 and "learning_rate=1e-4" in commands
+    fail(tmp_path, evals={"test": data()})
+    for command in commands:
+        assert report.main(["--tell", str(tmp_path), command]) == 0
+        assert "the run acts on it after its next step, or once it is started again" in capsys.readouterr().out
     trainer = trainer_of(tmp_path)
     numbers = trainer.fit(data(), steps=12, evals={"test": data()})
     assert trainer.step < 12 and numbers["told"] == 4 and "test/loss" in numbers
+    assert trainer.optimizer.learning_rate.numpy() == np.float32(1e-4)

@@ -1,8 +1,5 @@
 """Datasets made from arrays."""
 
-import math
-import os
-
 import h5py
 import keras
 import numpy as np
@@ -12,15 +9,7 @@ import tensorflow as tf
 import distloop
 from distloop.data.arrays import are_arrays, as_arrays, as_dataset, with_labels
 from distloop.data.make_dataset import make_dataset
-from distloop.data.source import Source
-from tests.problems import (
-    assert_equal,
-    classification,
-    classifier,
-    everything,
-    of_unknown_length,
-    on,
-)
+from tests.problems import assert_equal, classification, classifier, everything, mostly_wide, of_unknown_length, on
 
 
 def flat(dataset):
@@ -30,33 +19,21 @@ def flat(dataset):
 def test_arrays_become_batches_in_order():
     dataset = make_dataset({"x": np.arange(10).reshape(5, 2), "y": {"z": np.arange(5)}}, 2)
     batches = list(dataset.as_numpy_iterator())
-    assert [len(batch["x"]) for batch in batches] == [2, 2, 1]
-    assert np.concatenate([batch["x"] for batch in batches]).tolist() == np.arange(10).reshape(5, 2).tolist()
-    assert np.concatenate([batch["y"]["z"] for batch in batches]).tolist() == list(range(5))
+    assert [batch["x"].tolist() for batch in batches] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9]]]
+    assert [batch["y"]["z"].tolist() for batch in batches] == [[0, 1], [2, 3], [4]]
     assert len(dataset) == 3
+    whole = make_dataset(np.arange(5), 2, drop_remainder=True)
+    assert whole.element_spec.shape == [2] and flat(whole) == [0, 1, 2, 3]
 
 
-def test_drop_remainder_leaves_the_odd_batch_out_and_knows_the_batch_size():
-    dataset = make_dataset(np.arange(5), 2, drop_remainder=True)
-    assert dataset.element_spec.shape == [2]
-    assert flat(dataset) == [0, 1, 2, 3]
-
-
-EXAMPLES = [np.arange(20), tf.data.Dataset.range(20)]
-
-
-@pytest.mark.parametrize("examples", EXAMPLES, ids=["arrays", "dataset"])
-def test_shuffling_gives_every_epoch_another_order_and_every_row_once(examples):
+@pytest.mark.parametrize("examples", [np.arange(20), tf.data.Dataset.range(20)], ids=["arrays", "dataset"])
+def test_shuffling_gives_every_epoch_every_row_once_in_another_order_that_the_seed_fixes(examples):
     dataset = make_dataset(examples, 4, shuffle=True)
     first, second = flat(dataset), flat(dataset)
     assert sorted(first) == sorted(second) == list(range(20))
     assert first != list(range(20)) and first != second
     repeated = flat(make_dataset(examples, 4, shuffle=True).repeat(2))
     assert sorted(repeated[:20]) == list(range(20)) and repeated[:20] != repeated[20:]
-
-
-@pytest.mark.parametrize("examples", EXAMPLES, ids=["arrays", "dataset"])
-def test_the_seed_fixes_the_order(examples):
     orders = [flat(make_dataset(examples, 4, shuffle=True, seed=seed).repeat(2)) for seed in (3, 3, 4)]
     assert orders[0] == orders[1] != orders[2]
 
@@ -67,10 +44,12 @@ def test_rows_of_several_arrays_stay_together_when_shuffled():
         np.testing.assert_array_equal(10 * batch["x"], batch["y"])
 
 
-def test_a_buffer_shuffles_examples_of_a_dataset_that_are_near():
+def test_a_buffer_shuffles_examples_of_a_dataset_that_are_near_and_all_only_where_the_length_is_known():
     order = flat(make_dataset(tf.data.Dataset.range(20), 4, shuffle=3))
     assert sorted(order) == list(range(20)) and order != list(range(20))
     assert all(value <= place + 2 for place, value in enumerate(order))  # never earlier than the buffer allows
+    with pytest.raises(ValueError, match="shuffle=True was given with a dataset of unknown length; give the number"):
+        make_dataset(of_unknown_length(tf.data.Dataset.range(9)), 2, shuffle=True)
 
 
 def test_a_cached_dataset_is_read_once():
@@ -86,74 +65,24 @@ def test_a_cached_dataset_is_read_once():
     assert len(reads) == 1
 
 
-@pytest.mark.parametrize("batch_size", [0, -1])
-def test_a_batch_without_rows_is_refused(batch_size):
-    with pytest.raises(ValueError, match=f"batch_size={batch_size} was given; a batch has one row at least"):
-        make_dataset(np.arange(5), batch_size)
-
-
-def test_arrays_of_different_lengths_are_refused():
-    with pytest.raises(ValueError, match=r"Arrays of \[4, 5\] rows were given; they need the same number"):
-        make_dataset({"x": np.zeros([4]), "y": np.zeros([5])}, 2)
-
-
-def test_arrays_without_rows_are_refused():
-    with pytest.raises(ValueError, match=r"Arrays of \[0\] rows were given"):
-        make_dataset(np.zeros([0, 3]), 2)
-
-
-def test_all_of_a_dataset_of_unknown_length_cannot_be_shuffled():
-    with pytest.raises(ValueError, match="shuffle=True was given with a dataset of unknown length; give the number"):
-        make_dataset(of_unknown_length(tf.data.Dataset.range(9)), 2, shuffle=True)
-
-
-# Arrays in place of a dataset.
-
-
-def test_a_dataset_stays_as_it_is():
-    dataset = tf.data.Dataset.range(4).batch(2)
-    assert as_dataset(dataset, 3, 0) is dataset
-
-
-def test_arrays_are_batched_in_order_without_a_seed():
-    batches = list(as_dataset({"x": np.arange(5)}, 2).as_numpy_iterator())
-    assert [batch["x"].tolist() for batch in batches] == [[0, 1], [2, 3], [4]]
-
-
-def test_a_seed_shuffles_arrays_in_another_order_each_epoch():
-    dataset = as_dataset(np.arange(20), 4, 7)
-    first, second = flat(dataset), flat(dataset)
-    assert sorted(first) == sorted(second) == list(range(20)) and first != second
-    assert first == flat(make_dataset(np.arange(20), 4, shuffle=True, seed=7))
-
-
-def test_a_list_of_arrays_gives_batches_that_are_tuples():
+def test_arrays_become_a_dataset_in_their_order_or_in_that_of_a_seed_and_a_dataset_stays_as_it_is():
+    data = tf.data.Dataset.range(4).batch(2)
+    assert as_dataset(data, 3, 0) is data
+    assert [batch["x"].numpy().tolist() for batch in as_dataset({"x": np.arange(5)}, 2)] == [[0, 1], [2, 3], [4]]
+    found, expected = as_dataset(np.arange(20), 4, 7), make_dataset(np.arange(20), 4, shuffle=True, seed=7)
+    assert [flat(found), flat(found)] == [flat(expected), flat(expected)]  # of which each epoch has another order
     (batch,) = as_dataset([np.zeros([3, 2]), np.ones([3])], 4)
     assert isinstance(batch, tuple) and [part.shape for part in batch] == [(3, 2), (3,)]
 
 
-@pytest.mark.parametrize(
-    ("data", "expected"),
-    [
-        (np.zeros(3), True),
-        ((np.zeros(3), {"y": np.zeros(3)}), True),
-        ([1, 2], True),
-        ((np.zeros(3), [1, 2, 3]), True),
-        ([np.zeros(3), [np.zeros(3), [1, 2, 3]]], True),
-        ({"x": tf.zeros([3]), "y": tf.Variable([1, 2, 3])}, True),
-        ([(np.zeros(3), np.zeros(3))], False),  # a list of batches
-        ([{"x": np.zeros(3)}], False),
-        ((1, 2), False),
-        ((np.zeros(3), None), False),
-        (tf.data.Dataset.range(3), False),
-        (lambda: np.zeros(3), False),
-        ({}, False),
-        ([], False),
-        (None, False),
-    ],
-)
-def test_are_arrays_is_true_for_structures_of_arrays_alone(data, expected):
-    assert are_arrays(data) == expected
+def test_are_arrays_is_true_for_structures_of_arrays_alone():
+    x = np.zeros(3)
+    arrays = [x, (x, {"y": x}), [1, 2], (x, [1, 2, 3]), [x, [x, [1, 2, 3]]]]
+    arrays += [{"x": tf.zeros([3]), "y": tf.Variable([1, 2, 3])}]
+    assert [are_arrays(data) for data in arrays] == [True] * 6
+    a_list_of_batches, dataset = [(x, x)], tf.data.Dataset.range(3)
+    others = [a_list_of_batches, [{"x": x}], (1, 2), (x, None), dataset, lambda: x, {}, [], None]
+    assert [are_arrays(data) for data in others] == [False] * 9
 
 
 class Frame:
@@ -203,54 +132,33 @@ def test_arrays_on_disk_stay_there(tmp_path):
         assert next(iter(as_dataset(arrays, 3)))[0].numpy().tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize("given", [tf.ragged.constant([[1], [2, 3]]), tf.sparse.from_dense(np.eye(3))])
-def test_ragged_and_sparse_arrays_are_refused_with_what_to_do(given):
-    with pytest.raises(ValueError, match="distloop takes dense ones.*from_tensor_slices"):
-        as_arrays((given, np.zeros(3)))
-
-
-def test_arrays_of_several_types_are_refused():
+def test_ragged_and_sparse_arrays_and_those_of_several_types_are_refused_with_what_to_do():
+    for given in (tf.ragged.constant([[1], [2, 3]]), tf.sparse.from_dense(np.eye(3))):
+        with pytest.raises(ValueError, match="distloop takes dense ones.*from_tensor_slices"):
+            as_arrays((given, np.zeros(3)))
     with pytest.raises(ValueError, match="array of type object was given.*astype"):
-        as_dataset(np.array([[1, "a"], [2, "b"]], object)[:, ::-1], 2)
+        as_dataset(np.array([["a", 1], ["b", 2]], object), 2)
 
 
 def test_labels_and_weights_join_their_features():
     x, y, w = np.zeros(3), [1, 2, 3], np.ones(3)
     assert with_labels(x) is x
     assert with_labels(x, y) == (x, y) and with_labels(x, y, w) == (x, y, w)
-    with pytest.raises(ValueError, match="Labels were given beside a .*Dataset.*labels of their own"):
-        with_labels(tf.data.Dataset.range(3), y)
-    with pytest.raises(ValueError, match="without y"):
-        with_labels(x, None, w)
-    with pytest.raises(ValueError, match="A float was given as the labels"):
-        with_labels(x, 0.5)
-    with pytest.raises(ValueError, match="A str was given as the sample weights"):
-        with_labels(x, y, "balanced")
+    for given, words in [
+        ((tf.data.Dataset.range(3), y), "Labels were given beside a .*Dataset.*labels of their own"),
+        ((x, None, w), "without y"),
+        ((x, 0.5), "A float was given as the labels"),
+        ((x, y, "balanced"), "A str was given as the sample weights"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            with_labels(*given)
 
 
-@pytest.mark.slow
-def test_x_and_y_apart_are_the_tuple_of_both():
-    model_fn, (x, y) = supervised_classifier(), labelled(40)
-    ends = []
-    for data in [(x, y), ((x, y),), (x, y.tolist()), ([x, tf.constant(y)],)]:
-        trainer = distloop.Trainer(model_fn, on(1, batch_size=16))
-        trainer.build(*data)
-        trainer.fit(*data, steps=2)
-        assert trainer.step == 2
-        trainer.fit(*data, steps=4)  # goes on in the same arrays
-        ends.append([everything(trainer), trainer.evaluate(*data)])
-    for end in ends[1:]:
-        assert_equal(end[0], ends[0][0])
-        assert end[1] == ends[0][1]
-    assert distloop.Trainer(model_fn, on(1, batch_size=16)).audit(x, y).findings == ()
-
-
-def test_sample_weights_are_an_argument_too():
-    x, y = labelled(32)
-    weighted, plain = (distloop.Trainer(supervised_classifier(), on(1, batch_size=16)) for _ in range(2))
-    weighted.fit(x, y, sample_weight=np.arange(32.0), steps=2)
-    plain.fit((x, y, np.arange(32.0)), steps=2)
-    assert_equal(everything(weighted), everything(plain))
+def supervised_classifier():
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input([8]), keras.layers.Dense(4, name="logits")], name="net")
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    return distloop.supervised(model, loss, keras.optimizers.SGD(0.1))
 
 
 def labelled(count):
@@ -258,63 +166,66 @@ def labelled(count):
     return rows["x"], rows["label"]
 
 
-def supervised_classifier():
-    def model_fn():
-        keras.utils.set_random_seed(1)
-        model = keras.Sequential([keras.Input([8]), keras.layers.Dense(4, name="logits")], name="net")
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        return distloop.supervised(model, loss, keras.optimizers.SGD(0.1))
+def ends(*data, model_fn=supervised_classifier, steps=2, **labels):
+    """Returns a trainer and all that it changed."""
+    trainer = distloop.Trainer(model_fn, on(1, batch_size=16))
+    trainer.fit(*data, steps=steps, **labels)
+    return trainer, everything(trainer)
 
-    return model_fn
+
+@pytest.mark.slow
+def test_x_and_y_apart_are_the_tuple_of_both():
+    x, y = labelled(40)
+    _, expected = ends((x, y), steps=4)
+    scores = []
+    for data in [(x, y), ((x, y),), (x, y.tolist()), ([x, tf.constant(y)],)]:
+        trainer, _ = ends(*data)
+        assert trainer.step == 2
+        trainer.fit(*data, steps=4)  # goes on in the same arrays
+        assert_equal(everything(trainer), expected)
+        scores.append(trainer.evaluate(*data))
+    assert scores == scores[:1] * 4
+    trainer = distloop.Trainer(supervised_classifier, on(1, batch_size=16))
+    trainer.build(x, y)
+    assert trainer.audit(x, y).findings == ()
+
+
+def test_sample_weights_are_an_argument_too():
+    x, y = labelled(32)
+    assert_equal(ends(x, y, sample_weight=np.arange(32.0))[1], ends((x, y, np.arange(32.0)))[1])
+
+
+@pytest.mark.wide
+def test_lists_of_numbers_train_as_their_arrays():
+    rows = classification(32)
+    lists = {"x": rows["x"].tolist(), "label": rows["label"].tolist()}
+    assert_equal(*(ends(data, model_fn=classifier(), steps=3)[1] for data in (rows, lists)))
 
 
 def run(data, workdir="", steps=9, replicas=2, **settings):
     """Trains in batches of 16 and returns the trainer."""
-    settings = {"seed": 5, "batch_size": 16, "workdir": os.fspath(workdir), "console": "quiet", **settings}
+    settings = {"seed": 5, "batch_size": 16, "workdir": str(workdir), "console": "quiet", **settings}
     trainer = distloop.Trainer(classifier(dropout=0.2), on(replicas, **settings))
     trainer.fit(data, steps=steps)
     return trainer
 
 
-@pytest.mark.wide
 @pytest.mark.slow
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_training_on_arrays_equals_training_on_a_shuffled_dataset(replicas):
+@pytest.mark.parametrize("replicas", mostly_wide([2, 1]))
+def test_runs_on_arrays_that_go_on_where_they_stopped_equal_one_on_a_shuffled_dataset(replicas, tmp_path):
     rows = classification(67)  # the last batch has 3 rows
-    trainer = run(rows, replicas=replicas)
-    expected = run(make_dataset(rows, 16, shuffle=True, seed=5), replicas=replicas)
-    assert_equal(everything(trainer), everything(expected))
-
-
-@pytest.mark.slow
-def test_epochs_of_arrays_include_the_odd_last_batch():
-    trainer = distloop.Trainer(classifier(), on(1, batch_size=16))
-    trainer.fit(classification(67), epochs=2)
-    assert trainer.step == 10
-
-
-@pytest.mark.slow
-def test_a_second_fit_on_the_same_arrays_goes_on():
-    rows = classification(67)
-    trainer = run(rows, steps=7)
-    trainer.fit(rows, steps=9)
-    expected = run(rows, steps=9)
-    assert_equal(everything(trainer), everything(expected))
-
-
-@pytest.mark.slow
-def test_a_run_on_arrays_resumes_where_it_stopped(tmp_path):
-    rows = classification(67)
-    run(rows, tmp_path, steps=7)
-    assert_equal(everything(run(rows, tmp_path, steps=12)), everything(run(rows, steps=12)))
+    expected = everything(run(make_dataset(rows, 16, shuffle=True, seed=5), steps=12, replicas=replicas))
+    run(rows, tmp_path, steps=7, replicas=replicas)
+    assert_equal(everything(run(rows, tmp_path, steps=12, replicas=replicas)), expected)
+    trainer = run(rows, steps=7, replicas=replicas)
+    trainer.fit(rows, steps=12)
+    assert_equal(everything(trainer), expected)
 
 
 @pytest.mark.wide
-@pytest.mark.slow
 def test_arrays_are_evaluated_and_predicted_in_their_order():
-    rows = classification(67)
+    rows, dataset = classification(67), make_dataset(classification(67), 16)
     trainer = run(rows, steps=1, eval_every=1)
-    dataset = make_dataset(rows, 16)
     assert trainer.evaluate(rows) == trainer.evaluate(dataset)
     np.testing.assert_array_equal(trainer.predict(rows), trainer.predict(dataset))
     assert [len(part) for part in trainer.stream_predictions(rows)] == [16, 16, 16, 16, 3]
@@ -322,76 +233,30 @@ def test_arrays_are_evaluated_and_predicted_in_their_order():
 
 
 @pytest.mark.slow
-def test_predictions_follow_arrays_that_change_in_place():
-    rows = classification(16)
-    trainer = distloop.Trainer(classifier(), on(1))
+def test_epochs_include_the_odd_last_batch_batches_are_those_of_replicas_and_changes_in_place_are_seen():
+    trainer, rows = distloop.Trainer(classifier(), on(2, replica_batch_size=8)), classification(40)
+    assert [len(part) for part in trainer.stream_predictions(rows)] == [16, 16, 8]
     first = trainer.predict(rows)
     rows["x"] += 1
     assert not np.array_equal(trainer.predict(rows), first)
+    trainer.fit(classification(67), epochs=2)
+    assert trainer.step == 10
 
 
 @pytest.mark.slow
-def test_arrays_are_audited_and_build_a_model():
+def test_arrays_build_a_model_are_audited_and_have_a_learning_rate_found():
     rows = classification(67)
     trainer = distloop.Trainer(classifier(), on(1, batch_size=16))
     trainer.build(rows)
     assert trainer.audit(rows).findings == trainer.audit(make_dataset(rows, 16, shuffle=True)).findings
-
-
-@pytest.mark.slow
-def test_a_learning_rate_is_found_on_arrays():
-    rows = classification(67)
-    trainer = distloop.Trainer(classifier(), on(1, batch_size=16))
     on_arrays = distloop.find_learning_rate(trainer, rows, steps=6)
     on_dataset = distloop.find_learning_rate(trainer, make_dataset(rows, 16, shuffle=True), steps=6)
     np.testing.assert_array_equal(on_arrays.losses, on_dataset.losses)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_batches", [1, 3, 5, 6, 11])
-@pytest.mark.parametrize(("saved", "size"), [(2, 4), (4, 2), (4, 3), (3, 7)])
-def test_a_place_in_arrays_leaves_no_example_out_when_the_batch_size_changes(num_batches, saved, size):
-    rows = np.arange(10)
-
-    def rows_before(count, batch_size):
-        epoch, batch = divmod(count, math.ceil(10 / batch_size))
-        return 10 * epoch + batch * batch_size
-
-    source = Source(rows, tf.distribute.get_strategy(), batch_size=saved, shuffle_seed=3)
-    source.batches_taken = num_batches
-    again = Source(rows, tf.distribute.get_strategy(), batch_size=size, shuffle_seed=3)
-    again.restore_position(source.save_position())
-    reread = rows_before(num_batches, saved) - rows_before(again.batches_taken, size)
-    assert 0 <= reread < size
-    expected = Source(rows, tf.distribute.get_strategy(), batch_size=size, shuffle_seed=3)
-    batches = [batch.numpy().tolist() for batch, _ in zip(expected.new_iterator(), range(40), strict=False)]
-    assert next(again.iterator()).numpy().tolist() == batches[again.batches_taken]
-
-
-@pytest.mark.slow
-def test_arrays_are_batched_by_the_batch_of_a_replica():
-    trainer = distloop.Trainer(classifier(), on(2, replica_batch_size=8))
-    assert [len(part) for part in trainer.stream_predictions(classification(40))] == [16, 16, 8]
-
-
-@pytest.mark.wide
-def test_lists_of_numbers_train_as_their_arrays():
-    rows = classification(16)
-    ends = []
-    for data in rows, {"x": rows["x"].tolist(), "label": rows["label"].tolist()}:
-        trainer = distloop.Trainer(classifier(), on(1, batch_size=8))
-        trainer.fit(data, steps=3)
-        ends.append(everything(trainer))
-    assert_equal(*ends)
-
-
-def test_a_list_of_batches_is_refused_with_what_to_do():
+def test_a_list_of_batches_and_arrays_of_different_lengths_are_refused_by_fit_with_what_to_do():
     trainer = distloop.Trainer(classifier(), on(1))
     with pytest.raises(ValueError, match=r"is a list; distloop takes .* batches as lambda: iter\(batches\)"):
         trainer.fit([classification(4), classification(4)], steps=1)
-
-
-def test_arrays_of_different_lengths_are_refused_by_fit():
-    trainer = distloop.Trainer(classifier(), on(1))
-    with pytest.raises(ValueError, match=r"Arrays of \[4, 5\] rows were given"):
+    with pytest.raises(ValueError, match=r"Arrays of \[4, 5\] rows were given; they need the same number"):
         trainer.fit({"x": np.zeros([4, 8], np.float32), "label": np.zeros([5], np.int64)}, steps=1)

@@ -3,6 +3,7 @@
 import os
 import types
 
+import h5py
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -34,8 +35,8 @@ def saved(path, values):
 def test_arrays_that_are_read_from_disk_are_known(tmp_path):
     assert is_on_disk(saved(tmp_path / "x.npy", np.arange(3))) and is_on_disk(Stored(np.arange(3)))
     labelled = types.SimpleNamespace(shape=(3,), dtype=np.dtype(int), __getitem__=None, iloc=None)  # as pandas
-    for other in (np.arange(3), tf.range(3), [1, 2], labelled, types.SimpleNamespace(shape=(3,), dtype="int")):
-        assert not is_on_disk(other)
+    others = np.arange(3), tf.range(3), [1, 2], labelled, types.SimpleNamespace(shape=(3,), dtype="int")
+    assert not any(map(is_on_disk, others))
 
 
 @pytest.mark.parametrize(
@@ -54,16 +55,12 @@ def test_rows_on_disk_are_those_of_the_array_in_memory(values, tmp_path):
         assert tf.TensorSpec(values.shape[1:], tf.as_dtype(expected.dtype)) == column.spec
 
 
-def test_neighbours_are_read_at_once_and_others_one_by_one():
-    stored = Stored(np.arange(10))
-    DiskColumn(stored).read(np.array([4, 5, 6]))
-    DiskColumn(stored).read(np.array([6, 4]))
-    assert stored.asked == [slice(4, 7), 6, 4]
-
-
-def test_a_row_that_cannot_be_read_is_named(tmp_path):
+def test_neighbours_are_read_at_once_and_others_one_by_one_and_a_row_that_cannot_be_read_is_named():
     stored = Stored(np.arange(10))
     column = DiskColumn(stored)
+    column.read(np.array([4, 5, 6]))
+    column.read(np.array([6, 4]))
+    assert stored.asked == [slice(4, 7), 6, 4]
     stored.values = stored.values[:5]
     with pytest.raises(ValueError, match=r"Row 7 of the Stored given could not be read \(IndexError: "):
         column.read(np.array([7]))
@@ -71,13 +68,17 @@ def test_a_row_that_cannot_be_read_is_named(tmp_path):
         DiskColumn(Stored(np.zeros(3, [("a", int)])))
 
 
-def test_a_dataset_reads_no_more_of_an_array_on_disk_than_it_gives():
+def test_a_dataset_and_a_mixture_read_no_more_of_an_array_on_disk_than_they_give():
     stored = Stored(np.arange(1000))
     data = make_dataset({"a": stored, "b": np.arange(1000) * 2}, 4, shuffle=True)
     assert not [rows for rows in stored.asked if isinstance(rows, slice) and rows.stop - rows.start > 1]
     batch = next(iter(data.starting_at(600)))
     assert batch["b"].numpy().tolist() == (2 * batch["a"]).numpy().tolist()
     assert len(stored.asked) < 500
+    stored.asked.clear()
+    mixture = distloop.Mixture({"a": stored, "b": np.arange(1000, 1100)}, {"a": 1, "b": 1})
+    assert len(next(iter(make_dataset(mixture, 8, shuffle=True)))) == 8
+    assert len(stored.asked) < 500 and all(isinstance(row, int) for row in stored.asked)
 
 
 @pytest.mark.slow
@@ -91,35 +92,22 @@ def test_arrays_on_disk_and_in_memory_come_in_the_same_order(tmp_path):
                 np.testing.assert_array_equal(batch, batches[0])
 
 
-def test_a_mixture_leaves_its_arrays_on_disk():
-    stored = Stored(np.arange(1000))
-    mixture = distloop.Mixture({"a": stored, "b": np.arange(1000, 1100)}, {"a": 1, "b": 1})
-    assert len(next(iter(make_dataset(mixture, 8, shuffle=True)))) == 8
-    assert len(stored.asked) < 500 and all(isinstance(row, int) for row in stored.asked)
-
-
 def test_groups_of_h5py_are_sources(tmp_path):
-    h5py = pytest.importorskip("h5py")
     with h5py.File(tmp_path / "rows.h5", "w") as file:
         file["x"], file["name"] = np.arange(12.0).reshape(6, 2), ["a", "b", "c", "d", "e", "f"]
-    with h5py.File(tmp_path / "rows.h5") as file:
-        data = make_dataset(file, 4, shuffle=True)
-        for batch in data:
+        for batch in make_dataset(file, 4, shuffle=True):
             assert [int(x[0]) // 2 for x in batch["x"].numpy()] == [ord(name) - 97 for name in batch["name"].numpy()]
 
 
 def test_an_array_on_disk_that_changed_since_the_checkpoint_is_named(tmp_path):
-    def source(values, name="x.npy"):
-        data = {"x": saved(tmp_path / name, values), "y": np.arange(10)}
-        return Source(make_dataset(data, 2, shuffle=True), mirrored(1))
+    def source(x):
+        return Source(make_dataset({"x": x, "y": np.arange(10)}, 2, shuffle=True), mirrored(1))
 
-    first = source(np.arange(10))
+    first = source(saved(tmp_path / "x.npy", np.arange(10)))
     first.batches_taken = 3
     place = first.save_position()
-    source(np.arange(10), "moved.npy").restore_position(place)
+    source(saved(tmp_path / "moved.npy", np.arange(10))).restore_position(place)
     with pytest.raises(ValueError, match=r"as the rows of '.*x.npy' have changed: give the data"):
-        source(np.arange(10) + 1).restore_position(place)
+        source(saved(tmp_path / "x.npy", np.arange(1, 11))).restore_position(place)
     with pytest.raises(ValueError, match="as the source is another one"):
-        Source(make_dataset({"x": np.arange(10), "y": np.arange(10)}, 2, shuffle=True), mirrored(1)).restore_position(
-            place
-        )
+        source(np.arange(10)).restore_position(place)

@@ -6,25 +6,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from distloop.data.examples import as_example, common_spec, describe, pad_row, pad_rows
+from distloop.data.examples import as_example, describe, pad_row, pad_rows
+from tests.python_batches import Tensor
 
 
 class Pair(NamedTuple):
     x: float
     y: int
-
-
-class Tensor:
-    """As PyTorch's, on another device and with a gradient."""
-
-    def __init__(self, values):
-        self.values = values
-
-    def detach(self):
-        return self
-
-    def cpu(self):
-        return np.asarray(self.values)
 
 
 @pytest.mark.parametrize(
@@ -50,45 +38,30 @@ def test_examples_become_arrays(example, words):
     assert describe(as_example(example)) == words
 
 
-def test_texts_keep_zeros_at_their_end():
+def test_texts_keep_zeros_at_their_end_and_a_named_tuple_stays_one():
     assert as_example(b"a\0").item() == b"a\0" and as_example([b"a\0", b"b"]).tolist() == [b"a\0", b"b"]
-
-
-def test_a_named_tuple_stays_one():
     assert as_example(Pair(0.5, 3)).y == 3
 
 
-def test_examples_have_a_common_spec():
-    spec = common_spec("the rows", [as_example({"a": part, "b": "x"}) for part in ([1], [2, 3], [])])
-    assert spec == {"a": tf.TensorSpec([None], tf.int64), "b": tf.TensorSpec([], tf.string)}
-    assert common_spec("the rows", [as_example([])] * 2) == tf.TensorSpec([0], tf.float32)
-    with pytest.raises(ValueError, match=r"Rows of the rows have an entry of float32 \[\] and int64 \[\]; an entry is"):
-        common_spec("the rows", [as_example(1), as_example(0.5)])
+def padded(row, shape, width):
+    row = tf.constant(row)
+    return pad_row(row, tf.TensorSpec(shape, row.dtype), tf.constant(width, tf.int64)).numpy().tolist()
 
 
-def width(size):
-    return tf.constant(size, tf.int64)
-
-
-def test_free_axes_are_padded_with_zeros_or_empty_texts():
-    spec = tf.TensorSpec([None, 2, None], tf.float32)
-    assert pad_row(tf.ones([1, 2, 3]), spec, width(3)).numpy().tolist() == [[[1] * 3] * 2] + [[[0] * 3] * 2] * 2
-    texts = pad_row(tf.constant(["a"]), tf.TensorSpec([None], tf.string), width(2))
-    assert texts.numpy().tolist() == [b"a", b""]
+def test_free_axes_are_padded_with_zeros_or_empty_texts_and_a_longer_example_is_refused():
+    assert padded(np.ones([1, 2, 3]), [None, 2, None], 3) == [[[1] * 3] * 2] + [[[0] * 3] * 2] * 2
+    assert padded(["a"], [None], 2) == [b"a", b""]
     fixed = tf.ones([2])
-    assert pad_row(fixed, tf.TensorSpec([2], tf.float32), width(9)) is fixed
+    assert pad_row(fixed, tf.TensorSpec([2], tf.float32), tf.constant(9, tf.int64)) is fixed
+    with pytest.raises(tf.errors.InvalidArgumentError, match="An example is longer than the longest of its batch"):
+        padded(np.ones(3), [None], 2)
 
 
 def test_entries_of_many_rows_are_padded_at_once():
     rows = [np.array([[0, 1], [2, 3]]), np.array([[4, 5]])]
-    padded = pad_rows(rows, tf.TensorSpec([None, 2], tf.int32), 3)
-    assert padded.dtype == np.int32 and padded.tolist() == [[[0, 1], [2, 3], [0, 0]], [[4, 5], [0, 0], [0, 0]]]
+    found = pad_rows(rows, tf.TensorSpec([None, 2], tf.int32), 3)
+    assert found.dtype == np.int32 and found.tolist() == [[[0, 1], [2, 3], [0, 0]], [[4, 5], [0, 0], [0, 0]]]
     texts = pad_rows([np.array(["a"], object)], tf.TensorSpec([None], tf.string), 2)
     assert texts.tolist() == [["a", b""]]
-
-
-def test_an_example_that_is_too_long_is_refused():
-    with pytest.raises(tf.errors.InvalidArgumentError, match="An example is longer than the longest of its batch"):
-        pad_row(tf.ones([3]), tf.TensorSpec([None], tf.float32), width(2))
     with pytest.raises(ValueError, match="lengths are those of the examples that are trained on"):
         pad_rows([np.ones([3])], tf.TensorSpec([None], tf.float32), 2)

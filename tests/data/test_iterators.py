@@ -6,11 +6,10 @@ import time
 import pytest
 import tensorflow as tf
 
-import distloop
 from distloop.data import iterators
 from distloop.data.iterators import iterate
 from distloop.data.source import Source
-from distloop.distributed import strategies
+from tests.problems import mirrored, numbers
 
 
 class SlowPart:
@@ -35,15 +34,17 @@ class Data:
 
 
 @pytest.mark.parametrize("parts_name", ["_iterators", "_iterator_resource"])
-def test_an_iterator_is_deleted_in_a_thread_of_its_own(parts_name):
+def test_iterators_that_end_together_are_deleted_together_each_in_a_thread_of_its_own(parts_name):
     deleted = []
-    iterator = iterate(Data(deleted, parts_name))
+    alive = [iterate(Data(deleted, parts_name)) for _ in range(20)]
     time.sleep(2 * iterators._RELEASE_SECS)
     assert not deleted
-    del iterator
+    began = time.monotonic()
+    alive.clear()
     assert not deleted
-    until(lambda: deleted)
-    assert deleted == ["distloop-iterator"]
+    until(lambda: len(deleted) == 20)
+    assert set(deleted) == {"distloop-iterator"}
+    assert time.monotonic() - began < 10 * iterators._RELEASE_SECS  # one after the other took 20 times as long
 
 
 def until(is_done, secs=10):
@@ -57,15 +58,6 @@ def test_a_clock_that_was_set_back_holds_up_no_deletion():
     deletions, deleted = iterators._Deletions(1), []
     deletions._ended.put((time.monotonic() + 1e6, [SlowPart(deleted)]))
     until(lambda: deleted)
-
-
-def test_iterators_that_end_together_are_deleted_together():
-    deleted = []
-    alive = [iterate(Data(deleted, "_iterator_resource")) for _ in range(20)]
-    began = time.monotonic()
-    alive.clear()
-    until(lambda: len(deleted) == 20)
-    assert time.monotonic() - began < 10 * iterators._RELEASE_SECS  # one after the other took 20 times as long
 
 
 def test_a_new_iterator_waits_for_room_where_many_are_not_yet_deleted(monkeypatch):
@@ -95,8 +87,7 @@ def test_a_new_iterator_waits_for_room_where_many_are_not_yet_deleted(monkeypatc
 def test_the_parts_of_tensorflow_iterators_are_found():
     dataset = tf.data.Dataset.range(8).batch(4)
     assert iterate(dataset)._iterator_resource.dtype == tf.resource
-    strategy = strategies.make_strategy(distloop.Config(device="cpu", num_devices=2))
-    distributed = iterate(strategy.experimental_distribute_dataset(dataset))
+    distributed = iterate(mirrored(2).experimental_distribute_dataset(dataset))
     assert len(distributed._iterators) == 1
     assert next(distributed).values[0].numpy().tolist() == [0, 1]
 
@@ -105,15 +96,9 @@ def test_the_parts_of_tensorflow_iterators_are_found():
 @pytest.mark.parametrize("is_split", [False, True])
 def test_every_iterator_of_a_source_is_made_with_iterate(is_split, monkeypatch):
     made = []
-
-    def remembering(dataset):
-        made.append(iterate(dataset))
-        return made[-1]
-
-    monkeypatch.setattr("distloop.data.source.iterate", remembering)
-    strategy = strategies.make_strategy(distloop.Config(device="cpu", num_devices=2))
-    data = tf.data.Dataset.range(8).map(lambda x: {"x": x}).batch(4)
-    source = Source(strategy.experimental_distribute_dataset(data) if is_split else data, strategy)
+    monkeypatch.setattr("distloop.data.source.iterate", lambda dataset: made.append(iterate(dataset)) or made[-1])
+    data = numbers(8, 4)
+    source = Source(mirrored(2).experimental_distribute_dataset(data) if is_split else data, mirrored(2))
     used = [source.iterator(), source.new_iterator()]
     source.restore_position(source.save_position())
     used.append(source.iterator())

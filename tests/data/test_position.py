@@ -36,23 +36,29 @@ def test_a_position_is_after_as_many_examples_of_the_same_epoch(then, now, expec
     assert convert_batches(then, now)["batches"] == expected
 
 
-def test_a_position_of_an_older_version_stays():
+def test_a_position_of_an_older_version_stays_and_one_in_arrays_is_none_in_a_dataset():
     old = {"batches": 4, "skipped": [1]}
     assert convert_batches(old, position(0, batch_size=8, num_batches=3)) is old
+    arrays = Source(np.arange(32), ONE, batch_size=4)
+    arrays.batches_taken = 3
+    dataset = Source(tf.data.Dataset.range(32).batch(4), ONE)
+    refused(lambda: dataset.restore_position(arrays.save_position()), "data by number", "begin another run")
 
 
 def rows_of(source, count):
     return [batch.numpy().ravel().tolist() for batch, _ in zip(source.new_iterator(), range(count), strict=False)]
 
 
-def test_batches_of_another_size_go_on_at_the_same_rows_and_both_sizes_are_named(caplog):
-    def source(size):
-        return Source(tf.data.Dataset.range(32).batch(size), ONE)
-
-    first = source(4)
-    first.batches_taken = 4
-    again = source(8)
+def going_on(data, other, batches):
+    """Returns the source of other data at the place that so many batches of some data have."""
+    first, again = (Source(given, ONE, batch_size=4, shuffle_seed=1) for given in (data, other))
+    first.batches_taken = batches
     again.restore_position(first.save_position())
+    return again
+
+
+def test_batches_of_another_size_go_on_at_the_same_rows_and_both_sizes_are_named(caplog):
+    again = going_on(tf.data.Dataset.range(32).batch(4), tf.data.Dataset.range(32).batch(8), 4)
     assert next(again.iterator()).numpy().tolist() == list(range(16, 24))
     assert "batches of 4 examples and 8 batches an epoch" in caplog.text
     assert "batches of 8 examples and 4 batches an epoch: going on at batch 2 in place of 4" in caplog.text
@@ -69,31 +75,19 @@ def test_batches_of_another_size_go_on_at_the_same_rows_and_both_sizes_are_named
     ],
 )
 def test_the_same_data_raises_no_alarm(data, caplog):
-    first = Source(data(), ONE, batch_size=4, shuffle_seed=1)
-    first.batches_taken = 3
-    again = Source(data(), ONE, batch_size=4, shuffle_seed=1)
-    again.restore_position(first.save_position())
-    assert again.batches_taken == 3 and "checkpoint's" not in caplog.text
-
-
-def test_a_position_in_arrays_is_none_in_a_dataset():
-    arrays = Source(np.arange(32), ONE, batch_size=4)
-    arrays.batches_taken = 3
-    dataset = Source(tf.data.Dataset.range(32).batch(4), ONE)
-    refused(lambda: dataset.restore_position(arrays.save_position()), "data by number", "begin another run")
+    assert going_on(data(), data(), 3).batches_taken == 3 and "checkpoint's" not in caplog.text
 
 
 @pytest.mark.parametrize("kind", [np.asarray, list])
 def test_other_values_in_memory_are_said_and_the_order_goes_on(kind, caplog):
-    def source(values):
-        data = np.asarray(values) if kind is np.asarray else distloop.make_dataset(list(values), 4, shuffle=True)
-        return Source(data, ONE, batch_size=4, shuffle_seed=0)
-
-    first, again = source(range(32)), source(range(1, 33))
-    first.batches_taken = 3
-    again.restore_position(first.save_position())
+    data, other = (
+        np.asarray(values) if kind is np.asarray else distloop.make_dataset(list(values), 4, shuffle=True)
+        for values in (range(32), range(1, 33))
+    )
+    again = going_on(data, other, 3)
     assert "other values than the checkpoint's" in caplog.text
-    assert next(again.iterator()).numpy().tolist() == [row + 1 for row in rows_of(first, 4)[3]]
+    expected = rows_of(Source(data, ONE, batch_size=4, shuffle_seed=1), 4)[3]
+    assert next(again.iterator()).numpy().tolist() == [row + 1 for row in expected]
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.int64, np.uint8, bool, np.float16, ">f4", str])
@@ -103,10 +97,10 @@ def test_a_digest_notices_one_value_and_an_exchange_of_rows(dtype):
     assert content_of([array.copy()]) == content_of([np.asfortranarray(array)]) == digest
     if np.dtype(dtype).isnative:
         assert content_of([tf.constant(array)]) == digest
-    changed, exchanged = array.copy(), array[::-1] if dtype is not bool else array
+    changed = array.copy()
     changed[5, 1] = changed[0, 0]
     assert content_of([changed]) != digest
-    assert dtype is bool or content_of([exchanged]) != digest
+    assert dtype is bool or content_of([array[::-1]]) != digest
     assert content_of([array[:4]]) != digest and content_of([array.reshape(4, 6)]) != digest
 
 
@@ -117,25 +111,21 @@ def test_of_a_large_array_some_rows_are_digested():
     assert content_of([array]) != digest
 
 
-def trained(data, fits):
-    trainer = distloop.Trainer(classifier(), on(1, batch_size=8, seed=3, console="quiet"))
-    for steps, change in fits:
-        change()
-        trainer.fit(data, steps=steps)
-    return everything(trainer)
-
-
 @pytest.mark.parametrize("is_list", [False, True])
 def test_arrays_changed_in_place_between_two_fits_train_on_with_their_new_values(is_list, caplog):
     rows = classification(40)
     data = {**rows, "label": rows["label"].tolist()} if is_list else rows
 
-    def change():
-        data["label"][7] = (data["label"][7] + 1) % 4
+    def trained(change):
+        trainer = distloop.Trainer(classifier(), on(1, batch_size=8, seed=3, console="quiet"))
+        trainer.fit(data, steps=4)
+        data["label"][7] = (data["label"][7] + change) % 4
+        trainer.fit(data, steps=10)
+        return everything(trainer)
 
-    once = trained(data, [(4, lambda: None), (10, lambda: None)])
+    once = trained(0)
     assert not caplog.text
-    changed = trained(data, [(4, lambda: None), (10, change)])
+    changed = trained(1)
     assert caplog.text.count("other values than at the last call of fit") == 1
     assert any(not np.array_equal(changed[name], value) for name, value in once.items())
 

@@ -13,30 +13,6 @@ from tests.problems import mostly_wide, refused
 from tests.python_batches import ONE, Loader, Numbers, Stateful, batch, endless, failure, taken, three
 
 
-def resumed(make, num_batches, **settings):
-    """Returns the batches behind a place, of data that goes on there and of a new run's that resumes there."""
-    first = Source(make(), ONE, **settings)
-    taken(first, num_batches)
-    position = json.loads(json.dumps(first.save_position()))
-    second = Source(make(), ONE, **settings)
-    second.restore_position(position)
-    return taken(first, 4), taken(second, 4)
-
-
-def test_a_generator_function_is_read_again_at_its_end():
-    assert taken(Source(three, ONE), 7) == [0, 1, 2, 0, 1, 2, 0]
-
-
-def test_a_generator_is_read_from_its_first_batch():
-    assert taken(Source(endless(), ONE), 4) == [0, 1, 2, 3]
-
-
-def test_sources_of_one_generator_lose_no_batch():
-    generator = endless()
-    assert Source(generator, ONE).first_rows()["x"].numpy().tolist() == [0, 0]
-    assert taken(Source(generator, ONE), 3) == [0, 1, 2]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("make", mostly_wide([endless, lambda: three, Stateful, Loader, Numbers]))
 @pytest.mark.parametrize("num_batches", mostly_wide([1, 7]))
@@ -45,67 +21,70 @@ def test_a_run_resumes_at_its_place(make, num_batches):
     assert going_on == again
 
 
+def resumed(make, num_batches):
+    """Returns the batches behind a place, of data that goes on there and of a new run's that resumes there."""
+    first, second = Source(make(), ONE), Source(make(), ONE)
+    taken(first, num_batches)
+    second.restore_position(json.loads(json.dumps(first.save_position())))
+    return taken(first, 4), taken(second, 4)
+
+
 @pytest.mark.slow
 def test_states_of_bytes_are_kept_as_text():
     going_on, again = resumed(lambda: Stateful(str.encode), 7)
     assert going_on == again == [3, 4, 5, 1]
 
 
-def test_a_state_is_restored_without_reading_what_comes_before():
-    source = Source(Stateful(), ONE)
-    source.restore_position({"batches": 9, "skipped": [], "state": {"pass": 1, "iterator": {"place": 4}}})
+def test_a_generator_is_read_from_its_first_batch_and_its_function_again_at_the_end_or_at_a_limit():
+    assert taken(Source(three, ONE), 7) == [0, 1, 2, 0, 1, 2, 0]
+    generator = endless()
+    assert Source(generator, ONE).first_rows()["x"].numpy().tolist() == [0, 0]
+    assert taken(Source(generator, ONE), 4) == [0, 1, 2, 3]  # sources of one generator lose no batch
+    assert taken(Source(endless, ONE, limit=2), 4) == [0, 1, 0, 1]
+    assert "reads it again" in Source(Numbers(), ONE, limit=2).resume
+
+
+def source_at(data, batches, **facts):
+    source = Source(data, ONE)
+    source.restore_position({"batches": batches, "skipped": [], **facts})
+    return source
+
+
+def test_a_state_is_restored_without_reading_what_comes_before_unless_it_is_refused():
+    source = source_at(Stateful(), 9, state={"pass": 1, "iterator": {"place": 4}})
     Stateful.read.clear()
     assert taken(source, 1) == [5]
     assert Stateful.read[0] == 5
     assert source.seeks and "at its position at once" in source.resume
+    assert taken(source_at(Stateful(), 7, state={"pass": 1, "iterator": {"another": 4}}), 2) == [3, 4]
 
 
-def test_a_state_that_is_refused_has_the_data_read_again():
-    source = Source(Stateful(), ONE)
-    source.restore_position({"batches": 7, "skipped": [], "state": {"pass": 1, "iterator": {"another": 4}}})
-    assert taken(source, 2) == [3, 4]
-
-
-def test_states_of_batches_that_were_trained_on_are_forgotten():
+def test_states_of_batches_that_were_trained_on_are_forgotten_and_workers_that_read_their_shards_keep_none():
     source = Source(Stateful(), ONE)
     for _ in range(12):
         taken(source, 1)
     assert len(source.feed._states) < 12
-
-
-def test_workers_that_read_their_own_shards_keep_no_state():
-    source = Source(Stateful(), ONE)
-    taken(source, 1)
+    assert "state" in source.save_position()
     source.layout = source.layout._replace(is_sharded=True)
     assert "state" not in source.save_position()
 
 
-def test_a_pydataset_is_at_its_place_at_once_after_its_epochs_have_ended():
+def test_a_pydataset_is_at_its_place_at_once_after_its_epochs_have_ended_or_in_its_endless_one():
     data = Numbers()
-    source = Source(data, ONE)
-    source.restore_position({"batches": 7, "skipped": []})
+    source = source_at(data, 7)
     data.read.clear()
     assert taken(source, 3) == [21, 22, 30]
     assert data.read[0] == 1
+    endless_source = source_at(Numbers(None), 5)
+    assert endless_source.info.is_endless and taken(endless_source, 2) == [5, 6]
 
 
 @pytest.mark.slow
-def test_batches_of_a_pydataset_come_in_another_order_each_epoch_with_a_seed():
+def test_batches_of_a_pydataset_come_in_another_order_each_epoch_with_a_seed_and_else_in_its_own():
     orders = [taken(Source(Numbers(8), ONE, shuffle_seed=seed), 16) for seed in (1, 1, 2)]
     assert orders[0] == orders[1] != orders[2]
     assert sorted(orders[0][:8]) == list(range(8)) and sorted(orders[0][8:]) == list(range(10, 18))
     assert [n - 10 for n in orders[0][8:]] != orders[0][:8]
-
-
-def test_an_endless_pydataset_has_no_last_batch():
-    data = Numbers(None)
-    source = Source(data, ONE)
-    assert source.info.is_endless
-    source.restore_position({"batches": 5, "skipped": []})
-    assert taken(source, 2) == [5, 6]
-
-
-def test_workers_of_a_pydataset_keep_its_order():
     data = Numbers(5, workers=3, max_queue_size=4)
     assert taken(Source(data, ONE), 12) == [0, 1, 2, 3, 4, 10, 11, 12, 13, 14, 20, 21]
 
@@ -125,25 +104,8 @@ def test_a_pass_over_each_kind_ends():
             taken(source, 1)
 
 
-def test_a_limit_bounds_each_pass():
-    assert taken(Source(endless, ONE, limit=2), 4) == [0, 1, 0, 1]
-    assert "reads it again" in Source(Numbers(), ONE, limit=2).resume
-
-
-def test_a_generator_that_ends_too_early_is_explained():
-    error = failure(Source(three(), ONE), 4)
-    assert "generator given ended after 3 batches and cannot start again: give the function" in str(error)
-
-
 @pytest.mark.slow
-def test_a_generator_that_was_read_before_is_refused():
-    generator = endless()
-    taken(Source(generator, ONE), 2)
-    assert "was read before and cannot start again" in str(failure(Source(generator, ONE), 1))
-    refused(lambda: Source(endless(), ONE, may_go_back=True), "cannot be read again from an earlier batch")
-
-
-def test_an_iterable_that_cannot_start_again_is_explained():
+def test_data_that_cannot_start_again_is_explained():
     class Exhausted:
         def __init__(self):
             self.batches = iter([batch(n) for n in range(4)])
@@ -152,6 +114,12 @@ def test_an_iterable_that_cannot_start_again_is_explained():
             yield from self.batches
 
     assert "Pass 2 over the data had no batch: give an object" in str(failure(Source(Exhausted(), ONE), 4))
+    error = failure(Source(three(), ONE), 4)
+    assert "generator given ended after 3 batches and cannot start again: give the function" in str(error)
+    generator = endless()
+    taken(Source(generator, ONE), 2)
+    assert "was read before and cannot start again" in str(failure(Source(generator, ONE), 1))
+    refused(lambda: Source(endless(), ONE, may_go_back=True), "cannot be read again from an earlier batch")
 
 
 def test_a_pass_begins_in_a_thread_that_python_knows():

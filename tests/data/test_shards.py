@@ -12,7 +12,7 @@ from distloop.distributed import strategies
 from tests.problems import batch_taker, mirrored, mostly_wide, numbers, sizes_1_to_9
 
 
-def test_a_batch_that_is_too_small_is_padded_with_its_own_rows():
+def test_a_batch_that_is_too_small_for_replicas_and_microbatches_is_padded_with_its_own_rows():
     source = Source(sizes_1_to_9(), mirrored(4))
     assert source.layout.is_padded
     take = batch_taker(source, source.iterator())
@@ -21,55 +21,44 @@ def test_a_batch_that_is_too_small_is_padded_with_its_own_rows():
         copies = {1: 4, 2: 2, 3: 4}.get(size, 1)  # every row as often as any other
         assert rows.numpy().tolist() == [100 + i for i in range(size)] * copies
         assert int(count) == size
-
-
-def test_microbatches_need_rows_too():
     source = Source(sizes_1_to_9(), mirrored(2), microbatches=3)
     rows, count = batch_taker(source, source.iterator())()[:2]
     assert rows.shape == (6,) and int(count) == 1
-
-
-def test_nothing_is_padded_on_one_replica():
     source = Source(sizes_1_to_9(), mirrored(1))
     batch = batch_taker(source, source.iterator())()
-    assert not source.layout.is_padded
-    assert batch.rows.shape == (1,) and batch.size is None
+    assert not source.layout.is_padded and batch.rows.shape == (1,) and batch.size is None
 
 
 def test_next_batch_if_any_returns_false_at_the_end():
     source = Source(numbers(3, 2), tf.distribute.get_strategy(), repeat=False)
+    iterator = source.iterator()
 
     @tf.function(autograph=False)
-    def has_batch(iterator):
+    def has_batch():
         has, get = shards.next_batch_if_any(iterator, source.layout)
         return has, tf.cond(has, lambda: tf.size(get().rows["x"]), lambda: 0)
 
-    iterator = source.iterator()
-    assert [tuple(t.numpy() for t in has_batch(iterator)) for _ in range(3)] == [(True, 2), (True, 1), (False, 0)]
-
-
-def counted(source, strategy, batches):
-    iterator = source.iterator()
-    count = tf.function(lambda: shards.count_examples(shards.next_batch(iterator, source.layout), strategy))
-    return [int(count()) for _ in range(batches)]
+    assert [tuple(t.numpy() for t in has_batch()) for _ in range(3)] == [(True, 2), (True, 1), (False, 0)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [1, 3])
-def test_examples_are_counted_without_padding(count):
-    strategy = mirrored(count)
-    source = Source(sizes_1_to_9(), strategy)
-    assert counted(source, strategy, 9) == list(range(1, 10))
+@pytest.mark.parametrize(
+    ("replicas", "data", "expected"),
+    [
+        (1, sizes_1_to_9, range(1, 10)),
+        (3, sizes_1_to_9, range(1, 10)),
+        (2, lambda: mirrored(2).experimental_distribute_dataset(numbers(7, 4)), [4, 3]),
+    ],
+    ids=["one replica", "three replicas", "a split batch"],
+)
+def test_examples_are_counted_over_the_replicas_without_padding(replicas, data, expected):
+    source = Source(data(), mirrored(replicas))
+    iterator = source.iterator()
+    count = tf.function(lambda: shards.count_examples(shards.next_batch(iterator, source.layout), mirrored(replicas)))
+    assert [int(count()) for _ in expected] == list(expected)
 
 
-@pytest.mark.slow
-def test_examples_of_a_split_batch_are_counted_over_the_replicas():
-    strategy = mirrored(2)
-    source = Source(strategy.experimental_distribute_dataset(numbers(7, 4)), strategy)
-    assert counted(source, strategy, 2) == [4, 3]
-
-
-def shards_of(source, strategy, microbatches):
+def shards_of(source, strategy, microbatches=1):
     """Returns a function of nothing: rows and weights of each replica and microbatch of the next batch, in order."""
     iterator = source.iterator()
 
@@ -82,17 +71,17 @@ def shards_of(source, strategy, microbatches):
 
     @tf.function(autograph=False)
     def take():
-        return strategy.run(replica_fn, args=(shards.next_batch(iterator, source.layout),))
+        parts = strategy.run(replica_fn, args=(shards.next_batch(iterator, source.layout),))
+        values = [strategy.experimental_local_results(value) for value in tf.nest.flatten(parts)]
+        return [tf.nest.pack_sequence_as(parts, of_replica) for of_replica in zip(*values, strict=True)]
 
-    def read():
-        per_replica = take()
-        return [
-            tf.nest.map_structure(lambda t, r=r: strategy.experimental_local_results(t)[r], part)
-            for r in range(strategy.num_replicas_in_sync)
-            for part in per_replica
-        ]
+    return lambda: sum(take(), [])
 
-    return read
+
+def joined(parts):
+    """Returns the rows that count, in order."""
+    rows, weights = (np.concatenate(values) for values in zip(*parts, strict=True))
+    return rows[weights > 0].tolist()
 
 
 @pytest.mark.slow
@@ -104,11 +93,10 @@ def test_shards_make_up_the_batch_in_order_and_each_row_counts_once(count, micro
     for size in range(1, 10):
         parts = read()
         assert all(rows.shape[0] > 0 for rows, _ in parts)
-        rows = np.concatenate([rows for rows, _ in parts])
+        assert joined(parts) == [100 + i for i in range(size)]
         weights = np.concatenate([weights for _, weights in parts])
-        assert rows[weights > 0].tolist() == [100 + i for i in range(size)]
         assert set(weights) <= {0.0, 1.0} and weights.sum() == size
-        lengths = [sum(parts[r * microbatches + k][0].shape[0] for k in range(microbatches)) for r in range(count)]
+        lengths = np.reshape([rows.shape[0] for rows, _ in parts], [count, microbatches]).sum(axis=1)
         assert max(lengths) - min(lengths) <= 1  # as even as whole rows allow
         if size >= count * microbatches:
             assert (weights == 1).all()  # nothing is added
@@ -125,53 +113,38 @@ def test_a_gpu_receives_only_its_own_rows(monkeypatch, device, place):
         assert rows["x"].device == place and rows["x"].shape == [2, 3]
 
 
-def test_shards_of_a_static_batch_size_make_up_the_batch():
-    strategy = mirrored(3)
-    read = shards_of(Source(tf.data.Dataset.range(16).batch(8, drop_remainder=True), strategy), strategy, 1)
-    for first in (0, 8):
-        parts = read()
-        assert np.concatenate([rows for rows, _ in parts]).tolist() == list(range(first, first + 8))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("microbatches", [1, 3])
-def test_shards_of_a_split_batch_are_the_replicas_parts(microbatches):
-    strategy = mirrored(2)
-    source = Source(strategy.experimental_distribute_dataset(numbers(10, 6)), strategy, microbatches=microbatches)
-    read = shards_of(source, strategy, microbatches)
-    for expected in (range(6), range(6, 10)):
-        parts = read()
-        rows = np.concatenate([rows["x"] for rows, _ in parts])
-        weights = np.concatenate([weights for _, weights in parts])
-        assert rows[weights > 0].tolist() == list(expected)
+def test_shards_of_a_split_batch_are_the_replicas_parts_and_those_of_a_static_size_make_up_the_batch(microbatches):
+    split = mirrored(2).experimental_distribute_dataset(tf.data.Dataset.range(10).batch(6))
+    static = tf.data.Dataset.range(10).batch(5, drop_remainder=True)
+    for data, replicas, first in ((split, 2, 6), (static, 3, 5)):
+        source = Source(data, mirrored(replicas), microbatches=microbatches)
+        read = shards_of(source, mirrored(replicas), microbatches)
+        assert [joined(read()) for _ in range(2)] == [list(range(first)), list(range(first, 10))]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batch_size", mostly_wide([1, 2, 5]))
 def test_nested_batches_with_ragged_and_string_entries_are_sharded(batch_size):
-    strategy = mirrored(3)
     words = tf.ragged.constant([[1], [2, 2], [], [4, 4, 4], [5], [6, 6]])
     structure = {"text": {"words": words, "name": tf.constant(list("abcdef"))}, "label": tf.range(6)}
-    source = Source(tf.data.Dataset.from_tensor_slices(structure).batch(batch_size), strategy)
-    read = shards_of(source, strategy, 1)
-    joined = {"words": [], "name": [], "label": []}
+    source = Source(tf.data.Dataset.from_tensor_slices(structure).batch(batch_size), mirrored(3))
+    read = shards_of(source, mirrored(3))
+    found = {"words": [], "name": [], "label": []}
     for _ in range(-(-6 // batch_size)):
         for rows, weights in read():
             keep = weights.numpy() > 0
-            joined["words"] += [row for row, k in zip(rows["text"]["words"].to_list(), keep, strict=True) if k]
-            joined["name"] += [row.decode() for row in rows["text"]["name"].numpy()[keep]]
-            joined["label"] += rows["label"].numpy()[keep].tolist()
-    assert joined == {"words": words.to_list(), "name": list("abcdef"), "label": list(range(6))}
+            found["words"] += [row for row, k in zip(rows["text"]["words"].to_list(), keep, strict=True) if k]
+            found["name"] += [row.decode() for row in rows["text"]["name"].numpy()[keep]]
+            found["label"] += rows["label"].numpy()[keep].tolist()
+    assert found == {"words": words.to_list(), "name": list("abcdef"), "label": list(range(6))}
 
 
 def test_the_batch_size_is_an_int_if_it_is_known():
     sizes = []
-
-    @tf.function(input_signature=[tf.TensorSpec([None, 2])])
-    def trace(x):
-        sizes.append(shards.batch_size({"x": x}))
-
-    trace(tf.zeros([3, 2]))
+    of_batch = tf.function(lambda x: sizes.append(shards.batch_size({"x": x})))
+    of_batch.get_concrete_function(tf.TensorSpec([None, 2]))
     assert tf.is_tensor(sizes[0])
     assert shards.batch_size({"x": tf.zeros([3, 2])}) == 3
     assert int(shards.batch_size(tf.ragged.constant([[1], [2, 3]]))) == 2
@@ -180,13 +153,7 @@ def test_the_batch_size_is_an_int_if_it_is_known():
 @pytest.mark.slow
 def test_replicas_take_as_many_rows_as_the_info_says():
     source = Source(numbers(20, 10), mirrored(3))
-    iterator = source.iterator()
-
-    def count(batch):
-        return shards.batch_size(shards.take_shard(batch, source.layout)[0])
-
-    take = tf.function(lambda: mirrored(3).run(count, args=(shards.next_batch(iterator, source.layout),)))
-    assert [int(n) for n in mirrored(3).experimental_local_results(take())] == list(source.info.replica_batch_sizes)
+    assert [len(rows["x"]) for rows, _ in shards_of(source, mirrored(3))()] == list(source.info.replica_batch_sizes)
 
 
 @pytest.mark.parametrize(("rows", "shards_given"), [(10, 3), (3, 4), (8, 2), (0, 2)])

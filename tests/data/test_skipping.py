@@ -14,7 +14,7 @@ import distloop
 from distloop.data import iterators
 from distloop.data.iterators import Behind, fresh_copy, read_again
 from distloop.distributed.preemption import EXIT_CODE, Interrupted, StopRequests
-from tests.problems import classification, classifier, mirrored, numbers, on
+from tests.problems import classification, classifier, numbers, on
 
 ONE = tf.distribute.get_strategy()
 
@@ -34,53 +34,46 @@ class SlowSource:
         return self.num_batches
 
 
-def test_skipping_is_announced_once_with_its_time_and_shown_in_pieces(monkeypatch):
+def test_skipping_is_announced_once_and_shown_in_pieces_and_a_signal_is_not_answered_by_saving(monkeypatch):
     source, lines, progress = SlowSource(22, monkeypatch), [], []
-    read_again(source.behind, ONE, None, lines.append, lambda *shown: progress.append(shown))
+    requests = StopRequests(catch_signals=False)
+    read_again(source.behind, ONE, requests, lines.append, lambda *shown: progress.append((*shown, requests.plan)))
     assert source.pieces == [1, 5, 5, 5, 5, 1]
     hint = "data of distloop.make_dataset is at its position at once."
     assert lines == [f"Skipping 22 batches already seen (about 4 s); {hint}"]
-    assert progress == [(done, "skipping batches already seen") for done in (6, 11, 16, 21)]
+    leaves = "leaving after this batch, with the checkpoint as it is"
+    assert progress == [(done, "skipping batches already seen", leaves) for done in (6, 11, 16, 21)]
+    assert requests.plan == "saving after this step"
 
 
-def test_what_takes_no_time_is_not_announced(monkeypatch):
+def test_what_takes_no_time_is_not_announced_nor_lost_by_a_stop(monkeypatch):
     source, lines = SlowSource(5, monkeypatch), []
-    read_again(source.behind, ONE, None, lines.append, lambda *shown: lines.append(shown))
+    read_again(source.behind, ONE, out_of_time(1), lines.append, lambda *shown: lines.append(shown))
     assert source.num_batches == 0 and not lines
-
-
-def test_a_stop_ends_the_skipping_after_one_piece(monkeypatch):
-    source = SlowSource(1000, monkeypatch)
-    with pytest.raises(Interrupted, match=r"Interrupted by SIGTERM with 994 of 1,000 batches left to skip"):
-        read_again(source.behind, ONE, types.SimpleNamespace(reason="by SIGTERM", is_out_of_time=False))
-    assert source.pieces == [1, 5]
-
-
-def test_a_stop_does_not_lose_a_skipping_that_has_ended(monkeypatch):
-    source = SlowSource(5, monkeypatch)
-    read_again(source.behind, ONE, out_of_time(1))
-    assert source.num_batches == 0
 
 
 def out_of_time(max_secs):
     return types.SimpleNamespace(reason=f"after {max_secs} seconds", is_out_of_time=True, max_secs=max_secs)
 
 
-def test_a_time_limit_that_is_too_short_for_the_skipping_is_an_error(monkeypatch):
-    with pytest.raises(ValueError, match=r"max_secs ended the process with 994 of 1,000 .* would never train"):
-        read_again(SlowSource(1000, monkeypatch), ONE, out_of_time(60))  # it takes 102 s
-
-
-def test_a_time_limit_that_comes_while_going_back_leaves_as_a_signal_does(monkeypatch):
-    with pytest.raises(Interrupted, match=r"after 600 seconds with 994 of 1,000"):
-        read_again(SlowSource(1000, monkeypatch), ONE, out_of_time(600))
-
-
-def test_a_signal_is_not_answered_by_saving_while_nothing_is_trained(monkeypatch):
-    requests, plans = StopRequests(catch_signals=False), []
-    read_again(SlowSource(22, monkeypatch), ONE, requests, None, lambda *_: plans.append(requests.plan))
-    assert set(plans) == {"leaving after this batch, with the checkpoint as it is"}
-    assert requests.plan == "saving after this step"
+@pytest.mark.parametrize(
+    ("stop", "kind", "words"),
+    [
+        (
+            types.SimpleNamespace(reason="by SIGTERM", is_out_of_time=False),
+            Interrupted,
+            "Interrupted by SIGTERM with 994 of 1,000 batches left to skip",
+        ),
+        (out_of_time(60), ValueError, "max_secs ended the process with 994 of 1,000 .* would never train"),
+        (out_of_time(600), Interrupted, "after 600 seconds with 994 of 1,000"),
+    ],
+    ids=["a signal", "a time limit shorter than the skipping, of 102 s", "a longer time limit, which is as a signal"],
+)
+def test_a_stop_ends_the_skipping_after_one_piece(monkeypatch, stop, kind, words):
+    source = SlowSource(1000, monkeypatch)
+    with pytest.raises(kind, match=words):
+        read_again(source.behind, ONE, stop)
+    assert source.pieces == [1, 5]
 
 
 def test_a_worker_that_is_asked_to_stop_stops_all(monkeypatch):
@@ -91,7 +84,6 @@ def test_a_worker_that_is_asked_to_stop_stops_all(monkeypatch):
 
 
 @pytest.mark.wide
-@pytest.mark.slow
 def test_a_signal_ends_skipping_after_a_piece_and_leaves_the_checkpoint_as_it_was(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(iterators, "_PIECE_SECS", 0.01)
     rows, signals_after, num_read = classification(64), None, 0
@@ -107,16 +99,14 @@ def test_a_signal_ends_skipping_after_a_piece_and_leaves_the_checkpoint_as_it_wa
 
     spec = {name: tf.TensorSpec([None, *value.shape[1:]], value.dtype) for name, value in rows.items()}
 
-    def fit(steps, console="quiet"):
-        config = on(1, workdir=str(tmp_path), console=console, steps_per_loop=500)
-        data = tf.data.Dataset.from_generator(batches, output_signature=spec)
+    def fit(steps):
+        config = on(1, workdir=str(tmp_path), console="quiet", steps_per_loop=500)
         trainer = distloop.Trainer(classifier(), config)
-        trainer.fit(data, steps=steps)
+        trainer.fit(tf.data.Dataset.from_generator(batches, output_signature=spec), steps=steps)
         return trainer
 
     def files():
-        found = (os.path.join(path, name) for path, _, names in os.walk(tmp_path / "checkpoints") for name in names)
-        return {path: os.stat(path).st_mtime_ns for path in found}
+        return {path: path.stat().st_mtime_ns for path in (tmp_path / "checkpoints").rglob("*") if path.is_file()}
 
     fit(300)
     before, signals_after, num_read = files(), 20, 0
@@ -130,10 +120,12 @@ def test_a_signal_ends_skipping_after_a_piece_and_leaves_the_checkpoint_as_it_wa
     assert fit(301).step == 301
 
 
-def test_batches_are_skipped_and_the_iterator_is_behind_them():
+def test_the_iterator_is_behind_the_batches_that_are_skipped_and_data_that_ends_among_them_is_an_error():
     iterator = iter(numbers(12, 2).repeat())
     assert Behind(iterator, 8).skip() == 0
     assert next(iterator)["x"].numpy().tolist() == [4, 5]
+    with pytest.raises(tf.errors.OutOfRangeError):
+        Behind(iter(numbers(4, 2)), 3).skip()
 
 
 def test_a_piece_ends_when_its_time_is_over_and_reads_one_batch_at_least():
@@ -145,33 +137,14 @@ def test_a_piece_ends_when_its_time_is_over_and_reads_one_batch_at_least():
     assert time.monotonic() - start < 2.0
 
 
-@pytest.mark.slow
-def test_the_batches_of_a_distributed_dataset_are_skipped():
-    strategy = mirrored(2)
-    iterator = iter(strategy.experimental_distribute_dataset(numbers(12, 4)))
-    behind = Behind(iterator, 2)
-    assert [behind.skip(1), behind.skip()] == [1, 0]
-    values = strategy.experimental_local_results(next(iterator)["x"])
-    assert [value.numpy().tolist() for value in values] == [[8, 9], [10, 11]]
-
-
-def test_data_that_ends_while_it_is_skipped_is_an_error():
-    with pytest.raises(tf.errors.OutOfRangeError):
-        Behind(iter(numbers(4, 2)), 3).skip()
-
-
-def order(dataset):
-    return np.concatenate(list(dataset.as_numpy_iterator())).tolist()
-
-
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_a_copy_shuffles_as_the_dataset_did_when_it_was_new(epochs):
+    def order(dataset):
+        return np.concatenate(list(dataset.as_numpy_iterator())).tolist()
+
     dataset = tf.data.Dataset.range(50).shuffle(50, seed=3).batch(7).repeat(epochs)
     first = order(dataset)
     assert order(dataset) != first  # a second iterator draws other seeds
     assert order(fresh_copy(dataset)) == order(fresh_copy(dataset)) == first
-
-
-def test_a_dataset_that_is_not_shuffled_is_its_own_copy():
-    dataset = tf.data.Dataset.range(50).batch(7)
-    assert fresh_copy(dataset) is dataset
+    unshuffled = tf.data.Dataset.range(50).batch(7)
+    assert fresh_copy(unshuffled) is unshuffled

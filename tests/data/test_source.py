@@ -2,14 +2,13 @@
 
 import tempfile
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from distloop.data.make_dataset import make_dataset
-from distloop.data.opening import worker_context
-from distloop.data.source import Source
+from distloop.data.opening import open_data, worker_context
+from distloop.data.source import Passes, Source
 from distloop.training.run_length import batches_per_epoch, make_units
 from tests.problems import batch_taker, mirrored, numbers, of_unknown_length
 from tests.python_batches import Numbers, three
@@ -23,8 +22,22 @@ def taken(source, count, strategy=ONE):
     return [[t.numpy().tolist() for t in strategy.experimental_local_results(take().rows["x"])] for _ in range(count)]
 
 
-def test_a_dataset_is_read_in_order_and_repeated():
-    assert taken(Source(numbers(5, 2), ONE), 5) == [[[0, 1]], [[2, 3]], [[4]], [[0, 1]], [[2, 3]]]
+def distributed(count, batch_size, replicas=2, change=lambda data: data, **settings):
+    """Returns the source of numbers in a dataset that TensorFlow distributes."""
+    strategy = mirrored(replicas)
+    return Source(strategy.experimental_distribute_dataset(change(numbers(count, batch_size))), strategy, **settings)
+
+
+def test_a_dataset_is_read_in_order_and_repeated_and_the_iterator_keeps_its_place():
+    source = Source(numbers(5, 2), ONE)
+    assert taken(source, 2) == [[[0, 1]], [[2, 3]]]
+    assert source.iterator() is source.iterator()
+    assert batch_taker(source, source.new_iterator())().rows["x"].numpy().tolist() == [0, 1]
+    assert taken(source, 3) == [[[4]], [[0, 1]], [[2, 3]]]
+    source = Source(numbers(4, 2), ONE, repeat=False)
+    taken(source, 2)
+    with pytest.raises(tf.errors.OutOfRangeError):
+        taken(source, 1)
 
 
 @pytest.mark.slow
@@ -37,45 +50,16 @@ def test_autograph_writes_no_file_for_a_function_of_ours(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())  # a process that is killed would leave it
 
 
-def test_a_source_that_is_not_repeated_ends():
-    source = Source(numbers(4, 2), ONE, repeat=False)
-    taken(source, 2)
-    with pytest.raises(tf.errors.OutOfRangeError):
-        taken(source, 1)
-
-
-def test_a_limit_bounds_each_pass():
-    assert taken(Source(numbers(6, 2), ONE, limit=2), 4) == [[[0, 1]], [[2, 3]], [[0, 1]], [[2, 3]]]
-    assert batches_per_epoch(Source(numbers(6, 2), ONE, limit=2)) == 2
+def test_a_limit_bounds_each_pass_and_cached_batches_repeat_the_first_one():
+    limited = Source(numbers(6, 2), ONE, limit=2)
+    assert batches_per_epoch(limited) == 2
+    assert taken(limited, 4) == [[[0, 1]], [[2, 3]], [[0, 1]], [[2, 3]]]
     assert not Source(numbers(6, 2).repeat(), ONE, limit=2).info.is_endless
-
-
-def test_cached_batches_repeat_the_first_pass():
     shuffled = tf.data.Dataset.range(100).shuffle(100).batch(5).map(lambda x: {"x": x})
     batches = taken(Source(shuffled, ONE, limit=2, is_cached=True), 6)
     assert batches[:2] == batches[2:4] == batches[4:] and batches[0] != batches[1]
-
-
-def test_a_limit_on_a_distributed_dataset_is_refused():
-    strategy = mirrored(2)
-    split = strategy.experimental_distribute_dataset(numbers(6, 2))
     with pytest.raises(ValueError, match="call take\\(\\) on it"):
-        Source(split, strategy, limit=2)
-
-
-def test_the_iterator_keeps_its_place():
-    source = Source(numbers(6, 2), ONE)
-    assert taken(source, 2) == [[[0, 1]], [[2, 3]]]
-    assert source.iterator() is source.iterator()
-    assert taken(source, 2) == [[[4, 5]], [[0, 1]]]
-
-
-def test_a_new_iterator_starts_at_the_beginning_and_leaves_the_place():
-    source = Source(numbers(6, 2), ONE)
-    taken(source, 1)
-    batch = batch_taker(source, source.new_iterator())()
-    assert batch.rows["x"].numpy().tolist() == [0, 1]
-    assert taken(source, 1) == [[[2, 3]]]
+        distributed(6, 2, limit=2)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -94,14 +78,20 @@ def test_a_function_of_an_input_context_makes_the_dataset(count):
     assert taken(source, 1) == [[[0, 1, 2, 3]]]
 
 
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize(
-    "replica_batch_size",
-    [lambda c: c.get_per_replica_batch_size(8), lambda c: 8 // c.num_replicas_in_sync],
-    ids=["by the context's method", "by hand"],
+    "make",
+    [
+        lambda context: numbers(16, context.get_per_replica_batch_size(8)),
+        lambda context: numbers(16, 8 // context.num_replicas_in_sync),
+        lambda: numbers(16, 8),
+        lambda *, size=8: numbers(16, size),
+    ],
+    ids=["by the context's method", "by hand", "without arguments", "with an option"],
 )
-def test_a_function_that_computes_the_batch_of_a_replica_gives_global_batches(count, replica_batch_size):
-    source = Source(lambda context: numbers(16, replica_batch_size(context)), mirrored(count))
+def test_functions_give_global_batches(make, count):
+    source = Source(make, mirrored(count))
+    assert source.data is make and not source.layout.is_sharded
     assert taken(source, 2) == [[list(range(8))], [list(range(8, 16))]]
 
 
@@ -111,60 +101,39 @@ def test_each_worker_counts_as_one_replica_for_a_function_that_makes_the_dataset
     assert (context.get_per_replica_batch_size(12), 12 // context.num_replicas_in_sync) == (4, 4)
     with pytest.raises(ValueError, match="8 is not divisible by `num_replicas_in_sync` 3"):
         context.get_per_replica_batch_size(8)
-
-
-@pytest.mark.parametrize("make", [lambda: numbers(8, 4), lambda *, size=4: numbers(8, size)])
-def test_a_function_without_arguments_makes_a_dataset_of_global_batches(make):
-    source = Source(make, mirrored(2))
-    assert source.data is make and not source.layout.is_sharded
-    assert taken(source, 1) == [[[0, 1, 2, 3]]]
+    opened = open_data(lambda context: tf.data.Dataset.range(8).batch(context.num_input_pipelines), 3, 1)
+    assert opened.takes_context and next(iter(opened.dataset)).shape == [3]
+    for data in (make_dataset(np.arange(4.0), 4), tf.data.Dataset.range(4).batch(4)):
+        changed = open_data(data, 1, 0, map_batch=lambda batch: batch * 2)
+        assert next(iter(changed.dataset)).numpy().tolist() == [0, 2, 4, 6]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [1, 2])
-def test_a_distributed_dataset_stays_split_as_tensorflow_does_it(count):
-    strategy = mirrored(count)
-    source = Source(strategy.experimental_distribute_dataset(numbers(8, 4)), strategy)
+@pytest.mark.parametrize(
+    ("count", "expected"), [(1, [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]), (2, [[[0, 1], [2, 3]], [[4, 5], [6, 7]]])]
+)
+def test_a_distributed_dataset_stays_split_as_tensorflow_does_it(count, expected):
+    source = distributed(8, 4, count)
     assert source.layout.is_split and not source.layout.is_padded
-    expected = [[[0, 1, 2, 3]], [[4, 5, 6, 7]]] if count == 1 else [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
-    assert taken(source, 2, strategy) == expected
+    assert taken(source, 2, mirrored(count)) == expected
 
 
 @pytest.mark.slow
-def test_a_distributed_dataset_is_started_again_at_its_end():
-    strategy = mirrored(2)
-    source = Source(strategy.experimental_distribute_dataset(numbers(12, 4)), strategy)
+def test_a_loop_over_a_distributed_dataset_takes_the_rest_of_a_pass_which_is_started_again_at_its_end():
+    source = distributed(12, 4)
     passes = []
     for _ in range(2):
         left = source.start_loop()
         assert left == 3
-        passes.append(taken(source, left, strategy))
+        passes.append(taken(source, left, mirrored(2)))
         source.batches_taken += left
     assert passes[0] == passes[1]
-
-
-def test_a_loop_over_a_distributed_dataset_takes_the_rest_of_a_pass():
-    strategy = mirrored(2)
-    source = Source(strategy.experimental_distribute_dataset(numbers(12, 4)), strategy)
     source.batches_taken = 4
     assert source.start_loop() == 2
-
-
-def test_a_loop_over_a_plain_dataset_has_any_length():
+    assert distributed(12, 4, change=lambda data: data.repeat()).start_loop() is None  # it has any length
     assert Source(numbers(12, 4), ONE).start_loop() is None
-
-
-def test_a_loop_over_an_endless_distributed_dataset_has_any_length():
-    strategy = mirrored(2)
-    source = Source(strategy.experimental_distribute_dataset(numbers(12, 4).repeat()), strategy)
-    assert source.start_loop() is None
-
-
-def test_a_distributed_dataset_of_unknown_length_is_refused():
-    strategy = mirrored(2)
-    source = Source(strategy.experimental_distribute_dataset(of_unknown_length(numbers(12, 4))), strategy)
     with pytest.raises(ValueError, match="DistributedDataset given does not know its length; .*: give the plain"):
-        source.start_loop()
+        distributed(12, 4, change=of_unknown_length).start_loop()
 
 
 def shuffled():
@@ -174,12 +143,9 @@ def shuffled():
 @pytest.mark.slow
 @pytest.mark.parametrize("batches", [1, 4, 7])
 def test_a_position_is_restored_in_a_new_source(batches):
-    def new():
-        source = Source(shuffled(), ONE)
+    first, second = Source(shuffled(), ONE), Source(shuffled(), ONE)
+    for source in (first, second):
         source.first_rows()  # draws shuffle seeds
-        return source
-
-    first, second = new(), new()
     taken(first, batches)
     first.batches_taken = batches
     second.restore_position(first.save_position())
@@ -187,25 +153,18 @@ def test_a_position_is_restored_in_a_new_source(batches):
     assert taken(second, 6) == taken(first, 6)
 
 
-def test_a_position_is_restored_in_a_source_that_was_read():
+def test_a_position_is_restored_in_a_source_that_was_read_in_a_distributed_dataset_and_at_batches_to_skip():
     source = Source(shuffled(), ONE, may_go_back=True)
     start = source.save_position()
     batches = taken(source, 6)
     source.restore_position(start)
     assert taken(source, 6) == batches
-
-
-def test_a_position_in_a_distributed_dataset_is_restored():
-    strategy = mirrored(2)
-    source = Source(strategy.experimental_distribute_dataset(numbers(12, 4)), strategy)
+    source = distributed(12, 4)
     source.restore_position({"batches": 4, "skipped": []})
-    assert taken(source, 1, strategy) == [[[4, 5], [6, 7]]]
-
-
-def test_a_loop_starts_behind_batches_to_skip_and_ends_before_the_next_one():
+    assert taken(source, 1, mirrored(2)) == [[[4, 5], [6, 7]]]
     source = Source(numbers(40, 4), ONE)
     source.restore_position({"batches": 2, "skipped": [2, 3, 7]})
-    assert source.start_loop() == 3
+    assert source.start_loop() == 3  # the loop ends before the next one to skip
     assert source.batches_taken == 4
     assert taken(source, 1) == [[[16, 17, 18, 19]]]
 
@@ -227,9 +186,27 @@ def test_a_known_batch_size_decides_whether_to_pad(batch_size, is_padded):
     assert Source(dataset, mirrored(4)).layout.is_padded == is_padded
 
 
-@pytest.mark.parametrize("make", [lambda d: d, of_unknown_length], ids=["known", "unknown"])
-def test_an_epoch_is_counted(make):
-    assert batches_per_epoch(Source(make(numbers(10, 4)), ONE)) == 3
+def test_only_data_by_number_is_read_in_part_by_each_of_several_workers():
+    found = []
+    for data in (make_dataset(np.arange(8), 4), Numbers(), three, numbers(8, 4)):
+        source = Source(data, ONE)
+        source._num_workers = 2
+        source.set_microbatches(1)
+        found.append(source.reads_own_rows)
+    assert found == [True, False, False, False]
+
+
+def test_an_epoch_is_counted_and_the_place_stays():
+    assert batches_per_epoch(Source(numbers(10, 4), ONE)) == batches_per_epoch(distributed(10, 4)) == 3
+    source = Source(of_unknown_length(numbers(10, 4)), ONE)
+    taken(source, 1)
+    assert batches_per_epoch(source) == 3
+    assert taken(source, 1) == [[[4, 5, 6, 7]]]
+
+
+def test_the_first_rows_are_the_first_batch_or_one_replicas_part_of_a_split_one():
+    assert Source(numbers(10, 4), mirrored(2)).first_rows()["x"].numpy().tolist() == [0, 1, 2, 3]
+    assert distributed(10, 4).first_rows()["x"].numpy().tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("length", ["3 epochs", 2])
@@ -244,77 +221,12 @@ def test_a_dataset_of_unknown_length_is_counted_once(length, monkeypatch):
     assert batches_per_epoch(source) == 3 and len(counted) == 1
 
 
-def test_counting_an_epoch_leaves_the_place():
-    source = Source(of_unknown_length(numbers(10, 4)), ONE)
-    taken(source, 1)
-    batches_per_epoch(source)
-    assert taken(source, 1) == [[[4, 5, 6, 7]]]
-
-
-def test_an_epoch_of_a_distributed_dataset_is_counted():
-    strategy = mirrored(2)
-    assert batches_per_epoch(Source(strategy.experimental_distribute_dataset(numbers(10, 4)), strategy)) == 3
-
-
-def test_an_endless_dataset_has_no_epoch():
-    with pytest.raises(ValueError, match="epochs were given, but the dataset is endless .*: give steps instead"):
-        batches_per_epoch(Source(numbers(10, 4).repeat(), ONE))
-
-
-def test_an_epoch_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="The dataset given is empty"):
-        batches_per_epoch(Source(numbers(10, 4).filter(lambda _: False), ONE))
-
-
-def test_the_first_rows_are_the_first_batch():
-    assert Source(numbers(10, 4), mirrored(2)).first_rows()["x"].numpy().tolist() == [0, 1, 2, 3]
-
-
-def test_the_first_rows_of_a_split_batch_are_one_replicas():
-    strategy = mirrored(2)
-    source = Source(strategy.experimental_distribute_dataset(numbers(10, 4)), strategy)
-    assert source.first_rows()["x"].numpy().tolist() == [0, 1]
-
-
-def test_there_are_no_first_rows_of_nothing():
-    with pytest.raises(ValueError, match="The dataset given is empty"):
-        Source(numbers(10, 4).filter(lambda _: False), ONE).first_rows()
-
-
-def test_a_dataset_that_is_known_to_be_empty_is_refused():
-    with pytest.raises(ValueError, match="The dataset given is empty; distloop needs one batch at least: check"):
-        Source(numbers(0, 4), ONE)
-
-
-@pytest.mark.parametrize("data", [(np.zeros([4, 2]), 5), [{"x": np.zeros(4)}], {}, None])
+@pytest.mark.parametrize("data", [(np.zeros([4, 2]), 5), [{"x": np.zeros(4)}], {}, None, "text", range(4), 3])
 def test_other_data_is_refused(data):
     with pytest.raises(ValueError, match=rf"is a {type(data).__name__}; .* a tf.data.Dataset .*make_dataset\("):
         Source(data, ONE)
-
-
-def test_a_function_that_returns_no_dataset_is_refused():
-    with pytest.raises(ValueError, match="is a list; distloop takes a tf.data.Dataset"):
-        Source(lambda context: [1, 2], ONE)
-
-
-@pytest.mark.parametrize(
-    ("data", "is_by_number"),
-    [(make_dataset(np.arange(8), 4), True), (Numbers(), False), (three, False), (numbers(8, 4), False)],
-    ids=["by number", "PyDataset", "generator", "tf.data"],
-)
-def test_only_data_by_number_is_read_in_part_by_each_of_several_workers(data, is_by_number):
-    source = Source(data, ONE)
-    source._num_workers = 2
-    source.set_microbatches(1)
-    assert source.reads_own_rows == is_by_number
-
-
-class Batches(keras.utils.PyDataset):
-    def __len__(self):
-        return 2
-
-    def __getitem__(self, index):
-        return np.zeros([4, 2])
+    with pytest.raises(ValueError, match=f"is a {type(data).__name__}; distloop takes a tf.data.Dataset"):
+        Source(lambda context: data, ONE)
 
 
 @pytest.mark.parametrize(
@@ -323,11 +235,25 @@ class Batches(keras.utils.PyDataset):
         (np.zeros([8, 2]), "a smaller dtype of the arrays"),
         (make_dataset(np.zeros([8, 2]), 4, map_fn=lambda row, seed: row + 1), "less work in map_fn"),
         (make_dataset([[1.0, 2.0]] * 8, 4), "a faster disk"),
-        (Batches(), "workers= of the PyDataset"),
-        (lambda: iter([np.zeros([4, 2])] * 2), "distloop.make_dataset(source, batch_size)"),
+        (Numbers(), "workers= of the PyDataset"),
+        (three, "distloop.make_dataset(source, batch_size)"),
         (tf.data.Dataset.range(8).batch(4), ""),
     ],
 )
 def test_what_to_try_against_waiting_fits_the_kind_of_data(data, advice):
     found = Source(data, ONE, batch_size=4).against_waiting
     assert advice in found and bool(advice) == bool(found) and "cache()" not in found
+
+
+def test_passes_remember_the_sources_of_the_latest_datasets_alone():
+    passes, data = Passes(ONE, batch_size=4), [numbers(8, 4) for _ in range(9)]
+    sources = [passes.source(given) for given in data]
+    assert len(set(map(id, sources))) == 9 and passes.source(data[-1]) is sources[-1]
+    assert sources[-1].data is data[-1]
+    assert passes.source(data[0]) is not sources[0]
+    arrays = {"x": np.arange(6)}
+    assert passes.source(arrays) is not passes.source(arrays)  # they are read again each time
+    endless = numbers(8, 4).repeat()
+    with pytest.raises(ValueError, match="endless.*take"):
+        passes.source(endless)
+    assert passes.source(endless, may_be_endless=True).info.is_endless  # a limit ends the pass

@@ -1,6 +1,5 @@
 """Adapters: LoRA trains a few weights, which are saved and read alone, and merged when the model is exported."""
 
-import contextlib
 import functools
 import os
 import pathlib
@@ -14,6 +13,7 @@ from safetensors.numpy import load_file
 
 import distloop
 from distloop.checkpoints.warm_start import warm_start
+from tests.problems import on
 
 ROWS = 8
 TOKENS = np.random.default_rng(0).integers(0, 20, (ROWS, 6)).astype("int32")
@@ -38,9 +38,8 @@ def model_fn(rank=1):
     return distloop.supervised(model, loss, keras.optimizers.Adam(0.05))
 
 
-def make_trainer(model_fn=model_fn):
-    config = distloop.Config(device="cpu", num_devices=1, batch_size=ROWS, console="quiet")
-    return distloop.Trainer(model_fn, config)
+def make_trainer(model_fn=model_fn, **settings):
+    return distloop.Trainer(model_fn, on(1, batch_size=ROWS, console="quiet", **settings))
 
 
 @functools.cache
@@ -50,6 +49,14 @@ def trained():
     return trainer
 
 
+def arrays_of(path):
+    """Returns the arrays of a file of weights by name."""
+    if path.endswith(".safetensors"):
+        return load_file(path)
+    with np.load(path) as file:
+        return dict(file)
+
+
 def frozen_weights(trainer):
     return [w.numpy() for w in trainer.model.weights if not w.trainable]
 
@@ -57,8 +64,7 @@ def frozen_weights(trainer):
 @pytest.mark.slow
 def test_training_changes_adapters_and_head_alone():
     changed, fresh = trained(), make_trainer()
-    for now, before in zip(frozen_weights(changed), frozen_weights(fresh), strict=True):
-        np.testing.assert_array_equal(now, before)
+    np.testing.assert_equal(frozen_weights(changed), frozen_weights(fresh))
     assert np.abs(changed.predict(DATA) - fresh.predict(DATA)).max() > 0.1
 
 
@@ -66,9 +72,9 @@ def test_training_changes_adapters_and_head_alone():
 @pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
 def test_adapters_are_written_and_read_without_the_frozen_weights(tmp_path, suffix):
     trained().export(path := str(tmp_path / f"adapters{suffix}"))
-    with np.load(path) if suffix == ".npz" else contextlib.nullcontext(load_file(path)) as file:
-        assert "sequential/dense/lora_kernel_a" in file and "sequential/dense/kernel" not in file
-        assert len(file) == 2 * 3 + 2
+    arrays = arrays_of(path)
+    assert "sequential/dense/lora_kernel_a" in arrays and "sequential/dense/kernel" not in arrays
+    assert len(arrays) == 2 * 3 + 2
     trainer = make_trainer()
     trainer.restore(path)
     np.testing.assert_array_equal(trainer.predict(DATA), trained().predict(DATA))
@@ -92,32 +98,31 @@ def test_onnx_is_written_by_keras_with_the_averaged_weights(tmp_path, monkeypatc
         pathlib.Path(path).write_bytes(b"onnx")
 
     monkeypatch.setattr(keras.Model, "export", export)
-    config = distloop.Config(device="cpu", num_devices=1, batch_size=ROWS, console="quiet", average_decay=0.5)
-    trainer = distloop.Trainer(half_fn, config)
+    trainer = make_trainer(half_fn, average_decay=0.5)
     trainer.fit((np.ones((8, 3), np.float32), np.ones((8, 2), np.float32)), steps=3)
     trainer.export(str(tmp_path / "model.onnx"))
     with trainer.state.averaged():
         expected = trainer.model.get_weights()
     assert (tmp_path / "model.onnx").read_bytes() == b"onnx"
-    for found, value in zip(written["onnx"], expected, strict=True):
-        np.testing.assert_array_equal(found, value)
+    np.testing.assert_equal(written["onnx"], expected)
 
 
 def half_fn():
-    layers = [keras.Input((3,)), keras.layers.Dense(2, dtype="bfloat16", name="dense")]
+    dense = keras.layers.Dense(2, dtype="bfloat16", name="dense")
+    layers = [keras.Input((3,)), keras.layers.BatchNormalization(), dense]
     return distloop.supervised(keras.Sequential(layers, name="net"), "mse", keras.optimizers.SGD(0.1))
 
 
 @pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
-def test_weights_of_bfloat16_are_written_and_read(tmp_path, suffix):
-    config = distloop.Config(device="cpu", num_devices=1)
-    trainer, other = (distloop.Trainer(half_fn, config) for _ in range(2))
+def test_weights_of_bfloat16_and_statistics_that_training_moves_are_written_and_read(tmp_path, suffix):
+    trainer, other = make_trainer(half_fn), make_trainer(half_fn)
     trainer.export(path := str(tmp_path / f"half{suffix}"))
     other.restore(path)
-    for found, expected in zip(other.model.variables, trainer.model.variables, strict=True):
-        np.testing.assert_array_equal(found.numpy(), expected.numpy())
-    with np.load(path) if suffix == ".npz" else contextlib.nullcontext(load_file(path)) as file:
-        assert file["net/dense/kernel"].dtype == np.float32
+    np.testing.assert_equal(*([v.numpy() for v in of.model.variables] for of in (other, trainer)))
+    arrays = arrays_of(path)
+    assert arrays["net/dense/kernel"].dtype == np.float32
+    names = {name.rpartition("/")[2] for name in arrays}
+    assert names == {"gamma", "beta", "moving_mean", "moving_variance", "kernel", "bias"}
 
 
 @pytest.mark.slow
@@ -136,8 +141,7 @@ def test_a_keras_file_has_the_adapters_merged(tmp_path):
     model = keras.models.load_model(path)
     assert not [w.path for w in model.weights if "lora" in w.path]
     np.testing.assert_allclose(model.predict(TOKENS, verbose=0), trained().predict(DATA), rtol=1e-5, atol=1e-6)
-    for weight, value in zip(trained().model.weights, before, strict=True):  # the model itself goes on as it was
-        np.testing.assert_array_equal(weight.numpy(), value)
+    np.testing.assert_equal([w.numpy() for w in trained().model.weights], before)  # the model itself goes on as it was
     assert all(layer.lora_rank == 1 for layer in trained().model.layers if getattr(layer, "lora_enabled", False))
 
 
@@ -149,18 +153,6 @@ def test_a_saved_model_has_the_adapters_merged(tmp_path):
     np.testing.assert_allclose(logits, trained().predict(DATA), rtol=1e-5, atol=1e-6)
     names = [name for name, _ in tf.train.list_variables(os.path.join(path, "variables", "variables"))]
     assert len([name for name in names if name.startswith("variables_served")]) == 5  # three matrices and the head
-
-
-def test_statistics_that_training_moves_are_written_too(tmp_path):
-    def norm_fn():
-        layers = [keras.Input((3,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
-        return distloop.supervised(keras.Sequential(layers), "mse", keras.optimizers.SGD(0.1))
-
-    trainer = distloop.Trainer(norm_fn, distloop.Config(device="cpu", num_devices=1))
-    trainer.export(path := str(tmp_path / "head.npz"))
-    with np.load(path) as file:
-        names = {name.rpartition("/")[2] for name in file}
-    assert names == {"gamma", "beta", "moving_mean", "moving_variance", "kernel", "bias"}
 
 
 def test_a_file_that_is_no_archive_is_refused(tmp_path):

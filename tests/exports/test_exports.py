@@ -1,13 +1,13 @@
 """When a run exports, and which exports it keeps; tests/exports/test_export.py has the files of one."""
 
 import os
+import pathlib
 import types
 
 import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.actions import action_state
 from distloop.actions.action import Report, run
 from distloop.exports.action import Export
 from tests.export_trainers import dataset, make_trainer, serve
@@ -18,12 +18,22 @@ STATE = types.SimpleNamespace(strategy=tf.distribute.get_strategy(), spec=types.
 def write(path):
     """Stands in for `trainer.export`."""
     os.makedirs(path)
-    with open(os.path.join(path, "saved_model.pb"), "w") as file:
-        file.write("model")
+    pathlib.Path(path, "saved_model.pb").write_text("model")
 
 
 def report(step, state=STATE, **metrics):
     return Report(step, 1000, metrics, state)
+
+
+def run_at(action, *steps):
+    for step in steps:
+        run([action], report(step))
+
+
+def run_with(action, values):
+    """Runs at steps with the values of a metric; None: there is none."""
+    for step, value in values.items():
+        run([action], report(step, **({} if value is None else {"test/accuracy": value})))
 
 
 def names_in(directory):
@@ -34,8 +44,7 @@ def test_the_last_exports_are_kept_and_nothing_else_is_touched(tmp_path):
     for name in ("notes", "7", "007"):
         (tmp_path / name).mkdir()  # no exports
     action = Export(write, tmp_path, every=10, keep=2)
-    for step in range(5, 55, 5):
-        run([action], report(step))
+    run_at(action, *range(5, 55, 5))
     assert names_in(tmp_path) == ["7", "40", "50", "007", "notes"]
 
 
@@ -56,31 +65,27 @@ def test_an_export_that_fails_is_logged_and_removes_no_older_one(tmp_path, caplo
 
 
 def test_after_a_best_export_that_failed_the_next_is_compared_with_the_last_one_that_did_not(tmp_path):
-    outcomes = iter([False, True, False])
-
     def write_unless_full(path):
-        if next(outcomes):
+        if path.endswith("20"):
             raise OSError("disk full")
         write(path)
 
-    action = Export(write_unless_full, tmp_path, metric="accuracy", mode="max")
-    for step, accuracy in [(10, 0.5), (20, 0.9), (30, 0.7)]:
-        action(report(step, accuracy=accuracy))
+    action = Export(write_unless_full, tmp_path, metric="test/accuracy", mode="max")
+    run_with(action, {10: 0.5, 20: 0.9, 30: 0.7})
     action.on_end(report(30))  # the last one was written
     assert names_in(tmp_path) == ["10", "30"] and action.get_state()["best"] == 0.7
 
 
 def test_with_a_metric_the_newest_export_is_the_best(tmp_path):
-    action = Export(write, tmp_path, metric="test/accuracy", mode="max", keep=2)
-    rows = [(10, 0.5), (20, None), (30, 0.4), (40, 0.7), (50, float("nan")), (60, 0.7)]
-    for step, value in rows:
-        run([action], report(step, **({} if value is None else {"test/accuracy": value})))
+    action, goes_on = (Export(write, tmp_path, metric="test/accuracy", mode="max", keep=2) for _ in range(2))
+    at_start = action.get_state()
+    run_with(action, {10: 0.5, 20: None, 30: 0.4, 40: 0.7, 50: float("nan"), 60: 0.7})
     assert names_in(tmp_path) == ["10", "40"]
-    goes_on = Export(write, tmp_path, metric="test/accuracy", mode="max", keep=2)
     goes_on.set_state(action.get_state())
-    for step, value in [(70, 0.6), (80, 0.8)]:
-        run([goes_on], report(step, **{"test/accuracy": value}))
+    run_with(goes_on, {70: 0.6, 80: 0.8})
     assert names_in(tmp_path) == ["40", "80"]
+    action.set_state(at_start)  # as a rollback to a checkpoint of before the first export does
+    assert action.get_state()["best"] is None
 
 
 def test_an_export_that_fails_on_one_worker_leaves_the_best_value_of_all_as_it_was(tmp_path, monkeypatch):
@@ -90,14 +95,6 @@ def test_an_export_that_fails_on_one_worker_leaves_the_best_value_of_all_as_it_w
     action = Export(write, tmp_path, metric="loss")
     action(report(10, loss=1.0))
     assert failed == [False] and action.get_state()["best"] is None
-
-
-def test_a_rollback_to_a_checkpoint_of_before_the_first_export_forgets_the_best_value(tmp_path):
-    action = Export(write, tmp_path, metric="loss")
-    states = action_state.states_of({action.name: action})
-    action(report(10, loss=1.0))
-    action_state.RunStates().attach([action], states)
-    assert action.get_state()["best"] is None
 
 
 def test_other_workers_export_and_remove_nothing(tmp_path, monkeypatch):
@@ -116,33 +113,27 @@ def test_exports_of_another_run_are_named_when_the_run_starts_and_stay(tmp_path,
     action = Export(write, tmp_path, every=10, keep=1)
     action.on_start(report(5))
     assert "holds exports of later steps, up to 900, than this run's, 5" in caplog.text
-    for step in (10, 20):
-        run([action], report(step))
+    run_at(action, 10, 20)
     assert names_in(tmp_path) == ["2", "15", "20", "900"]
     assert [os.path.basename(path) for _, path, _ in action.run_files()] == ["20"]
 
 
-def test_a_run_that_goes_on_removes_the_exports_that_it_wrote_before(tmp_path):
+def test_a_run_that_goes_on_removes_the_exports_that_it_wrote_before_if_its_state_names_them(tmp_path):
     write(tmp_path / "5")
     before, after = (Export(write, tmp_path, every=10, keep=2) for _ in range(2))
-    for step in (10, 20):
-        run([before], report(step))
+    run_at(before, 10, 20)
     after.set_state(before.get_state())
-    run([after], report(30))
+    run_at(after, 30)
     assert names_in(tmp_path) == ["5", "20", "30"]
+    after.set_state({"best": None})  # of an older version
+    assert after.written == []
 
 
-def test_the_state_of_an_older_version_names_no_export(tmp_path):
-    action = Export(write, tmp_path, every=10)
-    action.set_state({"best": None})
-    assert action.written == []
-
-
-def test_keras_files_are_numbered_too(tmp_path):
-    action = Export(lambda path: open(path, "w").close(), tmp_path, every=10, keep=1, suffix=".keras")
-    for step in (10, 20):
-        run([action], report(step))
-    assert os.listdir(tmp_path) == ["20.keras"]
+def test_keras_files_are_numbered_too_and_the_directory_may_begin_with_a_tilde(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "models").mkdir()
+    run_at(Export(lambda path: open(path, "w").close(), "~/models", every=10, keep=1, suffix=".keras"), 10, 20)
+    assert os.listdir(tmp_path / "models") == ["20.keras"]
 
 
 def test_mistakes_are_refused_before_the_first_step(tmp_path):
@@ -164,8 +155,3 @@ def test_a_run_exports_what_it_would_predict(tmp_path):
     trainer.fit(dataset(), steps=2, evals={"test": dataset()}, actions=[export])
     outputs = serve(tmp_path / "models" / "2")["output"]
     tf.debugging.assert_near(outputs, trainer.predict(dataset()), rtol=1e-5, atol=1e-6)
-
-
-def test_the_directory_may_begin_with_a_tilde(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert Export(write, "~/models").directory == str(tmp_path / "models")

@@ -40,31 +40,38 @@ def test_a_keras_file_predicts_as_predict_does_with_the_averaged_weights(tmp_pat
         assert isinstance(trainer.model.weights[0].value, tf.distribute.DistributedValues)
 
 
-def test_a_keras_file_needs_no_data_and_no_predict_fn(tmp_path):
+def test_a_keras_file_needs_no_data_and_no_predict_fn_and_leaves_pythons_random_numbers_alone(tmp_path):
     def model_fn():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
         return distloop.ModelSpec(model, keras.optimizers.SGD(0.1), lambda b, training: {"loss": model(b)[:, 0]})
 
+    before = random.getstate()
     trainer = distloop.Trainer(model_fn, on(1))
-    loaded = export_keras_file(trainer, tmp_path / "deep" / "model.keras")
+    assert random.getstate() != before  # making layers draws from them, as reading a file back does
+    before = random.getstate()
+    trainer.export(tmp_path / "deep" / "model.keras")
+    assert random.getstate() == before
+    loaded = keras.models.load_model(tmp_path / "deep" / "model.keras")
     assert_weights([w.numpy() for w in loaded.weights], list(weights(trainer).values()))
+
+
+def change_what_is_read(monkeypatch, change):
+    load = keras.models.load_model
+    monkeypatch.setattr(keras.models, "load_model", lambda path: change(load(path)))
 
 
 @pytest.mark.parametrize("wrong", ["one bit", "a weight less"])
 def test_a_keras_file_with_other_weights_never_takes_its_name(wrong, tmp_path, monkeypatch):
+    def change(model):
+        if wrong == "a weight less":
+            return keras.Model(model.inputs, model.layers[0](model.inputs[0]))
+        bias = model.weights[-1].numpy()
+        bias[-1] = -0.0  # equal to the 0.0 that it was, in all but one bit
+        model.weights[-1].assign(bias)
+        return model
+
     trainer = make_trainer()
-    load = keras.models.load_model
-
-    def load_another(path):
-        model = load(path)
-        if wrong == "one bit":
-            bias = model.weights[-1].numpy()
-            bias[-1] = -0.0  # equal to the 0.0 that it was, in all but one bit
-            model.weights[-1].assign(bias)
-            return model
-        return keras.Model(model.inputs, model.layers[0](model.inputs[0]))
-
-    monkeypatch.setattr(keras.models, "load_model", load_another)
+    change_what_is_read(monkeypatch, change)
     with pytest.raises(ValueError, match="read back, has other weights"):
         trainer.export(tmp_path / "model.keras")
     assert os.listdir(tmp_path) == []
@@ -105,20 +112,20 @@ class UnregisteredLayer(keras.layers.Layer):
         return inputs * 2.0
 
 
-def make_net_trainer(make_model, replicas=1, predict_of=None, **settings):
-    """Makes a trainer for what `make_model` makes, which takes x."""
+def make_net_trainer(make_model, replicas=1, **settings):
+    """Makes a trainer for the models that `make_model` makes, which take x; the first one predicts."""
 
     def model_fn():
         model = make_model()
-        predict = predict_of or (lambda m, batch: m(batch["x"], training=False))
+        first, *_ = models = tf.nest.flatten(model)
 
         def loss_fn(batch, training):
-            outputs = [m(batch["x"], training=training) for m in tf.nest.flatten(model)]
-            return {"loss": tf.reduce_sum(tf.square(sum(outputs)), -1)}
+            return {"loss": tf.reduce_sum(tf.square(sum(m(batch["x"], training=training) for m in models)), -1)}
 
-        return distloop.ModelSpec(
-            model, keras.optimizers.SGD(0.1), loss_fn, predict_fn=lambda batch: predict(model, batch)
-        )
+        def predict_fn(batch):
+            return first(batch["x"], training=False)
+
+        return distloop.ModelSpec(model, keras.optimizers.SGD(0.1), loss_fn, predict_fn=predict_fn)
 
     return distloop.Trainer(model_fn, on(replicas, **settings))
 
@@ -156,13 +163,10 @@ def test_a_keras_file_of_a_model_that_the_data_built(make_model, replicas, tmp_p
 
 
 def test_a_keras_file_of_a_model_with_several_inputs_by_name(tmp_path):
-    def make_model():
+    def model_fn():
         x, z = keras.Input((3,), name="x"), keras.Input((2,), name="z")
         joined = keras.layers.Concatenate()([x, keras.layers.Dense(2)(z)])
-        return keras.Model({"x": x, "more": [z]}, {"logits": keras.layers.Dense(4)(joined), "z": z * 2.0})
-
-    def model_fn():
-        model = make_model()
+        model = keras.Model({"x": x, "more": [z]}, {"logits": keras.layers.Dense(4)(joined), "z": z * 2.0})
         outputs_of = lambda b: model({"x": b["x"], "more": [b["more"]["z"]]}, training=False)  # noqa: E731
         loss_fn = lambda b, training: {"loss": tf.reduce_sum(outputs_of(b)["logits"], -1)}  # noqa: E731
         return distloop.ModelSpec(model, keras.optimizers.SGD(0.1), loss_fn, predict_fn=outputs_of)
@@ -180,13 +184,7 @@ def test_a_keras_file_of_a_net_that_takes_no_image_of_one_pixel(tmp_path, monkey
     image = images(30)
     outputs = export_keras_file(trainer, tmp_path / "model.keras")(image)
     np.testing.assert_allclose(outputs, trainer.model(image), rtol=1e-5, atol=1e-6)
-    load = keras.models.load_model
-
-    def load_another(path):  # the same weights, other outputs
-        model = load(path)
-        return keras.Model(model.inputs, model.outputs[0] + 1.0)
-
-    monkeypatch.setattr(keras.models, "load_model", load_another)
+    change_what_is_read(monkeypatch, lambda model: keras.Model(model.inputs, model.outputs[0] + 1.0))  # same weights
     with pytest.raises(ValueError, match="read back, gives other outputs"):
         trainer.export(tmp_path / "other.keras")
 
@@ -202,16 +200,6 @@ def test_a_keras_file_of_a_model_that_draws_when_it_predicts(tmp_path):
     assert_weights([w.numpy() for w in loaded.weights], [w.numpy() for w in trainer.model.weights])
     assert not np.array_equal(loaded(ROWS["x"]), loaded(ROWS["x"]))
     assert_equal(everything(trainer), before)
-
-
-def test_a_keras_file_leaves_pythons_random_numbers_alone(tmp_path):
-    trainer = make_trainer()
-    before = random.getstate()
-    keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
-    assert random.getstate() != before  # making layers draws from them, as reading a file back does
-    before = random.getstate()
-    trainer.export(tmp_path / "model.keras")
-    assert random.getstate() == before
 
 
 @pytest.mark.parametrize("precision", mostly_wide(["mixed_float16", "mixed_bfloat16"]))
@@ -232,52 +220,42 @@ def unregistered_loss(y_true, y_pred):
 @pytest.mark.parametrize("is_function", mostly_wide([False, True]))
 @pytest.mark.parametrize("precision", mostly_wide(["float32", "mixed_float16"]))
 def test_a_keras_file_of_a_compiled_model_is_not_compiled(is_function, precision, tmp_path):
+    def plain():
+        return keras.Sequential([keras.Input((3,)), keras.layers.Dense(64), keras.layers.Dense(2)])
+
     def compiled():
-        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(64), keras.layers.Dense(2)])
+        model = plain()
         model.compile(keras.optimizers.Adam(0.01), unregistered_loss, metrics=["mae"])
         return model
 
     trainer = distloop.Trainer(distloop.from_keras(compiled if is_function else compiled()), on(1, precision=precision))
-    trainer.fit(dataset((ROWS["x"], ROWS["more"]["z"])), steps=2)
+    data = dataset((ROWS["x"], ROWS["more"]["z"]))
+    trainer.fit(data, steps=2)
     size = sum(weight.numpy().nbytes for weight in trainer.model.weights)
     loaded = export_keras_file(trainer, tmp_path / "model.keras")
     assert not loaded.compiled
     assert trainer.model.compiled and trainer.model.optimizer is not None
     assert_weights([w.numpy() for w in loaded.weights], [w.numpy() for w in trainer.model.weights])
-    plain = keras.Sequential([keras.Input((3,)), keras.layers.Dense(64), keras.layers.Dense(2)])
-    plain.save(tmp_path / "plain.keras")
+    plain().save(tmp_path / "plain.keras")
     assert os.path.getsize(tmp_path / "model.keras") < os.path.getsize(tmp_path / "plain.keras") + size  # no slots
-    trainer.fit(dataset((ROWS["x"], ROWS["more"]["z"])), steps=4)
+    trainer.fit(data, steps=4)
     assert trainer.step == 4
 
 
-@pytest.mark.parametrize("replicas", mostly_wide([1, 2]))
-def test_a_run_starts_from_a_keras_file(replicas, tmp_path, capsys):
+@pytest.mark.parametrize(("of_first", "of_second", "dropout"), mostly_wide([(1, 1, 0.0), (2, 2, 0.0), (1, 2, 0.5)]))
+def test_a_run_starts_from_a_keras_file(of_first, of_second, dropout, tmp_path, capsys):
     data = distloop.make_dataset(classification(16), 8)
-    first = distloop.Trainer(classifier(), on(replicas, average_decay=0.5))
+    first = distloop.Trainer(classifier(dropout=dropout), on(of_first, average_decay=0.5))
     first.fit(data, steps=4)
     first.export(tmp_path / "model.keras")
-    still = {"optimizer": lambda: keras.optimizers.SGD(0.0)}
-    second = distloop.Trainer(classifier(**still), on(replicas, init_from=str(tmp_path / "model.keras"), seed=1))
+    still = classifier(dropout=dropout, optimizer=lambda: keras.optimizers.SGD(0.0))
+    second = distloop.Trainer(still, on(of_second, init_from=str(tmp_path / "model.keras"), seed=1))
     assert not np.allclose(second.model.get_weights()[0], averages(first)[0], rtol=1e-3)
     second.fit(data, steps=1)
     assert_weights(second.model.get_weights(), averages(first))
     assert "4 of 4 variables start from" in capsys.readouterr().out
-
-
-@pytest.mark.wide
-def test_a_run_with_dropout_starts_from_a_keras_file(tmp_path, capsys):
-    data = distloop.make_dataset(classification(16), 8)
-    first = distloop.Trainer(classifier(dropout=0.5), on(1))
-    first.fit(data, steps=4)
-    first.export(tmp_path / "model.keras")
-    still = {"optimizer": lambda: keras.optimizers.SGD(0.0), "dropout": 0.5}
-    second = distloop.Trainer(classifier(**still), on(2, init_from=str(tmp_path / "model.keras"), seed=1))
-    second.fit(data, steps=1)
-    assert_weights(second.model.get_weights(), [w.numpy() for w in first.model.weights])
-    assert "4 of 4 variables start from" in capsys.readouterr().out
-    streams = local_values(second, second.state.seeds[0])
-    assert not np.array_equal(*streams)
+    if dropout:
+        assert not np.array_equal(*local_values(second, second.state.seeds[0]))
 
 
 class Affine(tf.Module):
@@ -289,28 +267,29 @@ class Affine(tf.Module):
         return x @ self.weight
 
 
+def two_models():
+    return {"a": sequential()(), "b": sequential()()}
+
+
+REGISTER = r".*@keras.saving.register_keras_serializable\(\)"
+
+
 @pytest.mark.parametrize(
     ("make_model", "says"),
     [
         (Affine, "the model is a Affine, no keras.Model: give a path without .keras"),
         (lambda: keras.layers.Dense(4), "the model is a Dense, no keras.Model: give a path without .keras"),
         (lambda: {"a": Affine()}, "the model is a dict, no keras.Model: give a path without .keras"),
-        (
-            lambda: {"a": sequential()(), "b": sequential()()},
-            r"one model, and there is a dict of 2, .* trainer.model\['a'\].save\(",
-        ),
+        (two_models, r"one model, and there is a dict of 2, .* trainer.model\['a'\].save\("),
         (lambda: [sequential()()], r"one model, and there is a list of 1, .* trainer.model\[0\].save\("),
-        (Unregistered, r"\(Could not locate class 'Unregistered'\): .*@keras.saving.register_keras_serializable\(\)"),
-        (
-            sequential(UnregisteredLayer),
-            r"\(Could not locate class 'UnregisteredLayer'\): .*@keras.saving.register_keras_serializable\(\)",
-        ),
+        (Unregistered, rf"\(Could not locate class 'Unregistered'\): {REGISTER}"),
+        (sequential(UnregisteredLayer), rf"\(Could not locate class 'UnregisteredLayer'\): {REGISTER}"),
         (sequential(lambda: keras.layers.Lambda(lambda x: x)), r"Python lambda\): .*@keras.saving.register"),
     ],
     ids=["module", "layer", "dict of modules", "dict", "list", "class", "layer class", "lambda"],
 )
 def test_a_model_that_no_keras_file_can_hold_is_refused(make_model, says, tmp_path):
-    trainer = make_net_trainer(make_model, predict_of=lambda m, batch: tf.nest.flatten(m)[0](batch["x"]))
+    trainer = make_net_trainer(make_model)
     trainer.fit(dataset(), steps=1)
     with pytest.raises(ValueError, match=says) as caught:
         trainer.export(tmp_path / "model.keras")
@@ -320,7 +299,7 @@ def test_a_model_that_no_keras_file_can_hold_is_refused(make_model, says, tmp_pa
 
 @pytest.mark.wide
 def test_models_of_a_dict_are_saved_one_by_one_as_the_refusal_says(tmp_path):
-    trainer = make_net_trainer(lambda: {"a": sequential()(), "b": sequential()()}, average_decay=0.9, replicas=2)
+    trainer = make_net_trainer(two_models, average_decay=0.9, replicas=2)
     trainer.fit(dataset(), steps=3)
     with pytest.raises(ValueError, match="with trainer.state.averaged") as caught:
         trainer.export(tmp_path / "model.keras")

@@ -41,25 +41,11 @@ def make_trainer_of(functions_of, replicas=1, **settings):
     return distloop.Trainer(model_fn, on(replicas, **settings))
 
 
-@pytest.fixture(scope="module")
-def exported(tmp_path_factory):
-    """An export of one function, and the predictions of its trainer."""
-    path = tmp_path_factory.mktemp("exported") / "model"
+def test_dropout_is_off_where_predict_fn_says_so_and_the_batch_dimension_is_free(tmp_path):
     trainer = make_trainer()
-    predictions = trainer.predict(distloop.make_dataset(ROWS, 4, drop_remainder=True))  # its batch dimension is fixed
-    trainer.export(path)
-    return path, predictions
-
-
-@pytest.fixture(scope="module")
-def pair():
-    """A trainer of two functions, for questions that change nothing in it."""
-    return make_trainer_of(make_pair)
-
-
-def test_dropout_is_off_where_predict_fn_says_so(exported):
-    path, _ = exported
-    served = signatures_of(path)["serving_default"]  # loaded once: its random streams would begin anew each time
+    trainer.predict(distloop.make_dataset(ROWS, 4, drop_remainder=True))  # its batch dimension is fixed
+    trainer.export(tmp_path / "model")
+    served = signatures_of(tmp_path / "model")["serving_default"]  # loaded once: random streams would begin anew
     first, second = (served(x=tf.constant(ROWS["x"]))["output"].numpy() for _ in range(2))
     np.testing.assert_array_equal(first, second)
 
@@ -100,12 +86,20 @@ def test_a_function_that_draws_is_exported_and_moves_no_random_stream(replicas, 
 @pytest.mark.parametrize("replicas", mostly_wide([1, 2]))
 def test_each_function_has_a_signature_that_takes_what_it_reads_and_serves_the_averages(replicas, tmp_path):
     trainer = make_trainer_of(make_pair, replicas, average_decay=0.9)
+    untrained = {name: trainer.predict(dataset(), signature=name) for name in ("classify", "embed")}
     trainer.fit(dataset(), steps=5)
     before, trained = everything(trainer), trainer.model(ROWS["x"], training=False).numpy()
-    logits = trainer.predict(dataset(), signature="classify")
     embedded = trainer.predict(dataset(), signature="embed")
+    logits = trainer.predict(dataset(), signature="classify")
     assert logits.shape == (11, 4) and embedded["hidden"].shape == (11, 5) and embedded["both"].shape == (11, 7)
-    assert not np.allclose(logits, trained, rtol=1e-3)
+    for others in (trained, untrained["classify"]):
+        assert not np.allclose(logits, others, rtol=1e-3)
+    assert not np.allclose(embedded["hidden"], untrained["embed"]["hidden"], rtol=1e-3)
+    for settings in ({}, {"signature": None}, {"signature": "serving_default"}):  # the first function
+        np.testing.assert_array_equal(trainer.predict(dataset(), **settings), logits)
+    parts = list(trainer.stream_predictions(dataset(), signature="embed"))
+    assert [len(part["both"]) for part in parts] == [4, 4, 3]
+    np.testing.assert_array_equal(np.concatenate([part["both"] for part in parts]), embedded["both"])
     trainer.export(tmp_path / "model")
     assert_equal(everything(trainer), before)
     served = signatures_of(tmp_path / "model")
@@ -117,35 +111,6 @@ def test_each_function_has_a_signature_that_takes_what_it_reads_and_serves_the_a
     assert set(outputs) == {"hidden", "both"}
     for name, expected in embedded.items():
         np.testing.assert_allclose(outputs[name], expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.wide
-def test_without_a_signature_the_first_function_predicts(pair):
-    first = pair.predict(dataset(), signature="classify")
-    for settings in ({}, {"signature": None}, {"signature": "serving_default"}):
-        np.testing.assert_array_equal(pair.predict(dataset(), **settings), first)
-    assert first.shape == (11, 4)
-
-
-def test_a_single_function_is_called_serving_default():
-    trainer = make_trainer()
-    np.testing.assert_array_equal(trainer.predict(dataset(), signature="serving_default"), trainer.predict(dataset()))
-
-
-def test_streamed_predictions_take_a_signature(pair):
-    whole = pair.predict(dataset(), signature="embed")
-    parts = list(pair.stream_predictions(dataset(), signature="embed"))
-    assert [len(part["both"]) for part in parts] == [4, 4, 3]
-    np.testing.assert_array_equal(np.concatenate([part["both"] for part in parts]), whole["both"])
-
-
-def test_each_function_predicts_with_the_current_weights():
-    trainer = make_trainer_of(make_pair)
-    before = {name: trainer.predict(dataset(), signature=name) for name in ("classify", "embed")}
-    trainer.fit(dataset(), steps=2)
-    after = {name: trainer.predict(dataset(), signature=name) for name in ("embed", "classify")}
-    assert not np.allclose(before["classify"], after["classify"], rtol=1e-3)
-    assert not np.allclose(before["embed"]["hidden"], after["embed"]["hidden"], rtol=1e-3)
 
 
 def test_a_function_called_serving_default_is_the_default_wherever_it_stands(tmp_path):
@@ -164,26 +129,19 @@ def test_a_function_called_serving_default_is_the_default_wherever_it_stands(tmp
 # Comparing with what was read back ----------------------------------------------------------------------------------
 
 
-def save_with(monkeypatch, bias):
-    """Makes TensorFlow save another bias than the model has."""
-    save, ones = tf.saved_model.save, np.ones(bias.shape)
-
+@pytest.mark.parametrize("names", mostly_wide(["classify embed", "embed classify"]))
+def test_each_signature_is_compared_before_the_export_has_its_name(names, tmp_path, monkeypatch):
     def save_another(*arguments, **settings):
         bias.assign_add(ones)
         save(*arguments, **settings)
         bias.assign_sub(ones)
 
-    monkeypatch.setattr(tf.saved_model, "save", save_another)
-
-
-@pytest.mark.parametrize("place", mostly_wide([0, 1]))
-def test_each_signature_is_compared_before_the_export_has_its_name(place, tmp_path, monkeypatch):
-    names = ["embed"]
-    names.insert(place, "classify")
-    trainer = make_trainer_of(lambda model: {name: make_pair(model)[name] for name in names})
+    trainer = make_trainer_of(lambda model: {name: make_pair(model)[name] for name in names.split()})
     trainer.predict(dataset())
+    save, bias = tf.saved_model.save, trainer.model.layers[-1].bias  # of classify alone
+    ones = np.ones(bias.shape)
     with monkeypatch.context() as patch:
-        save_with(patch, trainer.model.layers[-1].bias)  # of classify alone
+        patch.setattr(tf.saved_model, "save", save_another)
         expected = r"exported model returns other values of 'output' than predict_fn\['classify'\], by up to 1:"
         with pytest.raises(ValueError, match=expected):
             trainer.export(tmp_path / "model")
@@ -191,18 +149,17 @@ def test_each_signature_is_compared_before_the_export_has_its_name(place, tmp_pa
     trainer.export(tmp_path / "model")
 
 
-def test_a_function_that_takes_no_ones_is_exported_and_logged(tmp_path, monkeypatch):
+def test_a_function_that_takes_no_ones_is_exported_and_logged(tmp_path, caplog):
     def predict_of(model, batch):
         with tf.control_dependencies([tf.debugging.assert_none_equal(batch["x"], 1.0)]):
             return model(batch["x"], training=False)
 
-    messages = []
-    monkeypatch.setattr("distloop.exports.export.log.warning", lambda text, *a: messages.append(text % a))
     trainer = make_trainer(predict_of)
-    predictions = trainer.predict(dataset())
+    predictions = trainer.predict(dataset(), signature="serving_default")  # as a single function is called, too
     trainer.export(tmp_path / "model")
     np.testing.assert_allclose(serve(tmp_path / "model")["output"], predictions, rtol=1e-6)
-    assert messages == ["The export was not compared with predict_fn, which cannot be run on ones."]
+    warnings = [record.getMessage() for record in caplog.records if record.name == "distloop"]
+    assert warnings == ["The export was not compared with predict_fn, which cannot be run on ones."]
 
 
 def test_a_path_that_tensorflow_takes_for_a_pattern_is_named(tmp_path, caplog):

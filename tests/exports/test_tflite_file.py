@@ -26,18 +26,21 @@ def trainer_of(*layers, shape=(8,), rows=None):
     return trainer
 
 
+def assert_predicts(path, trainer, x, tolerance):
+    """Compares what a file computes with the model, by the largest of its outputs."""
+    outputs = tf.lite.Interpreter(str(path)).get_signature_runner("serving_default")(x=x)["logits"]
+    expected = trainer.model(x).numpy()
+    np.testing.assert_allclose(outputs, expected, atol=tolerance * np.abs(expected).max())
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*tf.lite.Interpreter is deprecated")
 def test_a_quantized_file_predicts_as_the_model_does(tmp_path):
     trainer = trainer_of(lambda: keras.layers.Dense(64, "tanh"))
-    trainer.export(tmp_path / "model.tflite")
-    interpreter = tf.lite.Interpreter(str(tmp_path / "model.tflite"))
-    x = classification(5)["x"]
-    outputs = interpreter.get_signature_runner("serving_default")(x=x)["logits"]
-    expected = trainer.model(x).numpy()
-    np.testing.assert_allclose(outputs, expected, atol=0.02 * np.abs(expected).max())
+    trainer.export(path := tmp_path / "model.tflite")
+    assert_predicts(path, trainer, classification(5)["x"], 0.02)
     weights = sum(variable.numpy().nbytes for variable in trainer.model.variables)
-    assert (tmp_path / "model.tflite").stat().st_size < weights + 3000  # of which the larger part is 8-bit integers
+    assert path.stat().st_size < weights + 3000  # of which the larger part is 8-bit integers
 
 
 @pytest.mark.slow
@@ -48,16 +51,12 @@ def test_free_axes_get_a_size_that_a_filter_fits_in(tmp_path):
             yield {"x": np.ones((8, size, size, 1), np.float32), "label": np.zeros(8, np.int32)}
 
     spec = {"x": tf.TensorSpec((8, None, None, 1)), "label": tf.TensorSpec((8,), tf.int32)}
+    rows = tf.data.Dataset.from_generator(images, output_signature=spec)
     layers = [lambda: keras.layers.Conv2D(4, 5), keras.layers.GlobalAveragePooling2D]
-    trainer = trainer_of(
-        *layers, shape=(None, None, 1), rows=tf.data.Dataset.from_generator(images, output_signature=spec)
-    )
+    trainer = trainer_of(*layers, shape=(None, None, 1), rows=rows)
     trainer.export(tmp_path / "model.tflite")
     x = np.random.default_rng(0).normal(size=(3, 20, 20, 1)).astype(np.float32)
-    interpreter = tf.lite.Interpreter(str(tmp_path / "model.tflite"))
-    outputs = interpreter.get_signature_runner("serving_default")(x=x)["logits"]
-    expected = trainer.model(x).numpy()
-    np.testing.assert_allclose(outputs, expected, atol=0.05 * np.abs(expected).max())
+    assert_predicts(tmp_path / "model.tflite", trainer, x, 0.05)
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """Mixtures: several sources with weights, in one stream."""
 
 import json
-import os
 import re
 
 import numpy as np
@@ -74,6 +73,7 @@ def test_a_mixture_begins_at_any_batch_bit_for_bit_on_any_number_of_workers(sour
     assert parts[0][:2] + parts[1][2:] == whole[7][0]
 
 
+@pytest.mark.slow
 def test_weights_and_batch_size_change_at_a_batch():
     data = distloop.make_dataset(mixture({0: {"a": 1, "b": 0}, 4: {"a": 0.5, "b": 0.5}}), {0: 4, 6: 10})
     batches = batches_of(data.starting_at(0), 8)
@@ -81,14 +81,8 @@ def test_weights_and_batch_size_change_at_a_batch():
     assert batches[4] == [16, 1000, 17, 1001] and [len(batch) for batch in batches[4:]] == [4, 4, 10, 10]
     assert data.element_spec.shape.as_list() == [None]
     assert data.order.seen(6) == {"a": 20, "b": 4}
-
-
-@pytest.mark.slow
-def test_the_batch_size_of_one_source_changes_at_a_batch():
-    data = distloop.make_dataset(np.arange(20), {0: 4, 2: 8}, shuffle=True)
-    alone = distloop.make_dataset(np.arange(20), 4, shuffle=True)
-    rows = sum(batches_of(data.starting_at(0), 6), [])
-    assert rows == sum(batches_of(alone.starting_at(0), 10), [])
+    changing, alone = (distloop.make_dataset(np.arange(20), size, shuffle=True) for size in ({0: 4, 2: 8}, 4))
+    assert sum(batches_of(changing.starting_at(0), 6), []) == sum(batches_of(alone.starting_at(0), 10), [])
 
 
 @pytest.mark.slow
@@ -122,10 +116,8 @@ def test_sources_of_python_are_mixed_and_their_rows_are_named():
     together = Together("b", 3)
     mixed = Mixture({"a": Rows("a", 3), "b": together}, {"a": 1, "b": 1}, examples_per_epoch=8)
     data = distloop.make_dataset(mixed, 4, map_fn=first_word)
-    assert [batch["text"] for batch in batches_of(data.starting_at(0), 2)] == [
-        [b"a0", b"b0", b"a1", b"b1"],
-        [b"a2", b"b2", b"a0", b"b0"],
-    ]
+    texts = [[b"a0", b"b0", b"a1", b"b1"], [b"a2", b"b2", b"a0", b"b0"]]
+    assert [batch["text"] for batch in batches_of(data.starting_at(0), 2)] == texts
     assert len(data) == 2 and set(together.asked) == {0, 1, 2}
     bad = Mixture({"a": Rows("a", 30), "b": Rows("b", 3)}, {"a": 1, "b": 1})
     with pytest.raises(Exception, match="Row 3 of 'a' could not be read"):
@@ -133,23 +125,19 @@ def test_sources_of_python_are_mixed_and_their_rows_are_named():
 
 
 def test_arrays_on_disk_stay_there_and_a_changed_one_is_named(tmp_path):
-    def on_disk(values):
-        np.save(tmp_path / "new.npy", values)  # the old file stays whole for who reads it
-        os.replace(tmp_path / "new.npy", tmp_path / "rows.npy")
-        return np.load(tmp_path / "rows.npy", mmap_mode="r")
-
-    def source(values):
-        mixed = Mixture({"a": on_disk(values), "b": np.zeros(5, np.int64)}, {"a": 1, "b": 1})
+    def source(values, name):
+        np.save(tmp_path / name, values)
+        on_disk = np.load(tmp_path / name, mmap_mode="r")
+        mixed = Mixture({"a": on_disk, "b": np.zeros(5, np.int64)}, {"a": 1, "b": 1})
         assert mixed.as_arrays() is None
         return Source(distloop.make_dataset(mixed, 4), mirrored(1))
 
-    before = source(np.arange(7))
+    before = source(np.arange(7), "rows.npy")
     assert next(before.iterator()).numpy().tolist() == [0, 0, 1, 0]
     before.batches_taken = 1
-    with pytest.raises(
-        ValueError, match="had content [0-9a-f]{8}:, and the data given has content [0-9a-f]{8}:: give the data"
-    ):
-        source(np.arange(1, 8)).restore_position(before.save_position())
+    words = "had content [0-9a-f]{8}:, and the data given has content [0-9a-f]{8}:: give the data"
+    with pytest.raises(ValueError, match=words):
+        source(np.arange(1, 8), "changed.npy").restore_position(before.save_position())
 
 
 @pytest.mark.parametrize(
@@ -169,21 +157,24 @@ def test_what_cannot_be_mixed_is_refused(sources, weights, words):
         Mixture(sources, weights)
 
 
+def mixed(a, b):
+    return Mixture({"a": a, "b": b}, {"a": 1, "b": 1})
+
+
 @pytest.mark.parametrize(
-    ("sources", "words"),
+    ("source", "batch_size", "words"),
     [
-        ({"a": [1.5, 2.5], "b": np.zeros([3, 2], np.float32)}, "entry of float32 [2] and float32 []; an entry is"),
-        ({"a": np.zeros(3, np.int32), "b": np.zeros(3, np.int64)}, "entry of int32 [] and int64 []; an entry is"),
-        ({"a": [{"x": 1}], "b": [{"y": 1}]}, "Row 0 of 'b' is {'y': int64 []}, where the first one is {'x'"),
+        (mixed([1.5, 2.5], np.zeros([3, 2], np.float32)), 4, "entry of float32 [2] and float32 []; an entry is"),
+        (mixed(np.zeros(3, np.int32), np.zeros(3, np.int64)), 4, "entry of int32 [] and int64 []; an entry is"),
+        (mixed([{"x": 1}], [{"y": 1}]), 4, "Row 0 of 'b' is {'y': int64 []}, where the first one is {'x'"),
+        (
+            tf.data.Dataset.range(9),
+            {0: 2, 3: 4},
+            "lengths or a batch_size that changes were given with a tf.data.Dataset",
+        ),
+        (np.arange(9), {1: 2}, "batch_size from batch 1 on were given; the first batch is 0"),
     ],
 )
-def test_sources_with_other_examples_are_refused(sources, words):
+def test_sources_with_other_examples_and_a_batch_size_that_cannot_change_are_refused(source, batch_size, words):
     with pytest.raises(ValueError, match=re.escape(words)):
-        distloop.make_dataset(Mixture(sources, {"a": 1, "b": 1}), 4)
-
-
-def test_a_batch_size_that_cannot_change_is_refused():
-    with pytest.raises(ValueError, match="lengths or a batch_size that changes were given with a tf.data.Dataset"):
-        distloop.make_dataset(tf.data.Dataset.range(9), {0: 2, 3: 4})
-    with pytest.raises(ValueError, match="batch_size from batch 1 on were given; the first batch is 0"):
-        distloop.make_dataset(np.arange(9), {1: 2})
+        distloop.make_dataset(source, batch_size)

@@ -56,7 +56,7 @@ def test_sequences_are_read_together_where_the_source_can():
         def __getitems__(self, numbers):
             return [self[number] for number in numbers]
 
-    one, all_rows = pack(TEXTS, 64, lengths=LENGTHS), pack(Together(TEXTS), 64, lengths=LENGTHS)
+    one, all_rows = (pack(texts, 64, lengths=LENGTHS) for texts in (TEXTS, Together(TEXTS)))
     for number, row in zip([5, 2], all_rows.__getitems__([5, 2]), strict=True):
         assert all(np.array_equal(row[name], one[number][name]) for name in row)
 
@@ -67,13 +67,9 @@ def test_sequences_are_read_together_where_the_source_can():
         ([1, 2], r"lengths of int64 \[2\] were given for 3 sequences"),
         ([1, 0, 2], "an integer of 1 or more"),
         ([1, 9, 2], "Sequence 1 has a length of 9, and rows have 8: cut or split"),
+        ([1, 3, 1], r"'tokens' of sequence 1 is int64 \[2\], where its length is 3"),  # when it is read
     ],
 )
 def test_lengths_that_do_not_fit_are_refused(lengths, words):
     with pytest.raises(ValueError, match=words):
-        pack([[1], [1, 2], [3]], 8, lengths=lengths)
-
-
-def test_a_sequence_of_another_length_is_named():
-    with pytest.raises(ValueError, match=r"'tokens' of sequence 1 is int64 \[2\], where its length is 3"):
-        pack([[1], [1, 2], [3]], 8, lengths=[1, 3, 1])[0]
+        pack([[1], [1, 2], [3]], 8, lengths=lengths)[0]

@@ -75,9 +75,8 @@ def classifier(make=sequential, num_stages=1, optimizer=lambda: keras.optimizers
             loss = keras.losses.sparse_categorical_crossentropy(batch["label"], logits, from_logits=True)
             return {"loss": distloop.weighted(loss, batch["weight"])}
 
-        return distloop.ModelSpec(
-            model, optimizer(), loss_fn, predict_fn=lambda batch: model(batch["x"], training=False)
-        )
+        predict_fn = lambda batch: model(batch["x"], training=False)  # noqa: E731
+        return distloop.ModelSpec(model, optimizer(), loss_fn, predict_fn=predict_fn)
 
     return model_fn
 
@@ -92,11 +91,16 @@ def train(model_fn, config, steps=6):
     return trainer
 
 
+def held(trainer):
+    """The devices of what is trained, of the optimizer's slots and of the averages."""
+    of_optimizer = [v for v in trainer.optimizer.variables if len(v.shape)]
+    average = trainer.state.average
+    of_all = trainer.state.variables_of_update[""], of_optimizer, average.variables if average else []
+    return [[device_of(variable) for variable in variables] for variables in of_all]
+
+
 def device_of(variable):
     return ":".join(tensorflow_variable(variable).device.split(":")[-2:])
-
-
-# the laws ---------------------------------------------------------------------------------------------------------
 
 
 def trained(trainer):
@@ -105,43 +109,47 @@ def trained(trainer):
     return {name: np.array(value) for name, value in values.items()}
 
 
+CLIPPED = {"clip_norm": 0.5, "average_decay": 0.9}
+
+
 @pytest.fixture(scope="module")
 def on_one_device():
-    trainer = train(classifier(), settings(clip_norm=0.5, average_decay=0.9))
-    return trained(trainer)
+    return trained(train(classifier(), settings(**CLIPPED)))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_stages, microbatches", mostly_wide([(1, 3), (2, 1), (2, 4), (4, 3)], (2, 4)))
-def test_any_number_of_stages_and_microbatches_train_to_the_same_weights(on_one_device, num_stages, microbatches):
-    config = settings(num_stages, microbatches=microbatches, clip_norm=0.5, average_decay=0.9)
-    trainer = train(classifier(num_stages=num_stages), config)
-    found = trained(trainer)
-    assert_close(found, on_one_device)
+@pytest.mark.parametrize(
+    "num_stages, microbatches, eager",
+    mostly_wide([(1, 3, False), (2, 1, False), (2, 4, False), (4, 3, False), (2, 2, True)], (2, 4, False)),
+)
+def test_any_number_of_stages_and_microbatches_train_to_the_same_weights(
+    on_one_device, num_stages, microbatches, eager
+):
+    config = settings(num_stages, microbatches=microbatches, eager=eager, **CLIPPED)
+    assert_close(trained(train(classifier(num_stages=num_stages), config)), on_one_device)
 
 
 def operations(trainer):
     """The operations of one train step, traced anew."""
-    loop = trainer._train_loop
-    element = next(iter(batches()))
     layout = trainer._train_source.layout
+    step = tf.function(lambda rows: trainer._train_loop._step(Batch(rows, None), layout), autograph=False)
+    return step.get_concrete_function(next(iter(batches()))).graph.get_operations()
 
-    @tf.function(autograph=False)
-    def step(rows):
-        return loop._step(Batch(rows, None), layout)
 
-    return step.get_concrete_function(element).graph.get_operations()
+def place(operation):
+    return operation.device.rpartition("device:")[2]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recompute", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_each_stage_keeps_its_variables_and_runs_forward_and_backward_on_its_device(recompute):
+@pytest.mark.parametrize("recompute", [False, True])
+def test_each_stage_keeps_its_variables_and_runs_forward_and_backward_on_its_device(recompute, capsys):
     make_model = classifier(modules, num_stages=2, recompute=recompute)
-    trainer = train(make_model, settings(2, microbatches=2, average_decay=0.9), steps=1)
+    trainer = train(make_model, settings(2, microbatches=2, average_decay=0.9, console="lines"), steps=1)
     places = ["CPU:0"] * 2 + ["CPU:1"] * 3  # two modules on each; the Keras layer has a bias
-    assert [device_of(v) for v in trainer.state.variables_of_update[""]] == places
-    assert [device_of(v) for v in trainer.state.average.variables] == places
-    assert [device_of(v) for v in trainer.optimizer.variables if len(v.shape)] == [d for d in places for _ in range(2)]
+    assert held(trainer) == [places, [d for d in places for _ in range(2)], places]
+    assert "distloop: stages 2 = 240 on CPU:0 + 204 on CPU:1\n" in capsys.readouterr().out
+    table = overview.describe_model(trainer.state).splitlines()
+    assert [line.split("`")[-2] for line in table if "`float32`" in line] == places
     step = operations(trainer)
 
     def count(kind):
@@ -156,7 +164,6 @@ def test_each_stage_keeps_its_variables_and_runs_forward_and_backward_on_its_dev
 
 
 @pytest.mark.wide
-@pytest.mark.slow
 def test_a_profile_shows_how_busy_each_device_was(tmp_path):
     config = settings(2, microbatches=2, workdir=tmp_path, profile="3:6", log_every=4)
     train(classifier(modules, num_stages=2), config, steps=12)
@@ -176,10 +183,6 @@ def test_losses_of_a_layer_are_computed_where_its_weights_are():
     assert sorted(squares) == ["CPU:0"] * 2 + ["CPU:1"] * 2  # L2 terms of two layers on each
 
 
-def place(operation):
-    return operation.device.rpartition("device:")[2]
-
-
 @pytest.mark.slow
 def test_a_run_on_stages_goes_on_bit_for_bit(tmp_path):
     make_model = classifier(functools.partial(sequential, dropout=0.3, batch_norm=True), num_stages=2)
@@ -190,44 +193,40 @@ def test_a_run_on_stages_goes_on_bit_for_bit(tmp_path):
     assert_equal(trained(train(make_model, stopped)), expected)
 
 
-@pytest.mark.wide
-@pytest.mark.slow
-@pytest.mark.parametrize("config", mostly_wide([settings(2), settings(strategy="mirrored", num_devices=2)]))
-def test_a_checkpoint_of_four_stages_goes_on_with_any_other_number(config, tmp_path, on_one_device):
-    shared = dict(workdir=tmp_path, clip_norm=0.5, average_decay=0.9)
-    train(classifier(num_stages=4), settings(4, **shared), steps=3)
-    trainer = train(classifier(num_stages=config.num_stages), dataclasses.replace(config, **shared))
-    assert_close(trained(trainer), on_one_device)
+def plain():
+    spec = classifier()()
+    return dataclasses.replace(spec, model=spec.model.whole, updates=())
 
 
 @pytest.mark.wide
-@pytest.mark.slow
-def test_a_checkpoint_of_a_plain_keras_model_goes_on_in_stages(tmp_path, on_one_device):
-    def plain():
-        spec = classifier()()
-        return dataclasses.replace(spec, model=spec.model.whole, updates=())
-
-    shared = dict(workdir=tmp_path, clip_norm=0.5, average_decay=0.9)
-    train(plain, settings(**shared), steps=3)
-    trainer = train(classifier(num_stages=3), settings(3, **shared))
+@pytest.mark.parametrize(
+    ("before", "config", "after"),
+    [
+        (classifier(num_stages=4), settings(4), settings(2)),
+        (classifier(num_stages=4), settings(4), settings(strategy="mirrored", num_devices=2)),
+        (plain, settings(), settings(3)),
+    ],
+    ids=["in two stages", "on two replicas", "a plain Keras model's, in three stages"],
+)
+def test_a_checkpoint_goes_on_in_any_other_number_of_stages(before, config, after, tmp_path, on_one_device):
+    shared = {"workdir": tmp_path, **CLIPPED}
+    train(before, dataclasses.replace(config, **shared), steps=3)
+    trainer = train(classifier(num_stages=after.num_stages), dataclasses.replace(after, **shared))
     assert_close(trained(trainer), on_one_device)
 
 
 def on_two_workers(directory):
     """What each of the processes that the test below starts does."""
-    config = settings(2, strategy="multi_worker", microbatches=2, clip_norm=0.5, average_decay=0.9)
+    config = settings(2, strategy="multi_worker", microbatches=2, **CLIPPED)
     distloop.prepare(config)
     trainer = train(classifier(num_stages=2), config)
-    slots = [v for v in trainer.optimizer.variables if len(v.shape)]
-    held = [*trainer.state.variables_of_update[""], *slots, *trainer.state.average.variables]
-    index = workers.worker_index(trainer.strategy)
     products = [place(op) for op in operations(trainer) if op.type == "MatMul"]
-    found = {"held": np.array([device_of(v) for v in held]), "products": np.array(products)}
-    np.savez(f"{directory}/{index}.npz", **found, **{f"trained/{n}": v for n, v in trained(trainer).items()})
+    found = {"held": np.array(sum(held(trainer), [])), "products": np.array(products)}
+    found |= {f"trained/{name}": value for name, value in trained(trainer).items()}
+    np.savez(f"{directory}/{workers.worker_index(trainer.strategy)}.npz", **found)
 
 
 @pytest.mark.wide
-@pytest.mark.slow
 def test_two_workers_of_two_stages_train_like_one_process(tmp_path, on_one_device):
     program = ["-m", "tests.pipeline.test_pipeline", str(tmp_path)]
     result = forked.launch(["--workers=2", *program], env=os.environ, timeout=300)
@@ -241,11 +240,7 @@ def test_two_workers_of_two_stages_train_like_one_process(tmp_path, on_one_devic
         assert sorted(found["products"].tolist()) == ["CPU:0"] * 12 + ["CPU:1"] * 18
 
 
-# what it goes together with -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.wide
-@pytest.mark.slow
 def test_computing_activations_again_draws_the_same_dropout_and_writes_nothing_twice():
     make = functools.partial(sequential, dropout=0.3, batch_norm=True)
     kept, computed = (
@@ -253,11 +248,10 @@ def test_computing_activations_again_draws_the_same_dropout_and_writes_nothing_t
         for recompute in (False, True)
     )
     assert_close(computed, kept)
-    assert_equal({n: v for n, v in computed.items() if "seeds" in n}, {n: v for n, v in kept.items() if "seeds" in n})
+    assert_equal(*({n: v for n, v in values.items() if "seeds" in n} for values in (computed, kept)))
 
 
 @pytest.mark.wide
-@pytest.mark.slow
 def test_stages_train_with_several_updates_and_a_loss_scale():
     def model_fn(num_stages=1):
         first, second = (distloop.split(modules(), num_stages) for _ in range(2))
@@ -281,27 +275,14 @@ def test_stages_train_with_several_updates_and_a_loss_scale():
 
 
 @pytest.mark.wide
-@pytest.mark.slow
 def test_rates_and_decay_by_pattern_are_the_same_in_stages_and_the_audit_reads_them():
-    def make(num_stages):
-        def model_fn():
-            spec = classifier(num_stages=num_stages, optimizer=lambda: keras.optimizers.AdamW(0.01))()
-            return dataclasses.replace(spec, learning_rates={"hidden_2/": 0.1}, no_decay="bias", updates=())
+    def model_fn(num_stages=1):
+        spec = classifier(num_stages=num_stages, optimizer=lambda: keras.optimizers.AdamW(0.01))()
+        return dataclasses.replace(spec, learning_rates={"hidden_2/": 0.1}, no_decay="bias", updates=())
 
-        return model_fn
-
-    assert_close(trained(train(make(2), settings(2))), trained(train(make(1), settings())))
-    assert not distloop.Trainer(make(2), settings(2)).audit(batches()).findings
-
-
-@pytest.mark.wide
-@pytest.mark.slow
-def test_eager_steps_in_stages_train_to_the_same_weights():
-    config = settings(2, microbatches=2, clip_norm=0.5)
-    compiled, eager = (
-        train(classifier(num_stages=2), dataclasses.replace(config, eager=e), steps=2) for e in (False, True)
-    )
-    assert_close(trained(eager), trained(compiled))
+    in_stages = functools.partial(model_fn, 2)
+    assert_close(trained(train(in_stages, settings(2))), trained(train(model_fn, settings())))
+    assert not distloop.Trainer(in_stages, settings(2)).audit(batches()).findings
 
 
 @pytest.mark.slow
@@ -321,11 +302,8 @@ def test_a_network_in_stages_predicts_evaluates_and_is_exported_like_the_whole(t
 
 @pytest.mark.parametrize("recompute", mostly_wide([False, True]))
 def test_masks_pass_from_stage_to_stage(recompute):
-    layers = [
-        keras.layers.Embedding(9, 4, mask_zero=True),
-        keras.layers.GlobalAveragePooling1D(),
-        keras.layers.Dense(2),
-    ]
+    kinds = keras.layers
+    layers = [kinds.Embedding(9, 4, mask_zero=True), kinds.GlobalAveragePooling1D(), kinds.Dense(2)]
     model = keras.Sequential([keras.Input((5,), dtype="int32"), *layers])
     network = distloop.stages([layers[:1], layers[1:]], recompute=recompute)
     tokens = tf.constant([[3, 1, 0, 0, 0], [1, 2, 3, 4, 5]])
@@ -335,83 +313,55 @@ def test_masks_pass_from_stage_to_stage(recompute):
 
 @pytest.mark.slow
 def test_layers_that_are_built_by_the_first_batch_are_built_on_their_stage():
-    def make():
-        return [keras.layers.Dense(6), keras.layers.Dense(4)]
-
-    trainer = train(classifier(make, num_stages=2), settings(2), steps=1)
-    assert [device_of(v) for v in trainer.state.variables_of_update[""]] == ["CPU:0"] * 2 + ["CPU:1"] * 2
-    slots = [v for v in trainer.optimizer.variables if len(v.shape)]
-    assert [device_of(v) for v in slots] == ["CPU:0"] * 4 + ["CPU:1"] * 4
-
-
-@pytest.mark.slow
-def test_a_run_says_how_much_is_on_each_device(capsys):
-    trainer = train(classifier(modules, num_stages=2), settings(2, console="lines"), steps=1)
-    assert "distloop: stages 2 = 240 on CPU:0 + 204 on CPU:1\n" in capsys.readouterr().out
-    table = overview.describe_model(trainer.state).splitlines()
-    assert [line.split("`")[-2] for line in table if "`float32`" in line] == ["CPU:0"] * 2 + ["CPU:1"] * 3
+    make_model = classifier(lambda: [keras.layers.Dense(6), keras.layers.Dense(4)], num_stages=2)
+    of_model, of_optimizer, _ = held(train(make_model, settings(2), steps=1))
+    assert of_model == ["CPU:0"] * 2 + ["CPU:1"] * 2 and of_optimizer == ["CPU:0"] * 4 + ["CPU:1"] * 4
 
 
 @pytest.mark.wide
-@pytest.mark.slow
 def test_a_stage_begins_a_microbatch_when_an_earlier_one_has_come_back():
     trainer = train(classifier(modules, num_stages=2), settings(2, microbatches=5), steps=1)
     begins = [op for op in operations(trainer) if op.type == "Identity" and op.control_inputs and place(op)]
-    waits = [(place(op), {place(before) for before in op.control_inputs}) for op in begins]
-    assert waits.count(("CPU:0", {"CPU:0"})) == 2  # the fourth and the fifth, three after another
-    assert waits.count(("CPU:1", {"CPU:1"})) == 3
-    assert len(waits) == 5
+    waits = [[place(op), *{place(before) for before in op.control_inputs}] for op in begins]
+    assert sorted(waits) == [["CPU:0"] * 2] * 2 + [["CPU:1"] * 2] * 3  # the fourth and the fifth, three after another
 
 
-# what is refused ---------------------------------------------------------------------------------------------------
+def shared():
+    module = Affine(8, 8, 0)
+    return distloop.stages([module, module])
 
 
-def test_modules_in_two_stages_share_no_variable():
-    shared = Affine(8, 8, 0)
-    refused(
-        lambda: distloop.stages([shared, shared]),
-        "is used in stages 0 and 1",
-        "put the modules that share it into one stage",
-    )
+def copied():
+    return distloop.Trainer(classifier(modules, num_stages=4), settings(strategy="mirrored", num_devices=2))
 
 
 @pytest.mark.parametrize(
-    "make, message",
+    "make, parts",
     [
-        (lambda: distloop.split(modules(), 5), "num_stages=5 was given, but the list of modules has 4"),
-        (lambda: distloop.split(keras.Sequential([keras.layers.Dense(2)]), 2), "is not built"),
-        (lambda: distloop.split(modules(), 0), "num_stages=0"),
-        (lambda: distloop.split(Affine(2, 2, 0), 2), "was given a Affine"),
-        (lambda: distloop.stages([]), "one or more for each stage"),
-        (lambda: distloop.stages([Affine(2, 2, i) for i in range(5)]), "5 stages were asked for, but there are 4"),
-        (lambda: distloop.stages(modules(), ["CPU:0", "GPU:7"] * 2), "GPU:7 is none of CPU:0"),
-        (lambda: distloop.stages(modules(), ["CPU:0"]), "were given for 4 stages"),
+        (shared, ["is used in stages 0 and 1", "put the modules that share it into one stage"]),
+        (lambda: distloop.split(modules(), 5), ["num_stages=5 was given, but the list of modules has 4"]),
+        (lambda: distloop.split(keras.Sequential([keras.layers.Dense(2)]), 2), ["is not built"]),
+        (lambda: distloop.split(modules(), 0), ["num_stages=0"]),
+        (lambda: distloop.split(Affine(2, 2, 0), 2), ["was given a Affine"]),
+        (lambda: distloop.stages([]), ["one or more for each stage"]),
+        (lambda: distloop.stages([Affine(2, 2, i) for i in range(5)]), ["5 stages were asked for, but there are 4"]),
+        (lambda: distloop.stages(modules(), ["CPU:0", "GPU:7"] * 2), ["GPU:7 is none of CPU:0"]),
+        (lambda: distloop.stages(modules(), ["CPU:0"]), ["were given for 4 stages"]),
+        (copied, ["copies it to 2 devices", "give strategy=none and num_stages=4"]),
+        (lambda: settings(2, strategy="mirrored"), ["num_stages=2"]),
+        (lambda: settings(2, num_devices=3), ["num_stages=2"]),
+        (lambda: settings(2, jit_compile=True), ["num_stages=2"]),
+        (lambda: settings(2, executor="serial"), ["num_stages=2"]),
     ],
 )
-def test_what_cannot_be_cut_or_placed_is_refused(make, message):
-    refused(make, message)
+def test_what_cannot_be_cut_or_placed_is_refused(make, parts):
+    refused(make, *parts)
 
 
 def test_stages_may_share_devices_that_are_given():
     network = distloop.stages(modules(), ["CPU:1", "/device:CPU:0", "CPU:1", "cpu:1"])
     assert network.devices == ["CPU:1", "CPU:0", "CPU:1", "CPU:1"]
     assert network(tf.ones([3, 8])).shape == [3, 4]
-
-
-def test_stages_under_a_strategy_that_copies_the_network_are_refused():
-    config = settings(strategy="mirrored", num_devices=2)
-    refused(
-        lambda: distloop.Trainer(classifier(modules, num_stages=4), config),
-        "copies it to 2 devices",
-        "give strategy=none and num_stages=4",
-    )
-
-
-@pytest.mark.parametrize(
-    "others", [dict(strategy="mirrored"), dict(num_devices=3), dict(jit_compile=True), dict(executor="serial")]
-)
-def test_settings_that_stages_exclude_are_refused(others):
-    refused(lambda: settings(2, **others), "num_stages=2")
 
 
 if __name__ == "__main__":

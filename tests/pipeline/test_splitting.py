@@ -6,17 +6,8 @@ import pytest
 
 import distloop
 from distloop.pipeline import splitting
+from tests.pipeline.test_pipeline import functional
 from tests.problems import refused
-
-
-def functional():
-    """Two residual blocks, each of which has to stay in one stage."""
-    inputs = x = keras.Input((8,), name="inputs")
-    for i in range(2):
-        inner = keras.layers.Dense(8, activation="tanh", name=f"inner_{i}")(x)
-        outer = keras.layers.Dense(8, name=f"outer_{i}")(inner)
-        x = keras.layers.Add(name=f"add_{i}")([x, outer])
-    return keras.Model(inputs, keras.layers.Dense(4, name="logits")(x), name="net")
 
 
 @pytest.mark.parametrize(
@@ -37,10 +28,9 @@ def names_of(network):
 
 
 def test_a_network_is_cut_where_the_costliest_stage_costs_least():
-    sizes = [8, 8, 8, 64, 64, 8]
-    layers = [keras.layers.Dense(size, name=f"dense_of_{i}") for i, size in enumerate(sizes)]
+    layers = [keras.layers.Dense(size, name=f"of_{i}") for i, size in enumerate([8, 8, 8, 64, 64, 8])]
     network = distloop.split(keras.Sequential([keras.Input((8,)), *layers]), 2)
-    assert names_of(network) == [["dense_of_0", "dense_of_1", "dense_of_2", "dense_of_3"], ["dense_of_4", "dense_of_5"]]
+    assert names_of(network) == [["of_0", "of_1", "of_2", "of_3"], ["of_4", "of_5"]]
 
 
 def test_a_skip_connection_stays_within_a_stage():
@@ -48,17 +38,9 @@ def test_a_skip_connection_stays_within_a_stage():
     assert names_of(network) == [["inner_0", "outer_0"], ["inner_1", "outer_1"], ["logits"]]
 
 
-def test_layers_whose_outputs_cross_a_cut_are_named():
-    refused(
-        lambda: distloop.split(functional(), 6),
-        "num_stages=6 was given",
-        "'inner_1' and 'add_0' cross a cut",
-        "give num_stages=3",
-    )
-
-
-def test_a_layer_that_is_called_twice_is_not_cut_apart():
-    inputs = keras.Input((8,))
-    twice = keras.layers.Dense(8, name="twice")
+def test_layers_that_cannot_be_cut_apart_are_named():
+    words = "num_stages=6 was given", "'inner_1' and 'add_0' cross a cut", "give num_stages=3"
+    refused(lambda: distloop.split(functional(), 6), *words)
+    inputs, twice = keras.Input((8,)), keras.layers.Dense(8, name="twice")
     model = keras.Model(inputs, twice(keras.layers.Dense(8)(twice(inputs))))
     refused(lambda: distloop.split(model, 2), "'twice' is called before and after")

@@ -17,9 +17,7 @@ STEPS = 6  # an epoch
 
 @pytest.mark.wide
 def test_each_step_has_the_losses_of_the_train_step(monkeypatch):
-    noise = tf.constant(
-        np.random.default_rng(1).normal(size=(32, 2)), tf.float32
-    )  # each replica draws that of its rows
+    noise = tf.constant(np.random.default_rng(1).normal(size=(32, 2)), tf.float32)  # a replica draws that of its rows
     monkeypatch.setattr(keras.random, "normal", lambda shape, seed: this_replica(noise))
     replacements = [SMALLER, epochs_of_a_step(ORIGINAL, STEPS)]
     history = run(MODELS, ORIGINAL, replacements=replacements)["vae"].history.history

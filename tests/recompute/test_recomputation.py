@@ -70,17 +70,14 @@ def test_weights_and_statistics_are_the_same(replicas, settings):
     assert_close(found, expected, 1e-6)
 
 
-def test_a_pattern_that_matches_nothing_names_some_layers():
-    message = r"recompute='bloc_' was given, which is found in no path of a layer of the model \(net, .*block_0"
-    with pytest.raises(ValueError, match=message):
-        distloop.Trainer(model_fn_of(), on(1, recompute="bloc_"))
-
-
-def test_stages_are_recomputed_as_a_whole():
-    def model_fn():
+def test_a_pattern_that_matches_nothing_names_some_layers_and_stages_are_recomputed_as_a_whole():
+    def stages():
         network = distloop.stages([layers.Dense(4), layers.Dense(4)], devices=["CPU:0", "CPU:0"])
         network(tf.ones([1, 4]))
         return distloop.ModelSpec(network, keras.optimizers.SGD(), lambda batch, training: {"loss": batch["x"]})
 
+    message = r"recompute='bloc_' was given, which is found in no path of a layer of the model \(net, .*block_0"
+    with pytest.raises(ValueError, match=message):
+        distloop.Trainer(model_fn_of(), on(1, recompute="bloc_"))
     with pytest.raises(ValueError, match="recompute='dense' was given with a network of 2 stages, which are recom"):
-        distloop.Trainer(model_fn, on(1, strategy="none", recompute="dense"))
+        distloop.Trainer(stages, on(1, strategy="none", recompute="dense"))

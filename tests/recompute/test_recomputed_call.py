@@ -45,10 +45,8 @@ def assert_same(model, loss_fn, rows, pattern, **settings):
     assert any(f"{RECOMPUTED_SCOPE}/" in op.name for op in graph.get_operations()), "nothing was recomputed"
     assert_equal(written_again, written)
     assert {path: type(value) for path, value in again.items()} == {path: type(v) for path, v in kept.items()}
-    assert_close(
-        {p: tf.convert_to_tensor(v).numpy() for p, v in again.items() if v is not None},
-        {p: tf.convert_to_tensor(v).numpy() for p, v in kept.items() if v is not None},
-    )
+    dense = [{p: tf.convert_to_tensor(v).numpy() for p, v in of.items() if v is not None} for of in (again, kept)]
+    assert_close(*dense)
     return again, graph
 
 
@@ -91,22 +89,16 @@ class Reader(keras.Model):
         return self.head(hidden)
 
 
-def make_reader():
-    model = Reader()
-    ids = np.array([[1, 2, 3, 0], [4, 5, 0, 0], [8, 7, 6, 5]], np.int32)
+@pytest.mark.slow
+def test_gradients_masks_statistics_and_losses_of_layers_are_those_of_kept_activations():
+    model, ids = Reader(), tf.constant([[1, 2, 3, 0], [4, 5, 0, 0], [8, 7, 6, 5]])
     model(ids)
 
     def loss_fn(rows, training):
         loss = keras.ops.mean(model(rows, training=training) ** 2)
         return loss + sum(model.losses)
 
-    return model, loss_fn, tf.constant(ids)
-
-
-@pytest.mark.slow
-def test_gradients_masks_statistics_and_losses_of_layers_are_those_of_kept_activations():
-    model, loss_fn, rows = make_reader()
-    gradients, _ = assert_same(model, loss_fn, rows, "attend|score|read|embed|inner")  # a score is within attend
+    gradients, _ = assert_same(model, loss_fn, ids, "attend|score|read|embed|inner")  # a score is within attend
     assert all(gradient is not None for gradient in gradients.values())
     assert isinstance(gradients["reader/embed/embeddings"], tf.IndexedSlices)  # as it is without recomputation
 
@@ -136,24 +128,19 @@ def test_the_second_call_sees_the_state_that_the_first_one_saw():
 
 
 @pytest.mark.wide
-@pytest.mark.slow
-def test_activations_take_less_memory_and_nothing_is_taken_from_the_first_pass():
+def test_activations_take_less_memory_and_xla_computes_the_same():
     model = make_chain(width=16, blocks=5)
-    loss_fn = lambda rows, training: tf.reduce_sum(model(rows, training=training) ** 2)  # noqa: E731
-    rows = tf.ones([64, 16])
-    kept, recomputed = (
-        peak_of(differentiated(model, loss_fn, rows, pattern)[2]).activations for pattern in ("", "block")
-    )
-    assert recomputed < 0.5 * kept
-
-
-@pytest.mark.wide
-@pytest.mark.slow
-def test_xla_computes_the_same():
+    loss_fn, rows = squares_of(model), tf.ones([64, 16])
+    graphs = [differentiated(model, loss_fn, rows, pattern)[2] for pattern in ("", "block")]
+    kept, recomputed = (peak_of(graph).activations for graph in graphs)
+    assert recomputed < 0.5 * kept  # nothing is taken from the first pass
     model = make_chain(blocks=1)
-    loss_fn = lambda rows, training: tf.reduce_mean(model(rows, training=training) ** 2)  # noqa: E731
-    _, graph = assert_same(model, loss_fn, tf.random.normal([6, 8], seed=1), "block", jit_compile=True)
+    _, graph = assert_same(model, squares_of(model), tf.random.normal([6, 8], seed=1), "block", jit_compile=True)
     assert any(op.type == "XlaOptimizationBarrier" for op in graph.get_operations())
+
+
+def squares_of(model):
+    return lambda rows, training: tf.reduce_mean(model(rows, training=training) ** 2)
 
 
 def test_a_gradient_within_the_loss_is_differentiated_too():
@@ -170,11 +157,8 @@ def test_a_gradient_within_the_loss_is_differentiated_too():
 
 
 def test_what_a_layer_reads_without_being_given_it_gets_its_gradient():
-    table = layers.Embedding(3, 4, name="table")
+    table, shift, keep = layers.Embedding(3, 4, name="table"), layers.Dense(1, name="shift"), {}
     tied = layers.Lambda(lambda hidden: hidden @ tf.transpose(table.embeddings) + keep["shift"], name="tied")
-    shift = layers.Dense(1, name="shift")
-    model = [table, shift, tied]
-    keep = {}
     rows = tf.constant([0, 1, 1])
     shift(table(rows))
 
@@ -183,7 +167,7 @@ def test_what_a_layer_reads_without_being_given_it_gets_its_gradient():
         keep["shift"] = shift(hidden)
         return tf.reduce_sum(tied(hidden) ** 2)
 
-    assert_same(model, loss_fn, rows, "tied")
+    assert_same([table, shift, tied], loss_fn, rows, "tied")
 
 
 class Faulty(layers.Layer):
@@ -243,14 +227,7 @@ def test_layers_that_cannot_be_called_again_are_refused(fault, sentence):
     layer = Faulty(fault, name="faulty")
 
     def loss_fn(rows, training):
-        loss = tf.reduce_sum(layer(rows))
-        return loss + tf.add_n([tf.reduce_sum(tensor) for tensor in layer.kept]) if layer.kept else loss
-
-    def differentiate(rows):
-        with tf.GradientTape() as tape:
-            tape.watch(layer.kernel.value)
-            loss = recomputing(loss_fn, model=[layer], pattern="faulty")(rows, True)
-        return tape.gradient(loss, layer.kernel.value)
+        return tf.add_n([tf.reduce_sum(tensor) for tensor in [layer(rows), *layer.kept]])
 
     with pytest.raises(ValueError, match=f"^recompute was given, and the layer 'faulty', which it matches, {sentence}"):
-        graph_function(differentiate).get_concrete_function(tf.ones([2, 3]))
+        differentiated([layer], loss_fn, tf.ones([2, 3]), "faulty")

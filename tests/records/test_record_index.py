@@ -7,6 +7,7 @@ import shutil
 import struct
 import threading
 import time
+import unittest.mock
 
 import numpy as np
 import pytest
@@ -14,8 +15,8 @@ import pytest
 import distloop
 from distloop import atomic_files
 from distloop.records import record_index
-from distloop.records.record_index import Files, index_path, is_intact, open_index, scan_shard
-from tests.record_shards import contents, position_of, write
+from distloop.records.record_index import Files, index_path, open_index, scan_shard
+from tests.record_shards import contents, corrupt, position_of, write
 
 
 @pytest.fixture
@@ -29,28 +30,35 @@ def paths(tmp_path):
 
 @pytest.fixture
 def scanned(monkeypatch):
-    """The shards whose headers have been read, by name."""
-    names = []
-    scan = record_index.scan_shard
-
-    def scan_shard(files, number, stat):
-        names.append(os.path.basename(files.paths[number]))
-        return scan(files, number, stat)
-
-    monkeypatch.setattr(record_index, "scan_shard", scan_shard)
-    return names
+    """The numbers of the shards whose headers have been read."""
+    found, scan = [], record_index.scan_shard
+    monkeypatch.setattr(record_index, "scan_shard", lambda *arguments: found.append(arguments[1]) or scan(*arguments))
+    return found
 
 
 def equal(index, other):
     return index[0] == other[0] and np.array_equal(index[1], other[1])
 
 
-def test_the_headers_are_read_once(paths, scanned):
+def test_the_headers_are_read_once(paths, scanned, tmp_path):
+    for _ in range(2):
+        distloop.open_records(paths, index_dir=tmp_path / "new" / "indices")
+    assert len(scanned) == 3 and len(os.listdir(tmp_path / "new" / "indices")) == 1
+    assert sorted(os.listdir(tmp_path)) == ["0.tfrecord", "1.tfrecord", "2.tfrecord", "new"]
+    scanned.clear()
     index = open_index(Files(paths))
-    assert sorted(scanned) == ["0.tfrecord", "1.tfrecord", "2.tfrecord"]
+    assert sorted(scanned) == [0, 1, 2]
     assert equal(open_index(Files(paths)), index) and len(scanned) == 3
     assert index[1].dtype == np.int64 and len(index[1]) == 63
     assert open_index(Files(paths))[1].flags.aligned
+    assert len(distloop.open_records(tmp_path / "*").shards) == 3  # the index is hidden from patterns
+    shutil.copytree(tmp_path, tmp_path / "elsewhere", copy_function=shutil.copy2)
+    moved = [str(tmp_path / "elsewhere" / os.path.basename(path)) for path in paths]
+    assert [shard.path for shard in open_index(Files(moved))[0]] == moved and len(scanned) == 3
+    for files in (paths[:2], paths[::-1]):  # another list of files has another index
+        for _ in range(2):
+            assert len(open_index(Files(files))[0]) == len(files)
+    assert len(scanned) == 8
 
 
 def test_a_copied_shard_is_read_again_and_the_index_is_refreshed(paths, scanned, caplog):
@@ -61,62 +69,37 @@ def test_a_copied_shard_is_read_again_and_the_index_is_refreshed(paths, scanned,
     os.replace(f"{paths[1]}.new", paths[1])
     for _ in range(2):
         assert distloop.open_records(paths).fingerprint == before.fingerprint
-    assert scanned == ["1.tfrecord"] and not caplog.records
+    assert scanned == [1] and not caplog.records
 
 
-@pytest.mark.parametrize("same_size", [False, True])
-def test_a_shard_with_other_records_is_named_with_what_changed_and_what_to_do(paths, same_size):
+@pytest.mark.parametrize(("count", "mark"), [(20, b"ROW"), (7, b"row")], ids=["same size", "another size"])
+def test_a_shard_with_other_records_is_named_with_what_changed_and_what_to_do(paths, count, mark):
     records = distloop.open_records(paths)
-    old = records.shards[1]
-    write(paths[1], contents(20, b"ROW") if same_size else contents(7))
-    count, size = 20 if same_size else 7, os.path.getsize(paths[1])
-    sentence = f"20 records in {old.num_bytes} bytes, and it has {count} other ones in {size} bytes"
+    before, index = records.shards[1].num_bytes, index_path(paths)
+    write(paths[1], contents(count, mark))
+    sentence = f"20 records in {before} bytes, and it has {count} other ones in {os.path.getsize(paths[1])} bytes"
     for _ in range(2):
         with pytest.raises(ValueError, match=f"The shard '.*1.tfrecord' has changed: .*{sentence}") as error:
             distloop.open_records(paths)
-    index = index_path(paths)
     assert f"delete {index!r}" in str(error.value)
     os.remove(index)
     assert "1.tfrecord" in distloop.open_records(paths).describe_change(records.fingerprint)
 
 
-def test_another_list_of_files_has_another_index(paths, scanned):
-    for files in (paths, paths[:2], paths[::-1]):
-        for _ in range(2):
-            assert len(open_index(Files(files))[0]) == len(files)
-    assert len(scanned) == 8
-
-
-def test_the_index_goes_with_a_directory_that_is_moved(paths, scanned, tmp_path):
-    open_index(Files(paths))
-    shutil.copytree(tmp_path, tmp_path / "elsewhere", copy_function=shutil.copy2)
-    scanned.clear()
-    moved = [str(tmp_path / "elsewhere" / os.path.basename(path)) for path in paths]
-    assert [shard.path for shard in open_index(Files(moved))[0]] == moved and not scanned
-
-
-def test_the_index_is_kept_in_another_directory_if_one_is_named(paths, scanned, tmp_path):
-    for _ in range(2):
-        distloop.open_records(paths, index_dir=tmp_path / "new" / "indices")
-    assert len(scanned) == 3 and len(os.listdir(tmp_path / "new" / "indices")) == 1
-    assert sorted(os.listdir(tmp_path)) == ["0.tfrecord", "1.tfrecord", "2.tfrecord", "new"]
-
-
-def test_the_index_is_hidden_from_patterns(paths, tmp_path):
-    for _ in range(2):
-        assert len(distloop.open_records(tmp_path / "*").shards) == 3
-
-
-@pytest.mark.parametrize("damage", ["a bit", "the end", "all", "another format"])
-def test_a_damaged_index_is_made_again(paths, scanned, caplog, damage):
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda data: data[:-20] + bytes([data[-20] ^ 4]) + data[-19:],
+        lambda data: data[:-8],
+        lambda data: b"",
+        lambda data: b"distloop records 0" + data[18:],
+    ],
+    ids=["a bit", "the end", "all", "another format"],
+)
+def test_a_damaged_index_is_made_again(paths, scanned, caplog, harm):
     index = open_index(Files(paths))
     path = pathlib.Path(index_path(paths))
-    data = bytearray(path.read_bytes())
-    if damage == "a bit":
-        data[-20] ^= 4
-    path.write_bytes(
-        {"the end": data[:-8], "all": b"", "another format": b"distloop records 0" + data[18:]}.get(damage, data)
-    )
+    path.write_bytes(harm(path.read_bytes()))
     scanned.clear()
     assert equal(open_index(Files(paths)), index) and len(scanned) == 3
     assert "cannot be read (it is damaged): the headers of the shards are read again" in caplog.text
@@ -136,18 +119,14 @@ def test_an_index_that_another_host_is_writing_is_none(paths, caplog, monkeypatc
     assert not os.path.exists(index_path(paths)) and "cannot be written" not in caplog.text
 
 
-def test_an_index_that_cannot_be_written_is_a_warning(paths, scanned, caplog, monkeypatch):
-    def replacing(path):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(record_index, "replacing", replacing)
-    for count in (1, 2):
-        assert len(distloop.open_records(paths)) == 60 and len(scanned) == 3 * count
+def test_an_index_that_cannot_be_written_or_read_is_a_warning(paths, scanned, caplog, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(record_index, "replacing", unittest.mock.Mock(side_effect=PermissionError(13, "denied")))
+        for count in (1, 2):
+            assert len(distloop.open_records(paths)) == 60 and len(scanned) == 3 * count
     assert "cannot be written (" in caplog.text and "index_dir=" in caplog.text
-
-
-def test_an_index_that_cannot_be_read_is_a_warning(paths, caplog):
     os.mkdir(index_path(paths))
+    assert "cannot be read" not in caplog.text
     assert len(distloop.open_records(paths)) == 60
     assert "cannot be read" in caplog.text
 
@@ -210,26 +189,13 @@ def test_large_records_are_not_read(tmp_path):
 
 
 def test_a_digest_is_that_of_the_lengths_and_checksums(tmp_path):
-    digests = set()
-    for name, rows in {
-        "a": contents(20),
-        "b": contents(19),
-        "c": contents(20, b"ROW"),
-        "d": contents(20)[::-1],
-    }.items():
-        write(tmp_path / name, rows)
-        digests.add(scan(tmp_path / name)[0].digest)
+    digests, path = set(), tmp_path / "shard"
+    for rows in (contents(20), contents(19), contents(20, b"ROW"), contents(20)[::-1]):
+        write(path, rows)
+        digests.add(scan(path)[0].digest)
     assert len(digests) == 4
-    last = bytearray((tmp_path / "a").read_bytes())
-    last[-1] ^= 1  # of the last checksum
-    (tmp_path / "b").write_bytes(last)
-    assert scan(tmp_path / "b")[0].digest not in digests
-
-
-def test_checksums_are_those_that_tensorflow_writes(tmp_path):
-    write(tmp_path / "shard", [b"123456789"])
-    footer = (tmp_path / "shard").read_bytes()[-4:]
-    assert is_intact(b"123456789", footer) and not is_intact(b"123456780", footer)
+    corrupt(path, -1)  # of the last checksum
+    assert scan(path)[0].digest not in digests
 
 
 @pytest.mark.parametrize("length", [0, 5, 1 << 20, 1 << 62, (1 << 64) - 1])
@@ -237,9 +203,9 @@ def test_any_corrupt_length_ends_a_shard(tmp_path, length):
     path = tmp_path / "shard"
     write(path, contents(20))
     byte = position_of(path, 7)
-    data = bytearray(path.read_bytes())
-    data[byte : byte + 8] = struct.pack("<Q", length)
-    path.write_bytes(data)
+    with open(path, "r+b") as file:
+        file.seek(byte)
+        file.write(struct.pack("<Q", length))
     for buffer in (16, 1 << 16):
         shard, positions = scan(path, buffer)
         assert shard.num_records == 7 and positions[-1] == byte and "record 7" in shard.damage

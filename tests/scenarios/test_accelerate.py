@@ -1,15 +1,16 @@
 """What Accelerate asserts about synchronization and data loops, asserted of a Trainer.
 
 The scenarios are those of Hugging Face Accelerate (Apache-2.0): test_sync.py and test_distributed_data_loop.py in
-src/accelerate/test_utils/scripts. Its processes are replicas here, and in one test workers. Without a counterpart:
+src/accelerate/test_utils/scripts. Its processes are replicas here, and in one test workers. Asserted elsewhere: an
+evaluation leaves the training data where it is, and a pass sees each row once, tests/test_laws.py; a resumed run goes
+on with the rows that were left, tests/checkpoints/test_resume.py; a pickled config, tests/settings/test_config.py.
+Without a counterpart:
 
 - `no_sync`, and gradients that differ until they are synchronized: every step synchronizes, and there is no other state
 - several forward passes before several backward passes: a step has one of each for every microbatch
 - `even_batches`, `join_uneven_inputs` and its warnings: uneven batches need no setting, and no row is repeated
 - samplers: a dataset comes in batches
 """
-
-import pickle
 
 import keras
 import numpy as np
@@ -18,7 +19,7 @@ import tensorflow as tf
 
 import distloop
 from tests import forked
-from tests.problems import everything, local_values, on
+from tests.problems import local_values, on
 
 pytestmark = [pytest.mark.slow, pytest.mark.wide]
 
@@ -79,59 +80,28 @@ def test_every_step_is_in_sync_with_the_formula_and_the_schedule(replicas, micro
     assert int(trainer.optimizer.iterations.numpy()) == 7
 
 
-def test_another_pass_over_other_data_in_the_middle_leaves_the_training_data_where_it_is():
-    def train(**settings):
-        trainer = distloop.Trainer(regression, on(2, eval_every=2))
-        data = distloop.make_dataset(REGRESSION, 16, shuffle=True, seed=1)
-        numbers = trainer.fit(data, steps=9, **settings)
-        return everything(trainer), numbers
-
-    other = distloop.make_dataset({name: np.resize(values, 96) for name, values in REGRESSION.items()}, 16)
-    (expected, _), (found, numbers) = train(), train(evals={"other": other})
-    assert {path: value.tobytes() for path, value in found.items()} == {p: v.tobytes() for p, v in expected.items()}
-    assert numbers["other/loss"] > 0
-
-
 # test_distributed_data_loop.py ------------------------------------------------------------------------------------
 
 
-def counter():
-    """A `model_fn` that trains nothing and reports the mean of the elements, and of their squares."""
-    weight = keras.Variable(1.0, name="weight")
-
-    def loss_fn(batch, training):
-        element = tf.cast(batch, tf.float32)
-        return {"loss": element * weight.value, "square": element**2}
-
-    return distloop.ModelSpec({"weight": weight}, keras.optimizers.SGD(0.0), loss_fn, predict_fn=lambda batch: batch)
-
-
-def elements(count, batch_size, shuffle=False):
-    data = tf.data.Dataset.range(count)
-    return (data.shuffle(count, seed=3) if shuffle else data).batch(batch_size)
-
-
-def sums(numbers, count):
-    return [round(count * numbers[name], 3) for name in ("loss", "square")]
-
-
-@pytest.mark.parametrize("count,batch_size", [(3, 1), (7, 4), (22, 8)])
-def test_an_epoch_and_a_pass_see_every_element_once(count, batch_size):
-    expected = [sum(range(count)), sum(i * i for i in range(count))]
-    trainer = distloop.Trainer(counter, on(2))
-    for shuffle in (False, True):
-        data = elements(count, batch_size, shuffle)
-        assert sums(trainer.evaluate(data), count) == expected
-        assert sorted(trainer.predict(data).tolist()) == list(range(count))
-    trainer.fit(elements(count, batch_size, shuffle=True), epochs=1)
-    assert trainer.step == -(-count // batch_size)
-
-
 def look_at_elements():
-    """Returns what one of the workers sees of 22 elements, and of three in batches of one."""
-    trainer = distloop.Trainer(counter, distloop.Config(device="cpu"))
-    few = trainer.fit(elements(3, 1), epochs=1)
-    data = elements(22, 8, shuffle=True)
+    """Returns what one of the workers sees of three elements in batches of one, and of 22 in batches of 8."""
+
+    def model_fn():
+        weight = keras.Variable(1.0, name="weight")
+
+        def loss_fn(batch, training):
+            element = tf.cast(batch, tf.float32)
+            return {"loss": element * weight.value, "square": element**2}
+
+        spec = {"weight": weight}, keras.optimizers.SGD(0.0), loss_fn
+        return distloop.ModelSpec(*spec, predict_fn=lambda batch: batch)
+
+    def sums(numbers, count):
+        return [round(count * numbers[name], 3) for name in ("loss", "square")]
+
+    trainer = distloop.Trainer(model_fn, distloop.Config(device="cpu"))
+    few = trainer.fit(tf.data.Dataset.range(3).batch(1), epochs=1)
+    data = tf.data.Dataset.range(22).shuffle(22, seed=3).batch(8)
     numbers = trainer.fit(data, steps=trainer.step + 3)
     return sums(few, 3), sums(numbers, 22), trainer.predict(data).tolist(), trainer.step
 
@@ -142,35 +112,3 @@ def test_workers_see_every_element_once_and_wait_for_none_that_has_fewer():
     few, numbers, predictions, step = results[0]
     assert few == [3, 5] and numbers == [sum(range(22)), sum(i * i for i in range(22))]
     assert sorted(predictions) == list(range(22)) and step == 6
-
-
-@pytest.mark.parametrize("is_iterable", [True, False])
-def test_a_resumed_run_goes_on_with_the_elements_that_were_left(is_iterable, tmp_path):
-    def data():
-        if not is_iterable:
-            return elements(64, 8, shuffle=True)
-        order = np.random.default_rng(5).permutation(64)
-        return tf.data.Dataset.from_generator(lambda: iter(order), output_signature=tf.TensorSpec([], tf.int64)).batch(
-            8
-        )
-
-    def batches_of(steps, workdir):
-        rows = []
-
-        def record(report):
-            rows.append([report.metrics["loss"], report.metrics["square"]])
-
-        record.every = 1
-        settings = {"workdir": str(tmp_path / workdir), "log_every": 1, "console": "quiet"}
-        distloop.Trainer(counter, on(2, **settings)).fit(data(), steps=steps, actions=[record])
-        return rows
-
-    whole = batches_of(8, "whole")
-    assert batches_of(3, "stopped") == whole[:3]
-    assert batches_of(8, "stopped") == whole[3:]
-    assert len({tuple(row) for row in whole}) == 8
-
-
-def test_a_config_can_be_pickled():
-    config = on(2, workdir="runs/x", average_decay=0.9)
-    assert pickle.loads(pickle.dumps(config)) == config

@@ -2,7 +2,9 @@
 
 The scenarios are those of tensorflow/python/distribute (Apache-2.0), custom_training_loop_gradient_test.py and
 custom_training_loop_input_test.py, and of tf_keras/distribute (Apache-2.0), custom_training_loop_metrics_test.py,
-custom_training_loop_models_test.py and custom_training_loop_optimizer_test.py. Without a counterpart:
+custom_training_loop_models_test.py and custom_training_loop_optimizer_test.py. Asserted elsewhere: batches of any size
+and metrics count each row once, tests/test_laws.py; a function of an input context, tests/data/test_source.py; what is
+refused of losses and metrics, tests/model. Without a counterpart:
 
 - inputs that are no dataset (`testConstantNumpyInput`), variables as arguments: there is no `strategy.run` to call
 - where a batch is prefetched, options of `run`: Trainer chooses, and TPUs are not supported
@@ -17,30 +19,26 @@ import tensorflow as tf
 
 import distloop
 from tests.event_files import steps_in_tensorboard
-from tests.problems import local_values, on, refused
+from tests.problems import local_values, on
 
 pytestmark = [pytest.mark.slow, pytest.mark.wide]
 
 FOUR = [5.0, 6.0, 7.0, 8.0]
 
 
-def batches(values, size, **settings):
-    return tf.data.Dataset.from_tensor_slices(np.asarray(values, np.float32)).batch(size, **settings)
+def batches(values, size):
+    return tf.data.Dataset.from_tensor_slices(np.float32(values)).batch(size)
 
 
-def identity_trainer(loss_fn=None, predict_fn=None, replicas=2, metrics=None, **settings):
+def identity_trainer(predict_fn=None, **settings):
     """Returns a trainer whose loss is the batch itself, times a weight of 1, which has a learning rate of 0."""
 
     def model_fn():
         weight = keras.Variable(1.0, name="weight")
+        loss_fn = lambda batch, training: {"loss": batch * weight.value}  # noqa: E731
+        return distloop.ModelSpec({"weight": weight}, keras.optimizers.SGD(0.0), loss_fn, predict_fn=predict_fn)
 
-        def loss(batch, training):
-            return {"loss": batch * weight.value, **(loss_fn(batch, training) if loss_fn else {})}
-
-        spec = {"predict_fn": predict_fn, "metrics": metrics() if metrics else None}
-        return distloop.ModelSpec({"weight": weight}, keras.optimizers.SGD(0.0), loss, **spec)
-
-    return distloop.Trainer(model_fn, on(replicas, **settings))
+    return distloop.Trainer(model_fn, on(2, **settings))
 
 
 # gradient ---------------------------------------------------------------------------------------------------------
@@ -78,23 +76,6 @@ def test_a_write_in_the_forward_pass_happens_once_a_step_though_nothing_needs_it
     assert [float(v) for v in local_values(trainer, trainer.model["calls"])] == [6.0, 6.0]
 
 
-def test_batches_of_any_size_count_every_row_once():
-    def checked(batch, training):
-        with tf.control_dependencies([tf.debugging.Assert(tf.reduce_max(batch) <= 100.0, [batch])]):
-            return {"square": batch**2}
-
-    trainer = identity_trainer(checked, lambda batch: batch, replicas=3)
-    for values, size in (([5.0, 6.0, 7.0], 2), ([5.0, 6.0, 7.0], 4), (FOUR, 4), ([5.0], 2), ([5.0, 6.0], 1)):
-        data = batches(values, size)
-        numbers = trainer.evaluate(data)
-        assert numbers["loss"] == pytest.approx(np.mean(values), rel=1e-6)
-        assert numbers["square"] == pytest.approx(np.mean(np.square(values)), rel=1e-6)
-        assert trainer.predict(data).tolist() == values
-    assert trainer.evaluate(batches(FOUR, 2, drop_remainder=True))["loss"] == 6.5
-    assert trainer.fit(batches([5.0, 6.0, 7.0], 2), epochs=1)["loss"] == pytest.approx(6.0, rel=1e-6)
-    assert trainer.step == 2  # the data ends, and so does the epoch
-
-
 def test_batches_of_several_widths_are_trained_one_after_the_other():
     widths = [[[1.0, 2.0]] * 2, [[1.0, 2.0, 3.0]] * 2]
     data = tf.data.Dataset.from_generator(
@@ -108,43 +89,6 @@ def test_batches_of_several_widths_are_trained_one_after_the_other():
     record.every = 1
     identity_trainer(log_every=1).fit(data, steps=4, actions=[record])
     assert rows == pytest.approx([1.5, 2.0] * 2, rel=1e-6)
-
-
-def test_a_function_of_an_input_context_gives_the_data():
-    def one_workers_share(context):
-        data = tf.data.Dataset.from_tensor_slices(np.float32(FOUR))
-        return data.shard(context.num_input_pipelines, context.input_pipeline_id).batch(2)
-
-    trainer = identity_trainer(predict_fn=lambda batch: batch)
-    assert trainer.evaluate(one_workers_share)["loss"] == 6.5
-    assert trainer.predict(one_workers_share).tolist() == FOUR
-
-
-# metrics ----------------------------------------------------------------------------------------------------------
-
-
-def test_metrics_have_the_mean_over_all_replicas_with_weights_and_without():
-    def loss_fn(batch, training):
-        weights = tf.fill(tf.shape(batch), 0.1)
-        return {
-            "plain": batch,
-            "weighted": distloop.weighted(batch, weights),
-            "mean": (batch,),
-            "five": (batch * 0 + 5,),
-        }
-
-    def metrics():
-        return {"mean": keras.metrics.Mean(), "five": keras.metrics.Mean()}
-
-    trainer = identity_trainer(loss_fn, metrics=metrics)
-    for numbers in (trainer.evaluate(batches(range(10), 2)), trainer.fit(batches(range(10), 4), epochs=1)):
-        for name, expected in {"plain": 4.5, "weighted": 4.5, "mean": 4.5, "five": 5.0}.items():
-            assert numbers[name] == pytest.approx(expected, rel=1e-6), name
-
-
-def test_a_metric_that_was_made_outside_model_fn_is_refused():
-    metric = keras.metrics.Mean()
-    refused(lambda: identity_trainer(metrics=lambda: {"mean": metric}), 'metric under "mean" was made outside model_fn')
 
 
 # models -----------------------------------------------------------------------------------------------------------
@@ -209,37 +153,30 @@ def trained(make_model, replicas, is_nested=False):
             return keras.losses.mean_squared_error(y, model(x, training=True))
 
         compute = tf.function(losses) if is_nested else losses
-        return distloop.ModelSpec(
-            model, keras.optimizers.RMSprop(0.01), lambda batch, training: {"loss": compute(*batch)}
-        )
+        loss_fn = lambda batch, training: {"loss": compute(*batch)}  # noqa: E731
+        return distloop.ModelSpec(model, keras.optimizers.RMSprop(0.01), loss_fn)
 
     trainer = distloop.Trainer(model_fn, on(replicas))
     data = tf.data.Dataset.from_tensor_slices((ROWS, np.ones((31, 4), np.float32))).batch(10)
     loss = trainer.fit(data, epochs=1)["loss"]
-    weights = [v.numpy() for v in trainer.state.model_variables()]
-    return loss, weights
+    return loss, [v.numpy() for v in trainer.state.model_variables()]
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_any_kind_of_model_trains_alike_on_two_replicas(name):
-    (loss, weights), (expected_loss, expected) = (trained(MODELS[name], replicas) for replicas in (2, 1))
+def assert_trained_alike(make_model, is_nested=False):
+    """Compares two replicas with one."""
+    (loss, weights), (expected_loss, expected) = trained(make_model, 2, is_nested), trained(make_model, 1)
     assert loss == pytest.approx(expected_loss, rel=1e-6)
     for found, weight in zip(weights, expected, strict=True):
         np.testing.assert_allclose(found, weight, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_any_kind_of_model_trains_alike_on_two_replicas(name):
+    assert_trained_alike(MODELS[name])
+
+
 def test_a_loss_in_a_function_of_its_own_changes_nothing():
-    def make_model():
-        return keras.layers.Dense(4)
-
-    (_, plain), (_, nested) = trained(make_model, 1), trained(make_model, 2, is_nested=True)
-    for found, weight in zip(nested, plain, strict=True):
-        np.testing.assert_allclose(found, weight, rtol=1e-5, atol=1e-6)
-
-
-def test_a_loss_that_is_reduced_already_is_refused():
-    trainer = identity_trainer(lambda batch, training: {"mean": tf.reduce_mean(batch)})
-    refused(lambda: trainer.fit(batches(FOUR, 2), steps=1), '"mean" of shape []', "drop the reduce_mean")
+    assert_trained_alike(lambda: keras.layers.Dense(4), is_nested=True)
 
 
 # optimizer and summaries ------------------------------------------------------------------------------------------
@@ -248,18 +185,12 @@ def test_a_loss_that_is_reduced_already_is_refused():
 def test_gradients_of_the_replicas_are_aggregated_before_the_optimizer_sees_them(tmp_path):
     def model_fn():
         pair = keras.Variable([0.0, 0.0], name="pair")
-        return distloop.ModelSpec(
-            {"pair": pair},
-            keras.optimizers.SGD(0.1),
-            lambda batch, training: {"loss": tf.reduce_sum(pair.value) * batch},
-        )
+        loss_fn = lambda batch, training: {"loss": tf.reduce_sum(pair.value) * batch}  # noqa: E731
+        return distloop.ModelSpec({"pair": pair}, keras.optimizers.SGD(0.1), loss_fn)
 
     trainer = distloop.Trainer(model_fn, on(2, workdir=str(tmp_path), log_every=1))
     trainer.fit(batches([1.0, 2.0], 2), steps=3)  # 1 on one replica and 2 on the other
     for value in local_values(trainer, trainer.model["pair"]):
         np.testing.assert_allclose(value, [-0.45, -0.45], rtol=1e-6)
-    assert steps_in_tensorboard(tmp_path / "train", "Metrics/loss") == [
-        1,
-        2,
-        3,
-    ]  # each replica computes the loss, and it is written once
+    # Each replica computes the loss, and it is written once.
+    assert steps_in_tensorboard(tmp_path / "train", "Metrics/loss") == [1, 2, 3]

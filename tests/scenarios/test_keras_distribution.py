@@ -1,7 +1,8 @@
 """What Keras asserts about tf.distribute, asserted of a Trainer.
 
 The scenarios are those of Keras 3 (Apache-2.0): keras/src/backend/tensorflow/distribute_test.py and
-optimizer_distribute_test.py. Keras sums the replicas' gradients, distloop takes their mean. Without a counterpart:
+optimizer_distribute_test.py. Keras sums the replicas' gradients, distloop takes their mean. How replicas share a batch
+and what a forward pass writes is asserted in tests/data/test_shards.py and tests/test_laws.py. Without a counterpart:
 
 - the aggregation and synchronization of a variable: distloop averages whatever a forward pass writes
 - random streams that start alike on all replicas: here they start apart
@@ -22,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.wide]
 X = np.arange(100, dtype=np.float32)[:, None]
 
 
-def trainer_of_vector(optimizer, start, replicas=2, *, no_decay=None, **settings):
+def trainer_of_vector(optimizer, start, no_decay=None, **settings):
     """Returns a trainer of one variable, whose gradient is the mean of a batch's rows."""
 
     def model_fn():
@@ -34,7 +35,7 @@ def trainer_of_vector(optimizer, start, replicas=2, *, no_decay=None, **settings
             no_decay=no_decay,
         )
 
-    return distloop.Trainer(model_fn, on(replicas, **settings))
+    return distloop.Trainer(model_fn, on(2, **settings))
 
 
 def after(steps, trainer, rows):
@@ -62,48 +63,10 @@ def test_variables_are_mirrored_predictions_are_each_rows_own_and_streams_start_
     np.testing.assert_allclose(outputs[8:], np.tile(kernels[0].sum(0), (8, 1)), rtol=1e-6)
 
 
-def test_an_epoch_shares_each_batch_among_the_replicas():
-    class Counter(keras.layers.Layer):
-        """Keeps the mean over the replicas of what it sees, in a variable without an aggregation."""
-
-        def build(self, shape):
-            self.seen = self.add_weight(shape=(), initializer="zeros", trainable=False)
-            self.scale = self.add_weight(shape=(), initializer="ones")
-
-        def call(self, x):
-            self.seen.assign(tf.reduce_mean(x))
-            return x * self.scale
-
-    def model_fn():
-        layer = Counter()
-        layer.build(None)
-
-        def loss_fn(batch, training):
-            x, y, sample_weight = batch
-            rows = tf.fill(tf.shape(sample_weight), tf.cast(tf.shape(x)[0], tf.float32))
-            return {"loss": distloop.weighted(layer(x)[:, 0] - y, sample_weight), "rows": rows}
-
-        return distloop.ModelSpec(layer, keras.optimizers.SGD(0.0), loss_fn)
-
-    rows, seen = [], []
-
-    def record(report):
-        rows.append(report.metrics["rows"])
-        seen.append([float(v) for v in local_values(trainer, trainer.model.seen)])
-
-    record.every = 1
-    data = tf.data.Dataset.from_tensor_slices((X, np.zeros(100, np.float32), np.ones(100, np.float32))).batch(16)
-    trainer = distloop.Trainer(model_fn, on(2, log_every=1))
-    trainer.fit(data, epochs=1, actions=[record])
-    assert rows == [8] * 6 + [2]
-    assert seen == [[batch.mean()] * 2 for batch in np.split(X, range(16, 100, 16))]
-
-
 def test_a_fit_with_a_regularizer_is_that_of_keras():
     def compiled():
         inputs = keras.Input((1,))
-        kernel = {"kernel_initializer": keras.initializers.Constant(1), "kernel_regularizer": keras.regularizers.L1L2}
-        kernel["kernel_regularizer"] = keras.regularizers.L1L2(l1=0.01, l2=0.01)
+        kernel = {"kernel_initializer": "ones", "kernel_regularizer": keras.regularizers.L1L2(l1=0.01, l2=0.01)}
         model = keras.Model(inputs, keras.layers.Dense(1, use_bias=False, **kernel)(inputs))
         model.compile(keras.optimizers.SGD(0.01, momentum=0.06, nesterov=True, weight_decay=0.004), "mse")
         return model
@@ -121,47 +84,36 @@ def test_a_fit_with_a_regularizer_is_that_of_keras():
     assert {k: v for k, v in mine.items() if k != "name"} == pytest.approx({k: theirs[k] for k in mine if k != "name"})
 
 
-ONE, TWO = [[1.0, 6.0, 7.0, 2.0]] * 2, [[0.0, 0.0, 0.0, 0.0], [2.0, 12.0, 14.0, 4.0]]
+def sgd(rate=1.0, **settings):
+    return lambda: keras.optimizers.SGD(rate, **settings)
 
 
-@pytest.mark.parametrize("rows", [ONE, TWO], ids=["alike", "apart"])
-def test_a_step_takes_the_mean_of_the_replicas_gradients(rows):
-    trainer = trainer_of_vector(lambda: keras.optimizers.SGD(0.5, momentum=0.06), [1.0, 2.0, 3.0, 4.0])
-    np.testing.assert_allclose(after(1, trainer, rows), [0.5, -1.0, -0.5, 3.0], rtol=1e-6)
+MOMENTUM, DECAY = sgd(0.5, momentum=0.06), sgd(weight_decay=0.004)
+START, END, ALIKE = [1.0, 2.0, 3.0, 4.0], [0.5, -1.0, -0.5, 3.0], [[1.0, 6.0, 7.0, 2.0]] * 2
+STEPS = {
+    "gradients alike": (MOMENTUM, START, {}, ALIKE, END),
+    "gradients apart": (MOMENTUM, START, {}, [[0.0, 0.0, 0.0, 0.0], [2.0, 12.0, 14.0, 4.0]], END),
+    "weight decay": (DECAY, [2.0], {}, [[0.0], [0.0]], [2.0 * (1 - 0.004)]),
+    "no weight decay": (DECAY, [2.0], {"no_decay": "vector"}, [[0.0], [0.0]], [2.0]),
+    "the norm is clipped": (sgd(), [0.0, 0.0], {"clip_norm": 1.0}, [[300.0, 0.0], [-100.0, 200.0]], [-(0.5**0.5)] * 2),
+    "microbatches": (sgd(), [1.5, 2.0], {"microbatches": 3}, [[k, 1.0] for k in range(6)], [-1.0, 1.0]),
+}
 
 
-def test_steps_with_nesterov_momentum_have_the_values_of_the_formula():
-    trainer = trainer_of_vector(lambda: keras.optimizers.SGD(0.01, momentum=0.9, nesterov=True), np.ones(3))
-    expected, momentum, gradient = np.ones(3), np.zeros(3), np.array([0.1, 0.5, 1.0])
-    for _ in range(4):
-        momentum = 0.9 * momentum - 0.01 * gradient
-        expected = expected + 0.9 * momentum - 0.01 * gradient
-    np.testing.assert_allclose(after(4, trainer, [gradient] * 3), expected, rtol=1e-6)
-
-
-@pytest.mark.parametrize("no_decay,expected", [(None, 2.0 * (1 - 0.004)), ("vector", 2.0)])
-def test_weight_decay_leaves_out_what_no_decay_names(no_decay, expected):
-    trainer = trainer_of_vector(lambda: keras.optimizers.SGD(1.0, weight_decay=0.004), [2.0], no_decay=no_decay)
-    np.testing.assert_allclose(after(1, trainer, [[0.0], [0.0]]), [expected], rtol=1e-6)
-
-
-def test_the_norm_of_the_mean_gradient_is_clipped():
-    trainer = trainer_of_vector(lambda: keras.optimizers.SGD(1.0), [0.0, 0.0], clip_norm=1.0)
-    np.testing.assert_allclose(after(1, trainer, [[300.0, 0.0], [-100.0, 200.0]]), [-(0.5**0.5)] * 2, rtol=1e-6)
-
-
-def test_the_average_follows_the_weights_and_does_not_overwrite_them():
-    trainer = trainer_of_vector(lambda: keras.optimizers.SGD(1.0), [3.0, 4.0], average_decay=0.9)
-    average, weights = np.array([3.0, 4.0]), np.array([3.0, 4.0])
-    for t in (1, 2, 3):
-        weights = weights - 1
-        average += (1 - min(0.9, (1 + t) / (10 + t))) * (weights - average)
-    np.testing.assert_allclose(after(3, trainer, [[1.0, 1.0]] * 2), weights, rtol=1e-6)
-    np.testing.assert_allclose(trainer.state.average.variables[0].numpy(), average, rtol=1e-6)
-
-
-def test_accumulated_gradients_are_applied_once():
-    trainer = trainer_of_vector(lambda: keras.optimizers.SGD(1.0), [1.0, 2.0], microbatches=3)
-    rows = [[k, 2.0] for k in range(6)]
-    np.testing.assert_allclose(after(1, trainer, rows), [1 - 2.5, 0.0], atol=1e-6)
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_takes_the_mean_of_the_replicas_gradients_once(name):
+    optimizer, start, settings, rows, expected = STEPS[name]
+    trainer = trainer_of_vector(optimizer, start, **settings)
+    np.testing.assert_allclose(after(1, trainer, rows), expected, rtol=1e-6)
     assert trainer.optimizer.iterations.numpy() == 1
+
+
+def test_steps_with_nesterov_momentum_and_their_average_have_the_values_of_the_formula():
+    trainer = trainer_of_vector(sgd(0.01, momentum=0.9, nesterov=True), np.ones(3), average_decay=0.9)
+    weights, average, momentum, gradient = np.ones(3), np.ones(3), np.zeros(3), np.array([0.1, 0.5, 1.0])
+    for t in (1, 2, 3, 4):
+        momentum = 0.9 * momentum - 0.01 * gradient
+        weights = weights + 0.9 * momentum - 0.01 * gradient
+        average += (1 - min(0.9, (1 + t) / (10 + t))) * (weights - average)
+    np.testing.assert_allclose(after(4, trainer, [gradient] * 3), weights, rtol=1e-6)
+    np.testing.assert_allclose(trainer.state.average.variables[0].numpy(), average, rtol=1e-6)

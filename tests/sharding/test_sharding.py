@@ -58,9 +58,6 @@ def shared(trainer):
     return {device: of["optimizer slots"] + of["averages of weights"] for device, of in held.items()}
 
 
-# one optimizer ----------------------------------------------------------------------------------------------------
-
-
 def decaying():
     """AdamW that leaves biases out, with another learning rate for a layer."""
     layers = [keras.layers.Dense(48, activation="tanh", name="hidden"), keras.layers.Dense(4, name="logits")]
@@ -79,33 +76,35 @@ def half_precision():
     """A run in float16 with an overflow, microbatches and an average: whole, and sharded over two devices."""
     rows = classification(ROWS)
     rows["x"][33] = np.inf
-    settings = dict(
-        precision="mixed_float16", microbatches=2, average_decay=0.9, check_replicas_every=4, clip_variable_norm=0.05
-    )
+    settings = {"precision": "mixed_float16", "microbatches": 2, "average_decay": 0.9}
+    settings |= {"check_replicas_every": 4, "clip_variable_norm": 0.05}
     with pytest.MonkeyPatch.context() as patch:  # Adam in one operation, also for a part of the larger variable
         patch.setattr(keras_hooks, "MIN_FUSED_BYTES", 1000)
         patch.setattr("distloop.optimizers.gradients.LARGEST_PACKED_BYTES", 200)
         patch.setattr(variable_parts, "_SMALLEST_ROW", 48)  # the variable is cut between rows
         patch.setattr(variable_parts, "_FEWEST_ROWS", 8)
-        whole, sharded = (train(decaying, rows, shard_optimizer=s, **settings) for s in (False, True))
-    return whole, sharded
+        return [train(decaying, rows, shard_optimizer=is_sharded, **settings) for is_sharded in (False, True)]
 
 
 @pytest.mark.slow
 def test_a_sharded_run_ends_with_the_same_bits_by_the_same_names(half_precision):
     whole, sharded = half_precision
     assert int(sharded.state.skipped_steps) == 2
-    shapes = [tuple(part.view.shape) for part in sharded.state.slot_placement.parts(sharded.state.trained_variables)]
+    shapes = [tuple(part.view.shape) for part in parts_of(sharded)]
     assert sorted(shapes) == [(1, 48), (4,), (7, 48), (48,), (48, 4)]  # of 4 variables: one is cut
     assert_equal(all_of(sharded), all_of(whole))
 
 
+def parts_of(trainer):
+    return trainer.state.slot_placement.parts(trainer.state.trained_variables)
+
+
 @pytest.mark.slow
 def test_evaluations_see_the_average_and_training_goes_on_from_the_weights(half_precision):
-    whole, sharded = half_precision
-    before = all_of(sharded)
     scores = [t.evaluate(distloop.make_dataset(classification(20), 20, shuffle=False)) for t in half_precision]
     assert scores[0] == scores[1]
+    sharded = half_precision[1]
+    before = all_of(sharded)
     with sharded.state.averaged():
         inside = all_of(sharded)
     for name, value in before.items():
@@ -116,13 +115,19 @@ def test_evaluations_see_the_average_and_training_goes_on_from_the_weights(half_
 
 
 @pytest.mark.slow
-def test_each_device_has_its_part_of_slots_and_averages(half_precision):
-    sizes = shared(half_precision[1])
-    total = sum(4 * int(v.shape.num_elements()) * 3 for v in half_precision[1].state.trained_variables)
+def test_each_device_has_its_part_of_slots_and_averages_and_the_console_says_so(half_precision):
+    sharded = half_precision[1]
+    sizes = shared(sharded)
+    total = sum(4 * int(v.shape.num_elements()) * 3 for v in sharded.state.trained_variables)
     assert sum(sizes.values()) == total + 2 * (8 + 4)  # and on each the count of steps, and the learning rate
     assert max(sizes.values()) - min(sizes.values()) <= 4 * 3 * 64  # 628 elements are cut at multiples of 64
-    weights = [of["weights"] for of in held_by_device(half_precision[1].state).values()]
+    weights = [of["weights"] for of in held_by_device(sharded.state).values()]
     assert sorted(weights) == [4 * (628 + rows * 48) for rows in (1, 7)]  # of a matrix that is cut, its part once more
+    one = distloop.Trainer(classifier(), on(1, shard_optimizer=True))
+    assert one.state.slot_placement.num_shares == 1
+    of_two, of_one = (overview.console_lines(t.state, t.config, sharded._train_source) for t in (sharded, one))
+    assert "slots and averages 0.0 MB on CPU:0, 0.0 MB on CPU:1" in of_two
+    assert any("changes nothing" in line for line in of_one)
 
 
 def large():
@@ -142,42 +147,29 @@ def test_devices_hold_alike(replicas):
     assert max(sizes.values()) <= (1 / replicas + 0.01) * sum(sizes.values())
 
 
-# checkpoints ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_a_run_goes_on_with_any_number_of_devices_sharded_or_not_and_keeps_its_bits(tmp_path):
     rows = classification(ROWS)
-    settings = dict(virtual_replicas=4, clip_norm=0.3, average_decay=0.9)
+    settings = {"virtual_replicas": 4, "clip_norm": 0.3, "average_decay": 0.9}
     straight = train(classifier(), rows, 1, **settings)
     for replicas, is_sharded, steps in ((1, False, 3), (2, True, 7), (1, True, 9)):
         last = train(classifier(), rows, replicas, steps, workdir=str(tmp_path), shard_optimizer=is_sharded, **settings)
         assert last.step == steps
-    found, expected = all_of(last), all_of(straight)
-    assert_equal(found, expected)
+    assert_equal(all_of(last), all_of(straight))
 
 
 @pytest.mark.wide
-@pytest.mark.slow
 def test_values_of_a_whole_run_are_taken_apart_and_put_together():
-    settings = [on(2, shard_optimizer=is_sharded, average_decay=0.9) for is_sharded in (False, True)]
-    whole, sharded = (distloop.Trainer(large, config).state for config in settings)
-    names, expected = (
-        {name: (tuple(v.shape), v.dtype) for name, v in s.all_variables().items()} for s in (sharded, whole)
-    )
-    assert names == expected
-    values = {n: RNG.normal(size=shape).astype("f") for n, (shape, dtype) in names.items() if dtype == "float32"}
+    sharded = distloop.Trainer(large, on(2, shard_optimizer=True, average_decay=0.9)).state
+    variables = {name: v for name, v in sharded.all_variables().items() if v.dtype == "float32"}
+    values = {name: RNG.normal(size=tuple(v.shape)).astype("f") for name, v in variables.items()}
     SavedState(sharded).restore(SavedState(sharded).snapshot() | {n: tf.constant(v) for n, v in values.items()})
     found = SavedState(sharded).snapshot()
     assert_equal({name: found[name].numpy() for name in values}, values)
 
 
-# bad input --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.wide
-@pytest.mark.slow
-def test_a_variable_that_one_of_several_optimizers_needs_whole_is_not_cut():
+def test_a_variable_that_one_of_several_optimizers_needs_whole_is_not_cut(monkeypatch):
     def model_fn():
         dense = keras.layers.Dense(64, activation="tanh", use_bias=False, name="hidden")
         model = keras.Sequential([keras.Input((8,)), dense, keras.layers.Dense(4, name="logits")], name="net")
@@ -189,16 +181,10 @@ def test_a_variable_that_one_of_several_optimizers_needs_whole_is_not_cut():
         updates = [distloop.Update(name, loss_fn, optimizer) for name, optimizer in optimizers.items()]
         return distloop.ModelSpec(model, updates=updates)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(variable_parts, "_SMALLEST_ROW", 8)
-        patch.setattr(variable_parts, "_FEWEST_ROWS", 2)
-        whole, sharded = (
-            train(model_fn, classification(16), steps=3, shard_optimizer=is_sharded) for is_sharded in (False, True)
-        )
-    assert all(
-        part.shape == tuple(part.variable.shape)
-        for part in sharded.state.slot_placement.parts(sharded.state.trained_variables)
-    )
+    monkeypatch.setattr(variable_parts, "_SMALLEST_ROW", 8)
+    monkeypatch.setattr(variable_parts, "_FEWEST_ROWS", 2)
+    whole, sharded = (train(model_fn, classification(16), steps=3, shard_optimizer=s) for s in (False, True))
+    assert all(part.shape == tuple(part.variable.shape) for part in parts_of(sharded))
     assert_equal(weights(whole), weights(sharded))
 
 
@@ -213,23 +199,10 @@ def test_what_cannot_be_sharded_is_told_in_a_sentence():
         spec.updates[0].optimizer.build(spec.model.trainable_variables)
         return spec
 
-    refused(lambda: distloop.Config(shard_optimizer=True, num_stages=2), "num_stages=2", "leave shard_optimizer out")
-    refused(lambda: distloop.Trainer(built, on(2, shard_optimizer=True)), "slots already", "let distloop build it")
-    refused(lambda: distloop.Trainer(lazy, on(2, shard_optimizer=True)), "LazyAdam", "give keras.optimizers.Adam")
+    config = on(2, shard_optimizer=True)
     central = tf.distribute.experimental.CentralStorageStrategy(["CPU:0", "CPU:1"], "CPU:0")
-    refused(
-        lambda: distloop.Trainer(classifier(), on(2, shard_optimizer=True), strategy=central),
-        "CentralStorageStrategy",
-        "strategy=mirrored",
-    )
-
-
-@pytest.mark.slow
-def test_the_console_says_where_slots_are(half_precision):
-    trainer = half_precision[1]
-    source = trainer._train_source
-    lines = overview.console_lines(trainer.state, trainer.config, source)
-    assert "slots and averages 0.0 MB on CPU:0, 0.0 MB on CPU:1" in lines
-    one = distloop.Trainer(classifier(), on(1, shard_optimizer=True))
-    assert one.state.slot_placement.num_shares == 1
-    assert any("changes nothing" in line for line in overview.console_lines(one.state, one.config, source))
+    refused(lambda: distloop.Config(shard_optimizer=True, num_stages=2), "num_stages=2", "leave shard_optimizer out")
+    refused(lambda: distloop.Trainer(built, config), "slots already", "let distloop build it")
+    refused(lambda: distloop.Trainer(lazy, config), "LazyAdam", "give keras.optimizers.Adam")
+    words = "CentralStorageStrategy", "strategy=mirrored"
+    refused(lambda: distloop.Trainer(classifier(), config, strategy=central), *words)
