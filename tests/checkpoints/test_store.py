@@ -372,13 +372,6 @@ def test_a_save_reads_few_manifests_however_many_checkpoints_are_kept(tmp_path, 
     assert len(read) <= 5 and kept.steps == [*range(8, 21), 30, 40]
 
 
-def test_the_newest_checkpoints_are_looked_at_again_before_older_ones_are_deleted(tmp_path):
-    kept = save(tmp_path, 1, 2, 3, keep=2)
-    assert kept.steps == [2, 3]
-    (tmp_path / "3" / "manifest.json").write_text("{}")
-    assert save(tmp_path, 4, kept=kept).steps == [2, 3, 4]
-
-
 NAMES = ["lr=[0.1]", "[!a]-{b,c}", "a*b?", "back\\slash", "new\nline", "--workdir", "%s {x}", " a b ", "bad\udce4"]
 
 
