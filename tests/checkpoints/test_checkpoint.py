@@ -4,6 +4,7 @@ import builtins
 import errno
 import json
 import os
+import pathlib
 import shutil
 
 import numpy as np
@@ -13,16 +14,17 @@ import tensorflow as tf
 from distloop.checkpoints import checkpoint
 from distloop.checkpoints.checkpoint import DamagedError, load, write_files
 
+DATA, INDEX, MANIFEST = "variables.data-00000-of-00001", "variables.index", "manifest.json"
+
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch):
     monkeypatch.setattr(checkpoint, "_PAUSES_SECS", (0, 0))
 
 
-def write(path, step=5, value=None):
-    path.parent.mkdir(exist_ok=True)
+def write(path, step=5):
     values = {
-        "model/kernel": tf.fill([3, 4], float(step if value is None else value)),
+        "model/kernel": tf.fill([3, 4], float(step)),
         "model/name": tf.constant("a kernel"),
         "step": tf.constant(step, tf.int64),
     }
@@ -30,13 +32,18 @@ def write(path, step=5, value=None):
     return values
 
 
-def test_what_was_written_is_loaded(tmp_path):
+def test_what_was_written_is_loaded_and_tensorflow_reads_it_by_name(tmp_path):
     values = write(tmp_path / "5")
     saved = load(str(tmp_path / "5"))
     assert saved.step == 5 and saved.notes == {"replicas": 2} and saved.path == str(tmp_path / "5")
     assert saved.values.keys() == values.keys()
     for name, value in values.items():
         np.testing.assert_array_equal(saved.values[name].numpy(), value.numpy())
+    reader = tf.train.load_checkpoint(str(tmp_path / "5" / "variables"))
+    np.testing.assert_array_equal(reader.get_tensor("model/kernel"), np.full([3, 4], 5.0))
+    manifest = json.loads((tmp_path / "5" / MANIFEST).read_text())
+    assert manifest["entries"]["model/kernel"] == {"shape": [3, 4], "dtype": "float32"}
+    assert set(manifest["files"]) == {INDEX, DATA}
 
 
 def test_weights_that_older_versions_numbered_across_the_process_load_by_their_place_in_the_layer(tmp_path):
@@ -48,89 +55,47 @@ def test_weights_that_older_versions_numbered_across_the_process_load_by_their_p
     assert [int(value) for value in values.values()] == [0, 1, 2, 3]
 
 
-def test_tensorflow_reads_a_checkpoint_by_name(tmp_path):
-    write(tmp_path / "7", 7)
-    reader = tf.train.load_checkpoint(str(tmp_path / "7" / "variables"))
-    np.testing.assert_array_equal(reader.get_tensor("model/kernel"), np.full([3, 4], 7.0))
+def make_directory(path):
+    path.unlink()
+    path.mkdir()
 
 
-def test_the_manifest_holds_shapes_and_dtypes(tmp_path):
-    write(tmp_path / "7")
-    manifest = json.loads((tmp_path / "7" / "manifest.json").read_text())
-    assert manifest["entries"]["model/kernel"] == {"shape": [3, 4], "dtype": "float32"}
-    assert set(manifest["files"]) == {"variables.index", "variables.data-00000-of-00001"}
-
-
-DATA, INDEX, MANIFEST = "variables.data-00000-of-00001", "variables.index", "manifest.json"
-
-
-def truncate(part):
-    def damage(path):
-        size = os.path.getsize(path)
-        with open(path, "r+b") as file:
-            file.truncate(int(size * part))
-
-    return damage
+def content(change):
+    """Returns a damage that changes the content of a file."""
+    return lambda path: path.write_bytes(change(path.read_bytes()))
 
 
 def flip(place):
-    def damage(path):
-        with open(path, "r+b") as file:
-            file.seek(int((os.path.getsize(path) - 1) * place))
-            byte = file.read(1)
-            file.seek(-1, os.SEEK_CUR)
-            file.write(bytes([byte[0] ^ 0x10]))
+    """Returns a damage that flips a bit of a file's byte, from the first one at 0 to the last one at 1."""
 
-    return damage
+    def flipped(data):
+        at = int((len(data) - 1) * place)
+        return data[:at] + bytes([data[at] ^ 0x10]) + data[at + 1 :]
 
-
-def append(path):
-    with open(path, "ab") as file:
-        file.write(b"more")
-
-
-def fill(content):
-    def damage(path):
-        with open(path, "wb") as file:
-            file.write(content)
-
-    return damage
+    return content(flipped)
 
 
 def edit(**changes):
-    def damage(path):
-        with open(path) as file:
-            manifest = json.load(file)
-        with open(path, "w") as file:
-            json.dump({**manifest, **changes}, file)
-
-    return damage
+    return content(lambda data: json.dumps({**json.loads(data), **changes}).encode())
 
 
-def make_directory(path):
-    os.remove(path)
-    os.mkdir(path)
-
-
-def zero(path):
-    with open(path, "r+b") as file:
-        file.write(bytes(os.path.getsize(path)))
-
-
+OF_ANY_FILE = {
+    "missing": pathlib.Path.unlink,
+    "empty": content(lambda data: b""),
+    "half": content(lambda data: data[: len(data) // 2]),
+    "but its end": content(lambda data: data[: int(len(data) * 0.98)]),
+    "with more": content(lambda data: data + b"more"),
+    "a directory": make_directory,
+    "zeroed": content(lambda data: bytes(len(data))),
+}
 DAMAGES = {
-    **{f"{file} missing": (file, os.remove) for file in (DATA, INDEX, MANIFEST)},
-    **{f"{file} empty": (file, truncate(0)) for file in (DATA, INDEX, MANIFEST)},
-    **{f"{file} half": (file, truncate(0.5)) for file in (DATA, INDEX, MANIFEST)},
-    **{f"{file} but its end": (file, truncate(0.98)) for file in (DATA, INDEX, MANIFEST)},
-    **{f"{file} with more": (file, append) for file in (DATA, INDEX, MANIFEST)},
-    **{f"{file} a directory": (file, make_directory) for file in (DATA, INDEX, MANIFEST)},
-    **{f"{file} zeroed": (file, zero) for file in (DATA, INDEX, MANIFEST)},
+    **{f"{file} {how}": (file, damage) for file in (DATA, INDEX, MANIFEST) for how, damage in OF_ANY_FILE.items()},
     **{f"{file} flipped at {place}": (file, flip(place)) for file in (DATA, MANIFEST) for place in (0, 0.3, 0.6, 1)},
     "index flipped at its start": (INDEX, flip(0)),
     "index flipped at its end": (INDEX, flip(1)),
-    "manifest no JSON": (MANIFEST, fill(b"{")),
-    "manifest no object": (MANIFEST, fill(b"[1, 2]")),
-    "manifest no text": (MANIFEST, fill(bytes(range(256)))),
+    "manifest no JSON": (MANIFEST, content(lambda _: b"{")),
+    "manifest no object": (MANIFEST, content(lambda _: b"[1, 2]")),
+    "manifest no text": (MANIFEST, content(lambda _: bytes(range(256)))),
     "manifest without entries": (MANIFEST, edit(entries={})),
     "manifest of another step": (MANIFEST, edit(step=3)),
 }
@@ -140,7 +105,7 @@ DAMAGES = {
 def test_what_differs_from_what_was_written_is_damage(damage, tmp_path):
     write(tmp_path / "5")
     file, do = DAMAGES[damage]
-    do(str(tmp_path / "5" / file))
+    do(tmp_path / "5" / file)
     with pytest.raises(DamagedError, match=f"The checkpoint '{tmp_path / '5'}' is damaged") as caught:
         load(str(tmp_path / "5"))
     assert "\n" not in str(caught.value)
@@ -157,22 +122,16 @@ def test_values_of_another_step_are_refused_under_a_manifest(files, tmp_path):
 
 
 def rewrite(path, **changes):
-    """Changes the manifest of a checkpoint and its checksum."""
-    manifest = json.loads((path / MANIFEST).read_text())
-    del manifest["checksum"]
-    manifest |= changes
+    """Changes the manifest of a checkpoint, of which None removes an entry, and its checksum."""
+    manifest = json.loads((path / MANIFEST).read_text()) | changes | {"checksum": None}
     manifest = {name: value for name, value in manifest.items() if value is not None}
     (path / MANIFEST).write_text(json.dumps({**manifest, "checksum": checkpoint._checksum(manifest)}))
 
 
-def test_a_checkpoint_of_the_first_format_is_loaded(tmp_path):
+def test_a_checkpoint_of_the_first_format_is_loaded_and_one_of_a_newer_version_is_not_damaged(tmp_path):
     values = write(tmp_path / "5")
     rewrite(tmp_path / "5", format=1, index=None)
     np.testing.assert_array_equal(load(str(tmp_path / "5")).values["model/kernel"], values["model/kernel"])
-
-
-def test_a_checkpoint_of_a_newer_version_is_not_damaged(tmp_path):
-    write(tmp_path / "5")
     rewrite(tmp_path / "5", format=3)
     with pytest.raises(ValueError, match="has format 3.* reads up to 2: install the version") as caught:
         load(str(tmp_path / "5"))
@@ -201,11 +160,8 @@ def failing(monkeypatch, code, times, place):
     monkeypatch.setattr(tf.raw_ops, "RestoreV2", restored)
 
 
-CODES = (errno.EMFILE, errno.ESTALE, errno.EACCES, errno.EIO)
-
-
 @pytest.mark.parametrize("place", [MANIFEST, INDEX, "variables.data"])
-@pytest.mark.parametrize("code", CODES, ids=errno.errorcode.get)
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ESTALE, errno.EACCES, errno.EIO], ids=errno.errorcode.get)
 def test_an_error_of_the_disk_or_the_process_is_no_damage(code, place, tmp_path, monkeypatch):
     write(tmp_path / "5")
     with monkeypatch.context() as patch:

@@ -12,16 +12,10 @@ def checkpoints(**best_steps):
     return SimpleNamespace(directory="run/checkpoints", steps=[100, 200, 300, 400, 500], best_steps=best_steps)
 
 
-def test_the_first_step_of_a_metric_is_the_best():
+def test_the_first_step_of_a_metric_that_is_still_kept_is_the_best():
     assert best_step(checkpoints(loss=[300, 100])) == 300
     assert best_step(checkpoints(loss=[300, 100], accuracy=[400]), "accuracy") == 400
-
-
-def test_metrics_that_were_best_at_the_same_step_need_no_name():
-    assert best_step(checkpoints(loss=[300, 100], accuracy=[300])) == 300
-
-
-def test_a_checkpoint_that_was_deleted_is_not_the_best():
+    assert best_step(checkpoints(loss=[300, 100], accuracy=[300])) == 300  # of both metrics: no name is needed
     assert best_step(checkpoints(loss=[250, 100])) == 100
 
 
@@ -30,11 +24,7 @@ def test_a_checkpoint_that_was_deleted_is_not_the_best():
     [
         (checkpoints(), "", "No best checkpoint is kept in 'run/checkpoints': give fit SaveBest"),
         (checkpoints(loss=[300]), "accuracy", "No best checkpoint of 'accuracy'"),
-        (
-            checkpoints(loss=[300], accuracy=[400]),
-            "",
-            "^Metrics .*: give restore the path, 'run/.*' for 'loss', .*",
-        ),
+        (checkpoints(loss=[300], accuracy=[400]), "", "^Metrics .*: give restore the path, 'run/.*' for 'loss', .*"),
     ],
 )
 def test_where_no_step_is_the_best_the_sentence_says_what_to_do(kept, metric, words):
@@ -47,9 +37,7 @@ def test_all_workers_take_what_the_chief_finds():
     kept.load = nothing.load = lambda step: step
     assert load_best(nothing, "loss", lambda step: [300, step]) == 300
     for found in (kept, nothing):
-        with pytest.raises(
-            NoBestError, match="No best checkpoint of 'loss' is kept.*could not be written: see the log"
-        ):
+        with pytest.raises(NoBestError, match="No best checkpoint of 'loss' is kept.*not be written: see the log"):
             load_best(found, "loss", lambda step: [-1, step])
 
 

@@ -53,20 +53,27 @@ def fit(workdir, kill=None, **settings):
     return {name: v.numpy() for name, v in values if v.dtype != tf.string}, trainer
 
 
+def resume(workdir, capsys, kill=None):
+    """Trains as `fit` does, and returns the values of the state and what was printed."""
+    capsys.readouterr()
+    values, _ = fit(workdir, kill, console="lines")
+    return values, capsys.readouterr().out
+
+
 def rows_of(workdir):
     rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     return [(row["step"], row["loss"]) for row in rows]
 
 
 def test_a_copy_that_fails_is_called_one(tmp_path, memory, caplog):
-    copies = memory_copies.MemoryCopies(
-        in_workdir(str(tmp_path / "run")), tf.distribute.get_strategy(), verify=lambda: None
-    )
+    checkpoints = in_workdir(str(tmp_path / "run"))
+    copies = memory_copies.MemoryCopies(checkpoints, tf.distribute.get_strategy(), verify=lambda: None)
     copies.open(is_wanted=True, is_resuming=False)
     copies.save(5, {"step": tf.constant(5)}, {})
     copies._copies.join()
-    (tmp_path / "memory" / os.listdir(memory)[0] / "6").write_text("in the way")
-    copies._copies.directory = str(tmp_path / "memory" / os.listdir(memory)[0] / "6")
+    (in_the_way,) = (path / "6" for path in memory.iterdir())
+    in_the_way.touch()
+    copies._copies.directory = str(in_the_way)
     copies._copies.save(6, {"step": tf.constant(6)}, {})
     copies._copies.join()
     assert "The copy in memory of step 6 could not be written (" in caplog.text
@@ -76,10 +83,8 @@ def test_a_killed_run_goes_on_from_the_copy_with_the_same_bits_and_the_copies_ar
     tmp_path, memory, capsys
 ):
     fit(tmp_path / "run", kill=15)
-    assert not distloop.checkpoints.store.in_workdir(str(tmp_path / "run")).steps
-    capsys.readouterr()
-    found, _ = fit(tmp_path / "run", console="lines")
-    printed = capsys.readouterr().out
+    assert not in_workdir(str(tmp_path / "run")).steps
+    found, printed = resume(tmp_path / "run", capsys)
     assert "step 12 was kept in the memory of" in printed and "step 12 restored" in printed
     expected, _ = fit(tmp_path / "whole")
     assert_equal(found, expected)
@@ -92,24 +97,10 @@ def test_a_torn_copy_is_named_and_the_checkpoint_before_it_is_used(tmp_path, mem
     (copy,) = memory.glob("*/12")
     with open(copy / "variables.data-00000-of-00001", "r+b") as file:
         file.write(b"torn")
-    capsys.readouterr()
-    found, _ = fit(tmp_path / "run", console="lines")
-    assert "12' is damaged" in caplog.text and "step 10 restored" in capsys.readouterr().out
+    found, printed = resume(tmp_path / "run", capsys)
+    assert "12' is damaged" in caplog.text and "step 10 restored" in printed
     expected, _ = fit(tmp_path / "whole", copy_every=0)
     assert_equal(found, expected)
-
-
-def test_copies_of_a_run_that_has_gone_back_or_was_deleted_do_not_come_back(tmp_path, memory):
-    workdir = tmp_path / "run"
-    fit(workdir, kill=15, checkpoint_every=10)
-    trainer = distloop.Trainer(classifier(), on(1, workdir=str(workdir), checkpoint_every=0, copy_every=4))
-    trainer.restore(str(workdir / "checkpoints" / "10"))
-    trainer.fit(distloop.make_dataset(classification(50), 8, shuffle=True), steps=11)
-    assert os.listdir(memory) == []
-    fit(tmp_path / "other", kill=15)
-    (tmp_path / "other").rename(tmp_path / "elsewhere")
-    _, trainer = fit(tmp_path / "other", kill=3)
-    assert trainer.step == 3  # from step 0
 
 
 def test_without_a_workdir_or_a_directory_in_memory_copies_are_refused(tmp_path, monkeypatch):
@@ -123,12 +114,18 @@ def test_a_copied_workdir_has_copies_of_its_own_and_a_moved_one_keeps_them(tmp_p
     shutil.copytree(tmp_path / "run", tmp_path / "copied")
     fit(tmp_path / "copied", kill=15)
     (tmp_path / "run").rename(tmp_path / "moved")
-    capsys.readouterr()
-    fit(tmp_path / "moved", kill=10, console="lines")
-    assert "step 8 restored" in capsys.readouterr().out
-    fit(tmp_path / "copied", kill=16, console="lines")
-    assert "step 12 restored" in capsys.readouterr().out
+    assert "step 8 restored" in resume(tmp_path / "moved", capsys, kill=10)[1]
+    assert "step 12 restored" in resume(tmp_path / "copied", capsys, kill=16)[1]
     assert len(os.listdir(memory)) == 2
+
+
+def test_a_copy_of_a_workdir_in_its_old_place_has_copies_of_its_own(tmp_path, memory, capsys):
+    fit(tmp_path / "run", kill=9)
+    (tmp_path / "run").rename(tmp_path / "original")
+    shutil.copytree(tmp_path / "original", tmp_path / "run")
+    _, trainer = fit(tmp_path / "run", kill=3)
+    assert trainer.step == 3  # from step 0
+    assert "step 8 restored" in resume(tmp_path / "original", capsys, kill=10)[1]
 
 
 def test_copies_that_another_user_may_write_to_are_not_believed(tmp_path, memory, caplog):
@@ -140,7 +137,9 @@ def test_copies_that_another_user_may_write_to_are_not_believed(tmp_path, memory
     assert "No copies in memory are made on" not in caplog.text  # none was due before step 4
 
 
-def test_a_host_that_comes_back_does_not_bring_copies_of_what_the_run_has_left(tmp_path, memory, capsys):
+def test_copies_of_a_run_that_has_gone_back_or_was_deleted_do_not_come_back_nor_does_a_host_bring_them(
+    tmp_path, memory, capsys
+):
     workdir = tmp_path / "run"
     fit(workdir, kill=15, checkpoint_every=10)
     (copies,) = memory.iterdir()
@@ -148,13 +147,18 @@ def test_a_host_that_comes_back_does_not_bring_copies_of_what_the_run_has_left(t
     trainer = distloop.Trainer(classifier(), on(1, workdir=str(workdir), checkpoint_every=0, copy_every=4))
     trainer.restore(str(workdir / "checkpoints" / "10"))
     trainer.fit(distloop.make_dataset(classification(50), 8, shuffle=True), steps=11)
+    assert os.listdir(memory) == []
     shutil.copytree(tmp_path / "away", copies)
-    capsys.readouterr()
-    fit(workdir, kill=13, console="lines")
-    assert "step 11 restored" in capsys.readouterr().out
+    assert "step 11 restored" in resume(workdir, capsys, kill=13)[1]
+    fit(tmp_path / "other", kill=15)
+    (tmp_path / "other").rename(tmp_path / "elsewhere")
+    _, trainer = fit(tmp_path / "other", kill=3)
+    assert trainer.step == 3  # from step 0
 
 
-def test_copies_of_workdirs_that_are_gone_are_deleted_by_the_next_run_and_those_of_moved_ones_stay(tmp_path, memory):
+def test_copies_of_workdirs_that_are_gone_are_deleted_by_the_next_run_and_those_of_moved_ones_stay(
+    tmp_path, memory, monkeypatch
+):
     for name in ("gone", "stays"):
         _, trainer = fit(tmp_path / name, kill=9)
         assert memory_copies.left_in_memory() == []  # its process is alive
@@ -162,28 +166,11 @@ def test_copies_of_workdirs_that_are_gone_are_deleted_by_the_next_run_and_those_
     shutil.rmtree(tmp_path / "gone")
     (tmp_path / "stays").rename(tmp_path / "moved")
     (left,) = memory_copies.left_in_memory()
+    with monkeypatch.context() as elsewhere:  # in another container, which sees the workdir in another place
+        elsewhere.setattr(memory_copies, "_mounts", lambda: "of another container")
+        assert memory_copies.left_in_memory() == []
     fit(tmp_path / "last")
     assert len(os.listdir(memory)) == 1 and not os.path.exists(left)
-
-
-def test_a_copy_of_a_workdir_in_its_old_place_has_copies_of_its_own(tmp_path, memory, capsys):
-    fit(tmp_path / "run", kill=9)
-    (tmp_path / "run").rename(tmp_path / "original")
-    shutil.copytree(tmp_path / "original", tmp_path / "run")
-    _, trainer = fit(tmp_path / "run", kill=3)
-    assert trainer.step == 3  # from step 0
-    capsys.readouterr()
-    fit(tmp_path / "original", kill=10, console="lines")
-    assert "step 8 restored" in capsys.readouterr().out
-
-
-def test_copies_that_another_container_sees_elsewhere_stay(tmp_path, memory, monkeypatch):
-    _, trainer = fit(tmp_path / "run", kill=5)
-    os.close(trainer._checkpoints._copies._lock)
-    shutil.rmtree(tmp_path / "run")
-    assert len(memory_copies.left_in_memory()) == 1
-    monkeypatch.setattr(memory_copies, "_mounts", lambda: "of another container")
-    assert memory_copies.left_in_memory() == []
 
 
 def test_a_copy_that_cannot_be_begun_is_said_once_and_training_goes_on(tmp_path, memory, caplog, monkeypatch):

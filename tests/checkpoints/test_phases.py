@@ -1,5 +1,6 @@
 """Training in phases: a program of several calls of `fit` goes on in the right one, wherever it was killed."""
 
+import functools
 import json
 import signal
 
@@ -14,6 +15,8 @@ from distloop.checkpoints.phases import Phases
 from distloop.settings.durations import Period
 from tests import forked
 from tests.problems import assert_equal, classification, classifier, everything, mostly_wide, on, rows_of, weights
+
+pytestmark = pytest.mark.slow
 
 PROGRAM = """
     import os, signal, sys
@@ -66,21 +69,16 @@ PROGRAM = """
 """
 
 
-def run(workdir, replicas, kind, when="", program=PROGRAM):
-    return forked.run_program(workdir, program, replicas, kind, when)
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """A function from a kind of program and a number of replicas to the workdir of one that was never killed."""
-    workdirs = {}
 
+    @functools.cache
     def find(kind, replicas):
-        if (kind, replicas) not in workdirs:
-            workdirs[kind, replicas] = workdir = tmp_path_factory.mktemp("whole")
-            result = run(workdir, replicas, kind)
-            assert result.returncode == 0, result.stderr[-3000:]
-        return workdirs[kind, replicas]
+        workdir = tmp_path_factory.mktemp("whole")
+        result = forked.run_program(workdir, PROGRAM, replicas, kind, "")
+        assert result.returncode == 0, result.stderr[-3000:]
+        return workdir
 
     return find
 
@@ -90,19 +88,16 @@ CASES = [(kind, when) for kind in KINDS for when in ("2", "between", "7", "8", "
 FAST = [("one trainer", "between"), ("one trainer", "10"), ("early", "8"), ("early", "between"), ("steps", "10")]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("replicas", mostly_wide([1, 2], 2))
 @pytest.mark.parametrize("kind, when", mostly_wide(CASES, *FAST))
 def test_a_program_of_two_phases_that_is_killed_ends_bit_for_bit_like_one_that_was_not(
     kind, when, replicas, whole, tmp_path
 ):
-    result = run(tmp_path, replicas, kind, when)
-    assert result.returncode == -signal.SIGKILL, result.stderr[-3000:]
-    result = run(tmp_path, replicas, kind)
-    assert result.returncode == 0, result.stderr[-3000:]
-    expected, actual = (np.load(workdir / "end.npz") for workdir in (whole(kind, replicas), tmp_path))
-    assert sorted(expected) == sorted(actual)
-    assert not [name for name in expected if actual[name].tobytes() != expected[name].tobytes()]
+    for killed, code in ((when, -signal.SIGKILL), ("", 0)):
+        result = forked.run_program(tmp_path, PROGRAM, replicas, kind, killed)
+        assert result.returncode == code, result.stderr[-3000:]
+    expected, actual = (dict(np.load(workdir / "end.npz")) for workdir in (whole(kind, replicas), tmp_path))
+    assert_equal(actual, expected)
     assert rows_of(tmp_path) == rows_of(whole(kind, replicas))
 
 
@@ -129,7 +124,6 @@ def two_phases(tmp_path_factory):
     return workdir, tuned
 
 
-@pytest.mark.slow
 def test_a_phase_of_other_variables_begins_with_the_weights_and_counts_and_an_optimizer_of_its_own(tmp_path):
     head = trainer_of(tmp_path, "logits")
     head.fit(data(), steps=4)
@@ -147,7 +141,6 @@ def test_a_phase_of_other_variables_begins_with_the_weights_and_counts_and_an_op
     assert tuned._train_source.batches_taken == 1
 
 
-@pytest.mark.slow
 def test_a_fit_whose_phase_has_ended_says_so_returns_its_numbers_and_saves_nothing(two_phases, capsys):
     workdir, tuned = two_phases
     before = {path: path.stat().st_mtime_ns for path in workdir.glob("checkpoints/*")}
@@ -178,25 +171,18 @@ def test_the_numbers_of_a_phase_come_back_from_notes_of_an_older_version_too(is_
     assert second.past["step"] == 4 and second.past["reported"] == {"loss": 0.5}
 
 
-@pytest.mark.slow
 def test_other_variables_are_refused_before_the_phase_of_the_checkpoint_has_ended(tmp_path):
+    def fail(report):
+        raise RuntimeError("the action failed")
+
+    fail.every = 4
     with pytest.raises(RuntimeError):
-        trainer_of(tmp_path, "logits").fit(data(), steps=9, actions=[failing_at(4)])
+        trainer_of(tmp_path, "logits").fit(data(), steps=9, actions=[fail])
     tuned = trainer_of(tmp_path)
     with pytest.raises(ValueError, match="or let the fit that trains other variables end before this one[.]$"):
         tuned.fit(data(), steps=20)
 
 
-def failing_at(step):
-    def fail(report):
-        if report.step == step:
-            raise RuntimeError("the action failed")
-
-    fail.every = 1
-    return fail
-
-
-@pytest.mark.slow
 def test_another_process_evaluates_the_checkpoints_of_all_phases(two_phases):
     workdir, tuned = two_phases
     measured = trainer_of(workdir).evaluate_checkpoints(data(20, 0), poll_secs=0.05, timeout_secs=60)
@@ -207,7 +193,6 @@ def test_another_process_evaluates_the_checkpoints_of_all_phases(two_phases):
     assert measured[2]["loss"] == pytest.approx(head.evaluate(data(20, 0))["loss"], rel=1e-6)  # by its averages
 
 
-@pytest.mark.slow
 def test_a_best_checkpoint_of_an_earlier_phase_is_restored_to_be_looked_at(tmp_path):
     best = distloop.SaveBest("loss", mode="max", restore=True)  # of the first step
     trainer_of(tmp_path, "logits", log_every=1).fit(data(), steps=3, actions=[best])
@@ -217,10 +202,10 @@ def test_a_best_checkpoint_of_an_earlier_phase_is_restored_to_be_looked_at(tmp_p
     assert [tuned.step] == steps and tuned.step <= 3
 
 
-@pytest.mark.slow
-def test_a_run_of_an_older_version_goes_on_as_it_did(tmp_path, monkeypatch):
-    """Its checkpoints note no phases: by its steps, a `fit` is known to have ended."""
-
+@pytest.mark.parametrize("is_older", mostly_wide([True, False]))
+def test_a_run_also_of_an_older_version_that_notes_no_phases_goes_on_in_the_data_of_its_second_fit(
+    is_older, tmp_path, monkeypatch
+):
     def program(workdir, *steps):
         trainer = trainer_of(workdir)
         trainer.fit(data(), steps=4)
@@ -231,13 +216,13 @@ def test_a_run_of_an_older_version_goes_on_as_it_did(tmp_path, monkeypatch):
     second = data(50, 3)
     expected = program(tmp_path / "whole", 11)
     with monkeypatch.context() as older:
-        older.setattr(phases.Phases, "notes", lambda self: {})
+        if is_older:  # by its steps, a `fit` is known to have ended
+            older.setattr(phases.Phases, "notes", lambda self: {})
         program(tmp_path / "parts", 7)
     second = second.fresh()
     assert_equal(program(tmp_path / "parts", 11), expected)
 
 
-@pytest.mark.slow
 def test_a_step_of_a_later_phase_is_replayed_from_a_checkpoint_of_that_phase(two_phases):
     workdir, tuned = two_phases
     trainer = trainer_of(workdir, rate=0.01)
@@ -250,7 +235,6 @@ def test_a_step_of_a_later_phase_is_replayed_from_a_checkpoint_of_that_phase(two
         trainer.replay(data(50, 3), step=5, steps=7)
 
 
-@pytest.mark.slow
 def test_a_run_that_was_made_longer_is_replayed_across_its_phases(tmp_path):
     for steps in (4, 7):
         trainer_of(tmp_path, checkpoint_every=3).fit(data(), steps=steps)
@@ -258,7 +242,6 @@ def test_a_run_that_was_made_longer_is_replayed_across_its_phases(tmp_path):
     assert not trainer_of(tmp_path).replay(data(), step=5, steps=7).differences
 
 
-@pytest.mark.slow
 def test_a_phase_of_other_variables_that_is_no_longer_than_the_one_before_trains_nothing(tmp_path, capsys):
     trainer_of(tmp_path, "logits").fit(data(), steps=4)
     tuned = trainer_of(tmp_path)

@@ -35,6 +35,13 @@ def names(workdir, keep=1):
     return {os.path.relpath(found.path, workdir): found for found in prune.find(str(workdir), keep)}
 
 
+def save_with(run, actions):
+    """Saves a newest checkpoint with these states of actions."""
+    checkpoints = in_workdir(str(run), keep=10)
+    checkpoints.save(70, {"x": tf.zeros([1])}, {"until": 40, "stop_reason": None, "actions": actions})
+    checkpoints.wait()
+
+
 def test_the_newest_and_the_best_checkpoints_and_the_last_exports_stay(run):
     found = names(run)
     assert list(found) == [
@@ -54,10 +61,7 @@ def test_files_of_arrays_are_exports_where_the_newest_checkpoint_names_their_dir
         (run / path).parent.mkdir(exist_ok=True)
         (run / path).write_bytes(b"12")
     assert not any(name.endswith(".npz") for name in names(run))
-    checkpoints = in_workdir(str(run), keep=10)
-    state = {f"Export({run}/export)": {"best": 0.1}, "StopEarly(test/loss)": {"best": 0.1}}
-    checkpoints.save(70, {"x": tf.zeros([1])}, {"until": 40, "stop_reason": None, "actions": state}, {})
-    checkpoints.wait()
+    save_with(run, {f"Export({run}/export)": {"best": 0.1}, "StopEarly(test/loss)": {"best": 0.1}})
     assert [name for name in names(run) if name.endswith(".npz")] == ["export/7.npz"]
 
 
@@ -84,13 +88,10 @@ def test_the_report_removes_it_once_somebody_has_agreed(run, monkeypatch, capsys
     assert not os.path.exists(run / "run.lock")
 
 
-def test_a_run_that_trains_is_left_alone(run, capsys):
+def test_a_run_that_trains_is_left_alone_and_the_newest_checkpoint_cannot_be_asked_for(run, capsys):
     with RunLock(str(run)):
         assert report.main([str(run), "--prune", "--yes"]) == 2
     assert "digits is left as it is: " in capsys.readouterr().err and len(names(run)) == 5
-
-
-def test_the_newest_checkpoint_cannot_be_asked_for(run, capsys):
     assert report.main([str(run), "--prune", "--keep=0"]) == 2
     assert "--keep=0 was given; the newest checkpoint always stays" in capsys.readouterr().err
 
@@ -99,8 +100,5 @@ def test_exports_that_the_run_did_not_write_stay(run):
     for step in (1, 2, 3):
         (run / "export" / str(step)).mkdir()
         (run / "export" / str(step) / "saved_model.pb").touch()
-    state = {f"Export({run}/export)": {"best": None, "written": [2, 3]}}
-    checkpoints = in_workdir(str(run), keep=10)
-    checkpoints.save(70, {"x": tf.zeros([1])}, {"until": 40, "stop_reason": None, "actions": state})
-    checkpoints.wait()
+    save_with(run, {f"Export({run}/export)": {"best": None, "written": [2, 3]}})
     assert [name for name in names(run) if name.startswith("export/")] == ["export/2"]

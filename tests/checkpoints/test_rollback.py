@@ -14,36 +14,30 @@ from distloop.checkpoints.loading import Rollback
 from tests.problems import assert_equal, classification, classifier, everything, mostly_wide, on, rows_of
 
 
-def test_the_batch_that_failed_is_left_out_with_those_before():
+def test_the_batch_that_failed_is_left_out_with_those_before_and_progress_gives_all_tries_back():
     rollback = Rollback(3)
     assert rollback.choose(step=8, batch=7, skipped={2}) == (7, {2, 7})
     assert rollback.num_tries == 0
+    rollback = Rollback(1)
+    assert rollback.choose(8, 7, set()) == (7, {7})
+    assert rollback.choose(9, 9, {7}) == (9, {7, 9})
+    assert rollback.choose(9, 10, {7, 9}) is None and rollback.num_tries == 1
+    rollback = Rollback(0)
+    assert rollback.choose(3, 2, set()) is None and rollback.choose(3, 2, set()) is None
 
 
-def test_the_last_try_blames_the_batch_that_the_weights_learned_from_last():
+def test_the_last_try_blames_the_batch_that_the_weights_learned_from_last_and_none_that_is_left_out_already():
     rollback = Rollback(3)
     assert rollback.choose(8, 7, set()) == (7, {7})
     assert rollback.choose(8, 8, {7}) == (8, {7, 8})
     assert rollback.choose(8, 9, {7, 8}) == (6, {6})  # 7 and 8 are taken back
     assert rollback.choose(8, 7, {6}) is None and rollback.num_tries == 3
-
-
-def test_a_batch_that_is_left_out_already_is_not_blamed_again():
     rollback = Rollback(2)
     assert rollback.choose(8, 7, {6, 5}) == (7, {5, 6, 7})
     assert rollback.choose(8, 8, {5, 6, 7}) == (4, {4, 5, 6})
-
-
-def test_progress_gives_all_tries_back():
-    rollback = Rollback(1)
-    assert rollback.choose(8, 7, set()) == (7, {7})
-    assert rollback.choose(9, 9, {7}) == (9, {7, 9})
-    assert rollback.choose(9, 10, {7, 9}) is None and rollback.num_tries == 1
-
-
-def test_a_run_that_may_not_go_back_has_no_try():
-    rollback = Rollback(0)
-    assert rollback.choose(3, 2, set()) is None and rollback.choose(3, 2, set()) is None
+    rollback, batch = Rollback(2), 10**12  # at once, however far the run is
+    assert rollback.choose(batch, batch, {7}) == (batch, {7, batch})
+    assert rollback.choose(batch, batch, {7, batch}) == (batch - 1, {7, batch - 1})
 
 
 # Runs with bad batches ----------------------------------------------------------------------------------------------
@@ -71,8 +65,7 @@ def linear(**settings):
 
     def model_fn():
         spec = classifier(**settings)()
-        hidden = spec.model.layers[0]
-        hidden.activation = lambda x: x
+        spec.model.layers[0].activation = lambda x: x
         return spec
 
     return model_fn
@@ -105,7 +98,6 @@ def run_without(tmp_path_factory):
 
 
 @pytest.mark.wide
-@pytest.mark.slow
 def test_a_run_that_diverges_before_the_first_checkpoint_of_a_second_fit_goes_back_to_its_start(tmp_path):
     def program(workdir, second):
         trainer, _ = fit(workdir, stream(seed=4), steps=12)
@@ -117,7 +109,6 @@ def test_a_run_that_diverges_before_the_first_checkpoint_of_a_second_fit_goes_ba
 
 
 @pytest.mark.wide
-@pytest.mark.slow
 def test_a_run_that_goes_back_to_its_start_has_each_row_once_in_its_file(tmp_path, capsys):
     def make(poison, killed_at=0):
         config = on(1, workdir=str(tmp_path), on_divergence="rollback", log_every=2, eval_first=True)
@@ -139,7 +130,6 @@ def test_a_run_that_goes_back_to_its_start_has_each_row_once_in_its_file(tmp_pat
 
 
 @pytest.mark.wide
-@pytest.mark.slow
 def test_a_run_whose_batches_became_smaller_leaves_out_the_batch_that_failed(tmp_path):
     rows = classification(160)
     rows["x"][100] = np.nan
@@ -170,31 +160,29 @@ def test_a_run_with_a_poisoned_batch_ends_like_the_run_without_it(replicas, kind
 
 
 @pytest.mark.wide
-@pytest.mark.slow
-def test_several_poisoned_batches_are_left_out_one_after_the_other(tmp_path):
-    expected, _ = fit(tmp_path / "without", stream(without=[3, 24, 25, 41]), steps=45)
-    trainer, _ = fit(tmp_path / "poisoned", stream(poison=[3, 24, 25, 41]), steps=45)
+@pytest.mark.parametrize(
+    ("bad", "stops", "rollbacks"),
+    [
+        pytest.param(
+            [3, 24, 25, 41], [45], [(4, 3, 0), (24, 24, 20), (24, 25, 20), (39, 41, 30)], id="one after the other"
+        ),
+        pytest.param([13], [25, 40], [(14, 13, 10)], id="and stay out when the run is resumed"),
+    ],
+)
+def test_poisoned_batches_are_left_out(bad, stops, rollbacks, tmp_path):
+    expected, _ = fit(tmp_path / "without", stream(without=bad), steps=stops[-1])
+    for steps in stops:
+        trainer, _ = fit(tmp_path / "poisoned", stream(poison=bad), steps=steps)
     assert_equal(everything(trainer), everything(expected))
-    rollbacks = [(row["step"], row["batch"], row["checkpoint"]) for row in incidents(tmp_path / "poisoned")]
-    assert rollbacks == [(4, 3, 0), (24, 24, 20), (24, 25, 20), (39, 41, 30)]
-
-
-@pytest.mark.wide
-@pytest.mark.slow
-def test_left_out_batches_stay_out_when_the_run_is_resumed(tmp_path):
-    expected, _ = fit(tmp_path / "without", stream(without=[13]), steps=40)
-    fit(tmp_path / "poisoned", stream(poison=[13]), steps=25)
-    trainer, _ = fit(tmp_path / "poisoned", stream(poison=[13]), steps=40)
-    assert_equal(everything(trainer), everything(expected))
-    assert len(incidents(tmp_path / "poisoned")) == 1
+    found = [(row["step"], row["batch"], row["checkpoint"]) for row in incidents(tmp_path / "poisoned")]
+    assert found == rollbacks
 
 
 @pytest.mark.slow
 def test_a_batch_that_spoils_the_weights_is_found_by_the_last_try(tmp_path):
     def model_fn():
-        model = keras.Sequential(
-            [keras.Input((1,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="ones", name="a")], name="m"
-        )
+        layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones", name="a")
+        model = keras.Sequential([keras.Input((1,)), layer], name="m")
 
         def loss_fn(batch, training):  # the gradient is x, the loss bad where the weight is above 100 or below -100
             weight = model(tf.ones([1, 1]))
@@ -211,11 +199,11 @@ def test_a_batch_that_spoils_the_weights_is_found_by_the_last_try(tmp_path):
         config = on(1, workdir=str(tmp_path / name), on_divergence="rollback", loss_jump=1e9, checkpoint_every=6)
         trainer = distloop.Trainer(model_fn, config)
         trainer.fit(data, steps=30)
-        return trainer
+        return everything(trainer)
 
     spoiled = run("spoiled", data)
     expected = run("clean", tf.data.Dataset.from_tensor_slices({"x": np.delete(x, 17, 0)}).batch(1))
-    assert_equal(everything(spoiled), everything(expected))
+    assert_equal(spoiled, expected)
     rows = incidents(tmp_path / "spoiled")
     assert [row["left_out"] for row in rows] == [18, 19, 17]
     assert [row["checkpoint"] for row in rows] == [18, 18, 12]  # that of step 18 has learned from the bad batch
@@ -231,7 +219,6 @@ def test_a_run_that_comes_no_further_ends_after_so_many_tries(tmp_path):
 
 
 @pytest.mark.wide
-@pytest.mark.slow
 def test_data_by_number_leaves_out_the_bad_batch_also_when_the_run_resumes_in_between(tmp_path):
     rows = {**classification(67), "row": np.arange(67)}
     numbers, epochs = distloop.make_dataset(rows, BATCH_SIZE, shuffle=True).order.rows(tf.constant(13, tf.int64))
@@ -251,9 +238,3 @@ def test_data_by_number_leaves_out_the_bad_batch_also_when_the_run_resumes_in_be
         return everything(trainer)
 
     assert_equal(run("stopped", 17, 22), run("straight", 22))
-
-
-def test_the_batch_before_the_bad_one_is_found_at_once_however_far_the_run_is():
-    rollback, batch = Rollback(2), 10**12
-    assert rollback.choose(batch, batch, {7}) == (batch, {7, batch})
-    assert rollback.choose(batch, batch, {7, batch}) == (batch - 1, {7, batch - 1})

@@ -12,6 +12,18 @@ from tests import forked
 from tests.problems import classification, classifier, on, refused
 
 
+def trainer_of(workdir, **settings):
+    return distloop.Trainer(classifier(), on(1, workdir=str(workdir), **settings))
+
+
+def data():
+    return distloop.make_dataset(classification(67), 16)
+
+
+def rows_of(workdir, name):
+    return [json.loads(line) for line in (workdir / "evaluations" / f"{name}.jsonl").read_text().splitlines()]
+
+
 @pytest.mark.slow
 def test_a_second_process_evaluates_each_checkpoint_once(tmp_path):
     program = """
@@ -51,7 +63,7 @@ def test_a_second_process_evaluates_each_checkpoint_once(tmp_path):
     trained = forked.run([tmp_path / "training.py", workdir], env=os.environ, timeout=100)
     measured = {int(step): loss for step, loss in json.loads(trained.stdout.splitlines()[-1]).items()}
     assert sidecar.wait(100) == 0 and "measured" in logs["stdout"].read_text(), logs["stderr"].read_text()
-    rows = [json.loads(line) for line in (workdir / "evaluations" / "test.jsonl").read_text().splitlines()]
+    rows = rows_of(workdir, "test")
     steps = [row["step"] for row in rows]
     assert steps == sorted(set(steps)) and steps[-1] == 45 and set(steps) <= {10, 20, 30, 40, 45}
     assert {row["step"]: row["test/loss"] for row in rows} == {step: measured[step] for step in steps}
@@ -62,93 +74,65 @@ def test_a_second_process_evaluates_each_checkpoint_once(tmp_path):
 
 @pytest.mark.slow
 def test_a_second_process_under_the_name_of_an_evaluation_is_refused(tmp_path):
-    data = distloop.make_dataset(classification(67), 16)
-    distloop.Trainer(classifier(), on(1, workdir=str(tmp_path))).fit(data, steps=4)
-    first, second = (distloop.Trainer(classifier(), on(1, workdir=str(tmp_path))) for _ in range(2))
+    trainer_of(tmp_path).fit(data(), steps=4)
+    first, second = trainer_of(tmp_path), trainer_of(tmp_path)
     evaluate, refusals = first._eval_loop.evaluate, []
 
     def also(*args):
         with pytest.raises(ValueError, match="^name='test' was given .* another process writes its rows .*other name"):
-            second.evaluate_checkpoints(data)
+            second.evaluate_checkpoints(data())
         refusals.append(1)
-        assert list(second.evaluate_checkpoints(data, name="other")) == [4]
+        assert list(second.evaluate_checkpoints(data(), name="other")) == [4]
         return evaluate(*args)
 
     first._eval_loop.evaluate = also
-    assert list(first.evaluate_checkpoints(data)) == [4] and refusals
+    assert list(first.evaluate_checkpoints(data())) == [4] and refusals
     assert sorted(os.listdir(tmp_path / "evaluations")) == ["other.jsonl", "test.jsonl"]  # no lock is left
 
 
 @pytest.mark.slow
-def test_the_row_of_a_checkpoint_is_on_the_disk_before_the_next_one_is_awaited(tmp_path):
-    data = distloop.make_dataset(classification(67), 16)
-    config = on(1, workdir=str(tmp_path), max_secs=1e-6, steps_per_loop=5)
+def test_following_a_run_that_does_not_go_on_times_out_and_its_last_row_is_on_the_disk_before_that(tmp_path):
     with pytest.raises(SystemExit):
-        distloop.Trainer(classifier(), config).fit(data, steps=40)
-    other, rows = distloop.Trainer(classifier(), on(1, workdir=str(tmp_path))), []
+        trainer_of(tmp_path, max_secs=1e-6, steps_per_loop=5).fit(data(), steps=40)
+    other, rows = trainer_of(tmp_path), []
     follow = other._checkpoints.follow
 
     def watched(*args):
         for step in follow(*args):
             yield step
-            rows.append((tmp_path / "evaluations" / "test.jsonl").read_text())
+            rows.extend(rows_of(tmp_path, "test"))
 
     other._checkpoints.follow = watched
-    with pytest.raises(TimeoutError):
-        other.evaluate_checkpoints(data, poll_secs=0.05, timeout_secs=0.2)
-    assert json.loads(rows[0])["step"] == 5
-
-
-@pytest.mark.slow
-def test_following_a_run_that_does_not_go_on_times_out(tmp_path):
-    data = distloop.make_dataset(classification(67), 16)
-
-    def trainer(steps=None):
-        return distloop.Trainer(classifier(), on(1, workdir=str(tmp_path), max_secs=1e-6, steps_per_loop=5))
-
-    with pytest.raises(SystemExit):
-        trainer().fit(data, steps=40)
-    other = trainer()
     with pytest.raises(TimeoutError, match="No checkpoint came to .* for 0.3 seconds"):
-        other.evaluate_checkpoints(data, poll_secs=0.05, timeout_secs=0.3)
-    assert other.step == 5
+        other.evaluate_checkpoints(data(), poll_secs=0.05, timeout_secs=0.3)
+    assert rows[0]["step"] == other.step == 5
     with pytest.raises(ValueError, match="no checkpoints to follow"):
-        distloop.Trainer(classifier(), on(1)).evaluate_checkpoints(data)
+        trainer_of("").evaluate_checkpoints(data())
 
 
 @pytest.mark.slow
 def test_each_checkpoint_of_a_run_is_measured_under_the_name_of_the_evaluation(tmp_path):
-    training, data = distloop.make_dataset(classification(67), 16), distloop.make_dataset(classification(33, seed=1), 8)
-
-    def trainer(**settings):
-        return distloop.Trainer(classifier(), on(1, workdir=str(tmp_path), **settings))
-
-    trained = trainer(checkpoint_every=5)
-    trained.fit(training, steps=10)
-    found = trainer().evaluate_checkpoints(data, name="valid", poll_secs=0.01, timeout_secs=60)
-    assert list(found) == [5, 10] and found[5] != found[10] == trained.evaluate(data)
-    rows = [json.loads(line) for line in (tmp_path / "evaluations" / "valid.jsonl").read_text().splitlines()]
-    names = {name: f"valid/{name}" for name in ("loss", "accuracy")}
-    assert {row["step"]: {name: row[shown] for name, shown in names.items()} for row in rows} == {
-        step: {name: numbers[name] for name in names} for step, numbers in found.items()
+    test = distloop.make_dataset(classification(33, seed=1), 8)
+    trained = trainer_of(tmp_path, checkpoint_every=5)
+    trained.fit(data(), steps=10)
+    found = trainer_of(tmp_path).evaluate_checkpoints(test, name="valid", poll_secs=0.01, timeout_secs=60)
+    assert list(found) == [5, 10] and found[5] != found[10] == trained.evaluate(test)
+    assert {row["step"]: (row["valid/loss"], row["valid/accuracy"]) for row in rows_of(tmp_path, "valid")} == {
+        step: (numbers["loss"], numbers["accuracy"]) for step, numbers in found.items()
     }
     assert any(name.startswith("events.") for name in os.listdir(tmp_path / "valid"))
-    assert trainer().evaluate_checkpoints(data, name="valid", timeout_secs=60) == {}
-    assert list(trainer().evaluate_checkpoints(data, timeout_secs=60)) == [5, 10]  # under the name "test"
+    assert trainer_of(tmp_path).evaluate_checkpoints(test, name="valid", timeout_secs=60) == {}
+    assert list(trainer_of(tmp_path).evaluate_checkpoints(test, timeout_secs=60)) == [5, 10]  # under the name "test"
     assert sorted(os.listdir(tmp_path / "evaluations")) == ["test.jsonl", "valid.jsonl"]
 
 
 def test_a_run_in_a_bucket_and_several_workers_are_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    data = distloop.make_dataset(classification(33), 8)
-    trainer = distloop.Trainer(classifier(), on(1, workdir="memory://bucket/run"))
-    refused(
-        lambda: trainer.evaluate_checkpoints(data),
-        "workdir='memory://bucket/run'",
-        f"give {trainer.config.local_workdir!r} on the machine that trains",
-    )
+    trainer = trainer_of("memory://bucket/run")
+    instead = f"give {trainer.config.local_workdir!r} on the machine that trains"
+    refused(lambda: trainer.evaluate_checkpoints(data()), "workdir='memory://bucket/run'", instead)
     monkeypatch.setattr(sidecar.workers, "num_workers", lambda strategy: 2)
-    refused(lambda: trainer.evaluate_checkpoints(data), "several workers", "in one process", "without TF_CONFIG")
+    refused(lambda: trainer.evaluate_checkpoints(data()), "several workers", "in one process", "without TF_CONFIG")
     assert not os.listdir(tmp_path)
 
 

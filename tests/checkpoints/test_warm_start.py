@@ -14,7 +14,7 @@ def net(units=4, name="net"):
     return keras.Sequential(layers, name=name)
 
 
-def make_trainer(replicas=2, model=net, **settings):
+def make_trainer(replicas=2, model=net, optimizer=lambda: keras.optimizers.SGD(0.0), **settings):
     def model_fn():
         made = model()
         nets = list(made.values()) if isinstance(made, dict) else [made]
@@ -23,7 +23,7 @@ def make_trainer(replicas=2, model=net, **settings):
             logits = sum(n(batch["x"], training=training) for n in nets)
             return {"loss": keras.losses.sparse_categorical_crossentropy(batch["label"] % 3, logits, from_logits=True)}
 
-        return distloop.ModelSpec(made, keras.optimizers.SGD(0.0), loss_fn)
+        return distloop.ModelSpec(made, optimizer(), loss_fn)
 
     return distloop.Trainer(model_fn, on(replicas, **settings))
 
@@ -42,21 +42,16 @@ def assert_same(variables, expected):
 
 
 @pytest.mark.wide
-@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(keras.optimizers, "ScheduleFreeAdamW"), reason="newer than this Keras")
-@pytest.mark.parametrize("is_sharded", mostly_wide([False, True]))
+@pytest.mark.parametrize("is_sharded", [False, True])
 def test_slots_that_begin_as_the_weights_begin_as_the_new_ones(is_sharded, tmp_path):
-    def model_fn():
-        model = net()
-
-        def loss_fn(batch, training):
-            return {"loss": tf.reduce_sum(tf.square(model(batch["x"], training=training)), 1)}
-
-        return distloop.ModelSpec(model, keras.optimizers.ScheduleFreeAdamW(1e-6), loss_fn)
+    def optimizer():
+        return keras.optimizers.ScheduleFreeAdamW(1e-6)
 
     given = {v.path: np.random.default_rng(1).normal(size=v.shape).astype(np.float32) for v in net().variables}
     np.savez(tmp_path / "given.npz", **given)
-    trainer = distloop.Trainer(model_fn, on(2, init_from=str(tmp_path / "given.npz"), shard_optimizer=is_sharded))
+    settings = {"init_from": str(tmp_path / "given.npz"), "shard_optimizer": is_sharded}
+    trainer = make_trainer(optimizer=optimizer, **settings)
     trainer.fit(data(), steps=1)
     for variable in trainer.model.variables:
         np.testing.assert_allclose(variable.numpy(), given[variable.path], atol=1e-4)
@@ -101,9 +96,8 @@ def test_weights_come_from_any_kind_of_file(kind, replicas, run, tmp_path, capsy
 @pytest.mark.slow
 def test_a_part_is_taken_under_another_name_and_the_rest_is_listed(run, capsys):
     workdir, model = run
-    rename = r"^net/hidden=>a/net/hidden"
-    two = lambda: {"a": net(name="net"), "b": net(name="other")}  # noqa: E731
-    trainer = make_trainer(model=two, init_from=str(workdir), init_rename=rename)
+    settings = {"init_from": str(workdir), "init_rename": r"^net/hidden=>a/net/hidden"}
+    trainer = make_trainer(model=lambda: {"a": net(), "b": net(name="other")}, **settings)
     head = trainer.model["a"].layers[1].kernel.numpy()
     trainer.fit(data(), steps=1)
     assert_same(arrays(trainer.model["a"].layers[0]), arrays(model.layers[0]))
@@ -112,16 +106,7 @@ def test_a_part_is_taken_under_another_name_and_the_rest_is_listed(run, capsys):
     assert "2 of 8 variables start from" in out and "it lacks a/net/head/kernel" in out
 
 
-def test_restore_reads_from_the_home_directory(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    trainer = make_trainer(1)
-    np.savez(tmp_path / "zeros.npz", **{v.path: np.zeros(v.shape) for v in trainer.model.variables})
-    trainer.restore("~/zeros.npz")
-    assert not any(array.any() for array in arrays(trainer.model))
-
-
 @pytest.mark.wide
-@pytest.mark.slow
 def test_a_run_that_goes_on_does_not_start_again(run, tmp_path):
     workdir, _ = run
     first = make_trainer(workdir=str(tmp_path / "second"))
@@ -152,15 +137,19 @@ def test_what_does_not_fit_is_refused_and_nothing_is_taken(settings, model, says
     assert_same(arrays(trainer.model), before)
 
 
-def test_a_file_of_weights_waits_for_no_model_and_names_what_the_user_gave(tmp_path):
-    make_trainer(1).export(path := str(tmp_path / "weights.npz"))
+def test_a_file_of_weights_is_found_in_the_home_directory_waits_for_no_model_and_is_named_as_given(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    trainer = make_trainer(1)
+    np.savez(tmp_path / "zeros.npz", **{v.path: np.zeros(v.shape) for v in trainer.model.variables})
+    trainer.restore("~/zeros.npz")
+    assert not any(array.any() for array in arrays(trainer.model))
+    trainer.export(path := str(tmp_path / "weights.npz"))
     lazy = make_trainer(1, lambda: keras.Sequential([keras.layers.Dense(4, name="hidden")], name="net"))
     with pytest.raises(ValueError, match=r"restore\('.*npz'\) .*not built yet: call trainer.build\(dataset\) first"):
         lazy.restore(path)
     with pytest.raises(ValueError, match=r"^restore\('.*npz'\) holds no variable of the model"):
         make_trainer(1, lambda: net(name="else")).restore(path)
-
-
-def test_renaming_needs_something_to_rename():
     with pytest.raises(ValueError, match="init_rename='a' was given without init_from"):
         on(1, init_rename="a")

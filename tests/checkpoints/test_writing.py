@@ -34,11 +34,7 @@ class Ended(list):
 def ended(monkeypatch):
     """Returns the reasons with which the process would have ended."""
     reasons = Ended()
-
-    def end(self, reason):
-        reasons.append(reason)
-
-    monkeypatch.setattr(DiskWatch, "_end", end)
+    monkeypatch.setattr(DiskWatch, "_end", lambda self, reason: reasons.append(reason))
     return reasons
 
 
@@ -93,12 +89,6 @@ def test_a_process_that_was_suspended_gets_its_time(tmp_path, ended, monkeypatch
     assert looks.number == 26 and not ended
 
 
-def test_without_a_hang_timeout_nothing_is_watched(tmp_path):
-    before = threading.active_count()
-    with DiskWatch(str(tmp_path), 0, print).over("saving"):
-        assert threading.active_count() == before
-
-
 @pytest.mark.slow
 def test_fit_watches_the_disk_in_the_main_thread_and_in_the_one_that_saves(tmp_path, ended, monkeypatch):
     sync = atomic_files.sync
@@ -118,44 +108,37 @@ def test_fit_watches_the_disk_in_the_main_thread_and_in_the_one_that_saves(tmp_p
 
 
 @pytest.mark.parametrize("is_chief", [True, False])
-def test_every_worker_of_a_run_is_refused_with_its_chief(is_chief, tmp_path):
-    truths = []
-    lock = WorkersLock(str(tmp_path), is_chief, lambda truth: truths.append(truth) or [True, False])
-    write_lock(tmp_path)
-    with pytest.raises(ValueError, match="is being written to by process" if is_chief else "The chief may not write"):
-        with lock:
-            pass
-    assert truths == [is_chief] and holder_of(tmp_path)["token"] == "another"
-
-
-@pytest.mark.parametrize("is_chief", [True, False])
-def test_the_chief_alone_takes_the_lock(is_chief, tmp_path):
+def test_the_chief_alone_takes_the_lock_and_every_worker_is_refused_with_it(is_chief, tmp_path):
     with WorkersLock(str(tmp_path), is_chief, lambda truth: [truth]) as lock:
         assert os.listdir(tmp_path) == ["run.lock"] * is_chief and lock is None
     assert os.listdir(tmp_path) == []
-
-
-def test_a_worker_that_fails_while_all_meet_releases_the_lock(tmp_path):
-    def fail(truth):
-        raise RuntimeError("a worker is gone")
-
-    with pytest.raises(RuntimeError, match="gone"), WorkersLock(str(tmp_path), True, fail):
+    truths = []
+    lock = WorkersLock(str(tmp_path), is_chief, lambda truth: truths.append(truth) or [True, False])
+    write_lock(tmp_path)
+    says = "is being written to by process" if is_chief else "The chief may not write"
+    with pytest.raises(ValueError, match=says), lock:
         pass
-    assert os.listdir(tmp_path) == []
+    assert truths == [is_chief] and holder_of(tmp_path)["token"] == "another"
 
 
-def test_without_a_workdir_nothing_is_locked_and_nothing_gathered():
+def test_without_a_workdir_nothing_is_locked_and_without_a_hang_timeout_nothing_is_watched(tmp_path):
     lock = WorkersLock("", True, lambda truth: pytest.fail("gathered"))
     with lock:
         lock.verify()
+    before = threading.active_count()
+    with DiskWatch(str(tmp_path), 0, print).over("saving"):
+        assert threading.active_count() == before
 
 
-def test_the_lock_is_held_until_nothing_is_written_any_more(tmp_path):
+def test_the_lock_is_held_until_nothing_is_written_any_more_or_a_worker_fails_while_all_meet(tmp_path):
     held = []
 
     def finish():
         held.append((tmp_path / "run.lock").exists())
         raise OSError("the last save failed")
+
+    def fail(truth):
+        raise RuntimeError("a worker is gone")
 
     lock = WorkersLock(str(tmp_path), True, lambda truth: [truth])
     lock.finish = finish
@@ -164,6 +147,9 @@ def test_the_lock_is_held_until_nothing_is_written_any_more(tmp_path):
     with pytest.raises(KeyboardInterrupt), lock:
         raise KeyboardInterrupt
     assert held == [True, True] and os.listdir(tmp_path) == []
+    with pytest.raises(RuntimeError, match="gone"), WorkersLock(str(tmp_path), True, fail):
+        pass
+    assert os.listdir(tmp_path) == []
 
 
 def test_what_else_a_run_needs_to_write_is_verified_with_the_lock(tmp_path):

@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import types
 
 import keras
@@ -14,17 +15,19 @@ from distloop.settings.config import Config
 from tests import forked
 
 GPUS = [tf.config.PhysicalDevice(f"/physical_device:GPU:{i}", "GPU") for i in range(2)]
+TOO_LATE = (
+    "num_devices=9 virtual CPUs were asked for, but TensorFlow has already started with fewer: call "
+    "distloop.prepare(config) before the first tensor, dataset or model, such as one for from_keras(model), which "
+    "also takes the function that makes it, from_keras(make_model); in a notebook, restart the kernel first."
+)
 
 
 @pytest.fixture
 def claimed_gpus(monkeypatch):
     """Makes TensorFlow report two GPUs, and records how they are configured."""
-    list_physical_devices = tf.config.list_physical_devices
+    listed, of_device = tf.config.list_physical_devices, tf.config.get_logical_device_configuration
     done = types.SimpleNamespace(grown=[], visible=[])
-    monkeypatch.setattr(
-        tf.config, "list_physical_devices", lambda kind=None: GPUS if kind == "GPU" else list_physical_devices(kind)
-    )
-    of_device = tf.config.get_logical_device_configuration
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind=None: GPUS if kind == "GPU" else listed(kind))
     monkeypatch.setattr(
         tf.config, "get_logical_device_configuration", lambda device: None if device in GPUS else of_device(device)
     )
@@ -41,30 +44,39 @@ def started():
 
 def draws():
     """Returns a draw from every generator that a seed should set."""
-    return [
-        random.random(),
-        float(np.random.rand()),
-        float(tf.random.uniform([])),
-        float(keras.random.uniform([])),
-    ]
+    return [random.random(), *map(float, (np.random.rand(), tf.random.uniform([]), keras.random.uniform([])))]
 
 
-def test_functions_that_run_eagerly_are_refused(monkeypatch):
-    monkeypatch.setattr(tf.config, "functions_run_eagerly", lambda: True)
-    with pytest.raises(ValueError, match=r"run_functions_eagerly\(True\) was called, .* set Config\(eager=True\)"):
-        devices.prepare_process(Config(device="cpu", num_devices=4))
+def test_preparing_again_or_for_fewer_devices_keeps_the_existing_ones(started):
+    for count in (4, 4, 1, 0):
+        devices.prepare_process(Config(device="cpu", num_devices=count))
+        assert len(tf.config.list_logical_devices("CPU")) == 4
 
 
-def test_prepare_process_may_be_called_again(started):
-    for _ in range(2):
-        devices.prepare_process(Config(device="cpu", num_devices=4))
-    assert len(tf.config.list_logical_devices("CPU")) == 4
-
-
-def test_preparing_fewer_devices_keeps_the_existing_ones(started):
-    devices.prepare_process(Config(device="cpu", num_devices=1))
-    devices.prepare_process(Config(device="cpu", num_devices=0))
-    assert len(tf.config.list_logical_devices("CPU")) == 4
+@pytest.mark.parametrize(
+    ("settings", "patch", "sentence"),
+    [
+        (
+            {},
+            (tf.config, "functions_run_eagerly", lambda: True),
+            r"run_functions_eagerly\(True\) was called, .* set Config\(eager=True\)",
+        ),
+        ({}, (keras.backend, "backend", lambda: "jax"), "the 'jax' backend; .*: set KERAS_BACKEND=tensorflow"),
+        (
+            {},
+            (keras.distribution, "distribution", object),
+            r"keras.distribution is set, .*: call keras.*set_distribution\(None",
+        ),
+        ({"num_devices": 9}, None, f"^{re.escape(TOO_LATE)}$"),
+        ({"intra_op_threads": 97}, None, "intra_op_threads=97 was given, but TensorFlow has already started"),
+        ({"device": "gpu"}, None, "device=gpu was asked for, but TensorFlow sees none .*: use device=auto"),
+    ],
+)
+def test_a_process_that_cannot_be_prepared_is_refused(settings, patch, sentence, started, monkeypatch):
+    if patch:
+        monkeypatch.setattr(*patch)
+    with pytest.raises(ValueError, match=sentence):
+        devices.prepare_process(Config(**{"device": "cpu", **settings}))
 
 
 def test_the_seed_reaches_python_numpy_tensorflow_and_keras():
@@ -84,59 +96,13 @@ def test_op_determinism_is_enabled_only_if_set(monkeypatch, deterministic):
     assert bool(asked) == deterministic
 
 
-@pytest.mark.slow
-def test_virtual_cpus_after_the_start_are_refused(tmp_path):
-    program = """
-import tensorflow as tf
-import distloop
-tf.constant(1.0)
-try:
-    distloop.prepare(distloop.Config(device="cpu", num_devices=3))
-except ValueError as error:
-    print(error)
-"""
-    (tmp_path / "program.py").write_text(program)
-    result = forked.run([tmp_path / "program.py"], env=os.environ, timeout=100)
-    assert result.stdout == (
-        "num_devices=3 virtual CPUs were asked for, but TensorFlow has already started with fewer: call "
-        "distloop.prepare(config) before the first tensor, dataset or model, such as one for from_keras(model), which "
-        "also takes the function that makes it, from_keras(make_model); in a notebook, restart the kernel first.\n"
-    )
-
-
-def test_the_error_names_virtual_cpus_that_come_too_late(started):
-    with pytest.raises(ValueError, match="num_devices=9 virtual CPUs .* already started .*: call distloop.prepare"):
-        devices.prepare_process(Config(device="cpu", num_devices=9))
-
-
-def test_a_missing_device_is_refused():
-    with pytest.raises(ValueError, match="device=gpu was asked for, but TensorFlow sees none .*: use device=auto"):
-        devices.prepare_process(Config(device="gpu"))
-
-
-def test_another_backend_is_refused(monkeypatch):
-    monkeypatch.setattr(keras.backend, "backend", lambda: "jax")
-    with pytest.raises(ValueError, match="the 'jax' backend; .*: set KERAS_BACKEND=tensorflow"):
-        devices.prepare_process(Config(device="cpu"))
-
-
-def test_a_keras_distribution_is_refused(monkeypatch):
-    monkeypatch.setattr(keras.distribution, "distribution", object)
-    with pytest.raises(ValueError, match=r"keras.distribution is set, .*: call keras.*set_distribution\(None"):
-        devices.prepare_process(Config(device="cpu"))
-
-
-def test_gpus_are_hidden_from_a_run_on_cpus(claimed_gpus):
-    devices.prepare_process(Config(device="cpu"))
-    assert claimed_gpus.visible == [([], "GPU")]
-    assert not claimed_gpus.grown
-
-
-@pytest.mark.parametrize("device", ["auto", "gpu"])
-def test_gpus_take_memory_as_they_need_it(claimed_gpus, device):
+@pytest.mark.parametrize(
+    ("device", "visible", "grown"),
+    [("cpu", [([], "GPU")], []), ("auto", [], GPUS), ("gpu", [], GPUS)],
+)
+def test_gpus_are_hidden_from_a_run_on_cpus_and_else_take_memory_as_they_need_it(device, visible, grown, claimed_gpus):
     devices.prepare_process(Config(device=device))
-    assert claimed_gpus.grown == [(gpu.name, True) for gpu in GPUS]
-    assert not claimed_gpus.visible
+    assert claimed_gpus.visible == visible and claimed_gpus.grown == [(gpu.name, True) for gpu in grown]
 
 
 def test_parts_of_a_gpu_keep_the_memory_that_they_were_given(claimed_gpus, monkeypatch):
@@ -145,23 +111,21 @@ def test_parts_of_a_gpu_keep_the_memory_that_they_were_given(claimed_gpus, monke
     assert claimed_gpus.grown == [(gpu.name, True) for gpu in GPUS[1:]]
 
 
-def test_the_first_gpu_is_split(claimed_gpus, monkeypatch):
-    made = []
+def test_the_first_gpu_is_split_if_there_is_one(request, monkeypatch):
+    with pytest.raises(ValueError, match="4 logical GPUs were asked for, but TensorFlow sees no GPU here to split"):
+        devices.split_first_gpu(4, 1024)
+    claimed_gpus, made = request.getfixturevalue("claimed_gpus"), []
     monkeypatch.setattr(tf.config, "set_logical_device_configuration", lambda gpu, parts: made.append((gpu, parts)))
     devices.split_first_gpu(2, 1024)
     assert claimed_gpus.visible == [(GPUS[:1], "GPU")]
     assert made == [(GPUS[0], [tf.config.LogicalDeviceConfiguration(memory_limit=1024)] * 2)]
 
 
-def test_no_gpu_cannot_be_split():
-    with pytest.raises(ValueError, match="4 logical GPUs were asked for, but TensorFlow sees no GPU here to split"):
-        devices.split_first_gpu(4, 1024)
+def refuse(*_):
+    raise RuntimeError("Physical devices cannot be modified after being initialized")
 
 
 def test_gpus_that_have_started_are_warned_about_when_they_cannot_be_hidden(claimed_gpus, monkeypatch, caplog):
-    def refuse(devices, kind):
-        raise RuntimeError("Visible devices cannot be modified after being initialized")
-
     monkeypatch.setattr(tf.config, "set_visible_devices", refuse)
     with caplog.at_level("WARNING", "distloop"):
         devices.prepare_process(Config(device="cpu"))
@@ -172,20 +136,11 @@ def test_gpus_that_have_started_are_warned_about_when_they_cannot_be_hidden(clai
 def test_gpus_that_have_started_are_warned_about_unless_their_memory_grows(
     claimed_gpus, monkeypatch, caplog, is_growing
 ):
-    def refuse(gpu, on):
-        raise RuntimeError("Physical devices cannot be modified after being initialized")
-
     monkeypatch.setattr(tf.config.experimental, "set_memory_growth", refuse)
     monkeypatch.setattr(tf.config.experimental, "get_memory_growth", lambda gpu: is_growing)
     with caplog.at_level("WARNING", "distloop"):
         devices.prepare_process(Config(device="gpu"))
     assert ("holds all its memory: call distloop.prepare first" in caplog.text) != is_growing
-
-
-def test_threads_cannot_be_chosen_once_tensorflow_has_started():
-    tf.constant(0)
-    with pytest.raises(ValueError, match="intra_op_threads=97 was given, but TensorFlow has already started"):
-        devices.prepare_process(Config(device="cpu", intra_op_threads=97))
 
 
 @pytest.mark.slow

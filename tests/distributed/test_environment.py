@@ -1,7 +1,9 @@
 """The cluster that TF_CONFIG or a Slurm step describes; cores and free ports of this machine."""
 
+import concurrent.futures
 import json
 import os
+import re
 import socket
 import subprocess
 import textwrap
@@ -13,12 +15,17 @@ from distloop.distributed.environment import Cluster
 from tests import forked
 
 
-def set_scheduler(variables, monkeypatch):
-    """Sets the variables of one scheduler and deletes those of others."""
-    for name in [name for name in os.environ if name.startswith(("SLURM", "TF_CONFIG", "CUDA", "JOB_"))]:
-        monkeypatch.delenv(name)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, str(value))
+@pytest.fixture
+def set_scheduler(monkeypatch):
+    """Returns a function that sets the variables of one scheduler and deletes those of others."""
+
+    def set_scheduler(variables):
+        for name in [name for name in os.environ if name.startswith(("SLURM", "TF_CONFIG", "CUDA", "JOB_"))]:
+            monkeypatch.delenv(name)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, str(value))
+
+    return set_scheduler
 
 
 def step_of(line, **more):
@@ -29,6 +36,14 @@ def step_of(line, **more):
     variables = {"PROCID": procid, "STEP_NUM_TASKS": tasks, "STEP_NODELIST": nodes, "STEP_TASKS_PER_NODE": counts}
     variables |= {"NODEID": node, "LOCALID": local, "JOB_ID": 100, "STEP_ID": 0} | more
     return {f"SLURM_{name}": value for name, value in variables.items()}
+
+
+WORKERS, CHIEF = ["train-worker-0.team.svc:2222", "train-worker-1.team.svc:2222"], ["train-chief-0.team.svc:2222"]
+
+
+def tf_config(jobs, kind="worker", index=0):
+    """Returns TF_CONFIG as Kubeflow's Training Operator writes it."""
+    return {"TF_CONFIG": json.dumps({"cluster": jobs, "task": {"type": kind, "index": index}, "environment": "cloud"})}
 
 
 @pytest.mark.parametrize(
@@ -43,26 +58,30 @@ def step_of(line, **more):
         ("4/5 r[1-2]n[09-10]-ib,m1 1(x5) 4/0", None, "r1n09-ib:0 r1n10-ib:0 r2n09-ib:0 r2n10-ib:0 m1:0"),
     ],
 )
-def test_tasks_of_a_slurm_step_are_workers_in_its_order(line, distribution, expected, monkeypatch):
-    set_scheduler(step_of(line, **({"DISTRIBUTION": distribution} if distribution else {})), monkeypatch)
+def test_tasks_of_a_slurm_step_are_workers_in_its_order(line, distribution, expected, monkeypatch, set_scheduler):
+    set_scheduler(step_of(line, **({"DISTRIBUTION": distribution} if distribution else {})))
     monkeypatch.setattr(subprocess, "Popen", None)  # neither nvidia-smi nor scontrol is called
     workers = environment.find_cluster()
-    hosts, ports = zip(*(address.split(":") for address in workers.addresses), strict=True)
-    offsets = [int(port) - min(map(int, ports)) for port in ports]
-    assert " ".join(
-        f"{host}:{offset}" for host, offset in zip(hosts, offsets, strict=True)
-    ) == expected and workers.index == int(line.split("/")[0])
+    places = [environment.split_address(address) for address in workers.addresses]
+    first = min(port for _, port in places)
+    assert " ".join(f"{host}:{port - first}" for host, port in places) == expected
+    assert workers.index == int(line.split("/")[0])
 
 
-def ports_of(monkeypatch, tasks, **more):
-    """Returns the ports of a Slurm step with some tasks on one node."""
-    set_scheduler(step_of(f"0/{tasks} n1 {tasks} 0/0", **more), monkeypatch)
-    return {int(address.split(":")[1]) for address in environment.find_cluster().addresses}
+@pytest.fixture
+def ports_of(set_scheduler):
+    """Returns a function that returns the ports of a Slurm step with some tasks on one node."""
+
+    def ports_of(tasks, **more):
+        set_scheduler(step_of(f"0/{tasks} n1 {tasks} 0/0", **more))
+        return {int(address.split(":")[1]) for address in environment.find_cluster().addresses}
+
+    return ports_of
 
 
-def test_steps_that_run_side_by_side_use_different_ports(monkeypatch):
+def test_steps_that_run_side_by_side_use_different_ports(ports_of):
     steps = [(job, step) for job in range(30) for step in range(3)]
-    ports = set().union(*(ports_of(monkeypatch, 9, JOB_ID=123_456 + job, STEP_ID=step) for job, step in steps))
+    ports = set().union(*(ports_of(9, JOB_ID=123_456 + job, STEP_ID=step) for job, step in steps))
     assert len(ports) == 30 * 3 * 9 and min(ports) >= 10_000 and max(ports) < 32_768
 
 
@@ -77,9 +96,9 @@ def test_slurm_jobs_that_are_far_apart_and_their_later_steps_use_different_ports
     assert len(blocks) == jobs * steps and max(blocks) + tasks <= 32_768
 
 
-def test_ports_that_slurm_reserved_are_used(monkeypatch):
-    assert ports_of(monkeypatch, 3, STEP_RESV_PORTS="12010-12011,12020,12022") == {12010, 12011, 12020}
-    assert min(ports_of(monkeypatch, 3, STEP_RESV_PORTS="12010")) != 12010  # too few
+def test_ports_that_slurm_reserved_are_used(ports_of):
+    assert ports_of(3, STEP_RESV_PORTS="12010-12011,12020,12022") == {12010, 12011, 12020}
+    assert min(ports_of(3, STEP_RESV_PORTS="12010")) != 12010  # too few
 
 
 @pytest.mark.parametrize(
@@ -90,33 +109,29 @@ def test_ports_that_slurm_reserved_are_used(monkeypatch):
         step_of("0/1 n8 1 0/0"),
         {"JOB_COMPLETION_INDEX": 1, "HOSTNAME": "train-1"},  # of an indexed Job, without the launcher
         {"TF_CONFIG": "{}"},
+        tf_config({"worker": WORKERS[:1]}),
     ],
 )
-def test_other_processes_are_alone(variables, monkeypatch):
-    set_scheduler(variables, monkeypatch)
+def test_other_processes_are_alone(variables, set_scheduler):
+    set_scheduler(variables)
     assert environment.find_cluster() is None
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "1/4 n[8-10] 2,1,1 2/0",
-        "0/4 n[8-9] 1(x2) 0/0",
-        "0/2 n[8-9] 2 0/0",
-        "0/2 n[a-b] 1(x2) 0/0",
-        "0/2 n[9,8] 1(x2) 0/0",
-    ],
-)
-def test_slurm_steps_with_unknown_task_placement_are_refused(line, monkeypatch):
-    set_scheduler(step_of(line, DISTRIBUTION="arbitrary") | {"SLURMD_NODENAME": "n8"}, monkeypatch)
+UNKNOWN = ["1/4 n[8-10] 2,1,1 2/0", "0/4 n[8-9] 1(x2) 0/0", "0/2 n[8-9] 2 0/0"]
+UNKNOWN += ["0/2 n[a-b] 1(x2) 0/0", "0/2 n[9,8] 1(x2) 0/0"]
+
+
+@pytest.mark.parametrize("line", UNKNOWN)
+def test_slurm_steps_with_unknown_task_placement_are_refused(line, set_scheduler):
+    set_scheduler(step_of(line, DISTRIBUTION="arbitrary") | {"SLURMD_NODENAME": "n8"})
     with pytest.raises(ValueError, match=r"SLURM_PROCID=., .* do not tell which task runs where: start all tasks by"):
         environment.find_cluster()
 
 
 @pytest.mark.parametrize(("tasks", "visible", "is_allowed"), [(2, 1, True), (2, 2, False), (1, 2, True)])
-def test_tasks_that_would_share_gpus_are_refused(tasks, visible, is_allowed, monkeypatch):
-    variables = {"STEP_NUM_TASKS": 4, "GTIDS": ",".join(map(str, range(tasks))), "GPUS_ON_NODE": 2}
-    set_scheduler({f"SLURM_{name}": value for name, value in variables.items()}, monkeypatch)
+def test_tasks_that_would_share_gpus_are_refused(tasks, visible, is_allowed, set_scheduler):
+    gtids = ",".join(map(str, range(tasks)))
+    set_scheduler({"SLURM_STEP_NUM_TASKS": 4, "SLURM_GTIDS": gtids, "SLURM_GPUS_ON_NODE": 2})
     if is_allowed:
         environment.check_gpus_of_tasks(visible)
     else:
@@ -136,10 +151,10 @@ def test_an_address_is_a_host_and_a_port(address, expected):
     "address",
     ["", "a", ":1", "a:", "a:0", "a:65536", "a..b:1", "x" * 64 + ":1", "a b:1", "a:1:2", "::1:4", "[a]:1", "[]:1"],
 )
-def test_what_is_no_address_is_refused(address, monkeypatch):
+def test_what_is_no_address_is_refused(address, set_scheduler):
     with pytest.raises(ValueError, match="is no host:port"):
         environment.split_address(address)
-    set_scheduler(tf_config({"worker": ["a:1", address]}), monkeypatch)
+    set_scheduler(tf_config({"worker": ["a:1", address]}))
     with pytest.raises(ValueError, match="which is no cluster that distloop can join .* is no host:port"):
         environment.find_cluster()
 
@@ -154,17 +169,6 @@ def test_a_secret_is_read_from_the_environment_and_not_too_short(monkeypatch):
         environment.find_secret()
 
 
-WORKERS = ["train-worker-0.team.svc:2222", "train-worker-1.team.svc:2222"]
-
-
-CHIEF = ["train-chief-0.team.svc:2222"]
-
-
-def tf_config(jobs, kind="worker", index=0):
-    """Returns TF_CONFIG as Kubeflow's Training Operator writes it."""
-    return {"TF_CONFIG": json.dumps({"cluster": jobs, "task": {"type": kind, "index": index}, "environment": "cloud"})}
-
-
 @pytest.mark.parametrize(
     ("jobs", "kind", "index", "addresses", "number"),
     [
@@ -175,14 +179,9 @@ def tf_config(jobs, kind="worker", index=0):
         ({"chief": CHIEF, "worker": WORKERS[:1]}, "worker", "0", [*CHIEF, WORKERS[0]], 1),
     ],
 )
-def test_a_tfjobs_chief_is_worker_0(jobs, kind, index, addresses, number, monkeypatch):
-    set_scheduler(tf_config(jobs, kind, index), monkeypatch)
+def test_a_tfjobs_chief_is_worker_0(jobs, kind, index, addresses, number, set_scheduler):
+    set_scheduler(tf_config(jobs, kind, index))
     assert environment.find_cluster() == Cluster(tuple(addresses), number)
-
-
-def test_a_tfjob_with_one_worker_is_a_process_on_its_own(monkeypatch):
-    set_scheduler(tf_config({"worker": WORKERS[:1]}), monkeypatch)
-    assert environment.find_cluster() is None
 
 
 @pytest.mark.parametrize(
@@ -203,11 +202,11 @@ def test_a_tfjob_with_one_worker_is_a_process_on_its_own(monkeypatch):
         ("{'worker': []}", "Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
     ],
 )
-def test_a_tf_config_that_describes_no_cluster_is_refused(text, reason, monkeypatch):
-    set_scheduler(text if isinstance(text, dict) else {"TF_CONFIG": text}, monkeypatch)
-    with pytest.raises(ValueError) as error:
+def test_a_tf_config_that_describes_no_cluster_is_refused(text, reason, set_scheduler):
+    set_scheduler(text if isinstance(text, dict) else {"TF_CONFIG": text})
+    sentence = re.escape(f"which is no cluster that distloop can join ({reason}): it looks like")
+    with pytest.raises(ValueError, match=sentence):
         environment.find_cluster()
-    assert f"which is no cluster that distloop can join ({reason}): it looks like" in str(error.value)
 
 
 TASK = """
@@ -230,22 +229,18 @@ TASK = """
 
 
 @pytest.mark.slow
-def test_tasks_of_a_slurm_step_join_stop_on_sigterm_and_leak_no_threads(monkeypatch, tmp_path):
-    set_scheduler({"TF_CPP_MIN_LOG_LEVEL": 3}, monkeypatch)
+def test_tasks_of_a_slurm_step_join_stop_on_sigterm_and_leak_no_threads(set_scheduler, tmp_path):
+    set_scheduler({"TF_CPP_MIN_LOG_LEVEL": 3})
     (tmp_path / "task.py").write_text(textwrap.dedent(TASK))
-    tasks = []
-    for i in range(2):
+
+    def run(i):
         step = {name: str(value) for name, value in step_of(f"{i}/2 localhost 2 0/{i}", JOB_ID=os.getpid()).items()}
-        logs = {"stdout": tmp_path / f"{i}.txt", "stderr": tmp_path / f"errors{i}.txt"}
-        tasks.append(forked.Program([tmp_path / "task.py"], **logs, env={**os.environ, **step}))
-    try:
-        codes = [task.wait(120) for task in tasks]
-    finally:
-        for task in tasks:
-            task.kill()
-    assert codes == [0, 0], [(tmp_path / f"errors{i}.txt").read_text() for i in range(2)]
-    outputs = [(tmp_path / f"{i}.txt").read_text() for i in range(2)]
-    assert outputs == [f"{i} [10.0, 11.0] True True\n" for i in range(2)]
+        return forked.run([tmp_path / "task.py"], env={**os.environ, **step}, timeout=120)
+
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        tasks = list(threads.map(run, range(2)))
+    assert [task.returncode for task in tasks] == [0, 0], [task.stderr for task in tasks]
+    assert [task.stdout for task in tasks] == [f"{i} [10.0, 11.0] True True\n" for i in range(2)]
 
 
 @pytest.mark.parametrize(
@@ -263,11 +258,8 @@ def test_workers_are_reached_without_the_proxy_of_the_environment(variables, exp
     assert os.environ["no_grpc_proxy"] == expected
 
 
-def test_the_count_is_the_number_of_cores_allowed():
+def test_parts_are_whole_physical_cores_or_without_a_topology_go_by_number(monkeypatch, tmp_path):
     assert environment.count_cores() == len(os.sched_getaffinity(0))
-
-
-def test_parts_are_whole_physical_cores(monkeypatch, tmp_path):
     for core in range(8):  # two packages, in each two physical cores with two threads, numbered as Linux does
         for name, number in (("physical_package_id", core // 2 % 2), ("core_id", core % 2)):
             (tmp_path / f"{core}.{name}").write_text(f"{number}\n")
@@ -276,16 +268,10 @@ def test_parts_are_whole_physical_cores(monkeypatch, tmp_path):
     assert environment.split_cores(2) == [[0, 4, 1, 5], [2, 6, 3, 7]]
     assert environment.split_cores(4) == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert environment.split_cores(2, 1) == [[0], [4]]
-
-
-def test_without_a_topology_parts_go_by_number(monkeypatch):
     monkeypatch.setattr(environment, "_TOPOLOGY", "/nowhere/{core}/{name}")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(5)))
     assert environment.split_cores(2) == [[0, 1], [2, 3]] and environment.split_cores(6) == [[]] * 6
-
-
-def test_parts_are_empty_if_the_system_cannot_bind(monkeypatch):
-    monkeypatch.delattr(os, "sched_setaffinity")
+    monkeypatch.delattr(os, "sched_setaffinity")  # the system cannot bind
     assert environment.split_cores(2) == [[], []]
 
 
@@ -293,9 +279,5 @@ def test_ports_are_free_each_once_and_below_those_that_the_system_picks():
     chosen = environment.choose_ports(20)
     assert len(set(chosen)) == 20 and all(10_000 <= port < 32_768 for port in chosen)
     assert environment.choose_ports(20) != chosen and all(map(environment.is_free, chosen))
-
-
-def test_a_port_on_which_somebody_listens_is_not_free():
-    (port,) = environment.choose_ports(1)
-    with socket.create_server(("127.0.0.1", port)):
-        assert not environment.is_free(port)
+    with socket.create_server(("127.0.0.1", chosen[0])):
+        assert not environment.is_free(chosen[0])

@@ -35,7 +35,6 @@ def data(seed=0):
 
 
 @pytest.mark.wide
-@pytest.mark.slow
 def test_a_loss_over_gathered_rows_trains_and_evaluates_the_same_on_any_number_of_replicas():
     testing.assert_replica_law(contrast, data(), (1, 4), steps=7, tolerance=1e-6)
     (_, one), (_, several) = (train_and_evaluate(num_devices=count) for count in (1, 4))
@@ -55,11 +54,9 @@ def train_and_evaluate(**settings):
 
 
 @pytest.mark.wide
-@pytest.mark.slow
 def test_rows_are_gathered_from_the_replicas_of_several_workers():
     expected, measured = train_and_evaluate(num_devices=1)
-    results = forked.run_in_workers(train_and_evaluate, 2, devices_per_worker=2)
-    for trained, evaluated in results:
+    for trained, evaluated in forked.run_in_workers(train_and_evaluate, 2, devices_per_worker=2):
         assert_close(trained, expected)
         assert evaluated == pytest.approx(measured, rel=1e-5)
 
@@ -86,13 +83,7 @@ def test_rows_have_the_order_of_the_batch_and_an_index():
 
 
 @pytest.mark.slow
-def test_microbatches_are_refused():
-    trainer = distloop.Trainer(contrast, on(1, microbatches=2))
-    refused(lambda: trainer.fit(data(), steps=1), "gather_rows", "microbatches=2 was given", "use microbatches=1")
-
-
-@pytest.mark.slow
-def test_a_batch_that_is_larger_than_the_first_ones_is_refused():
+def test_microbatches_and_a_batch_that_is_larger_than_the_first_ones_are_refused():
     @tf.function(input_signature=[tf.TensorSpec([], tf.int32)], autograph=False)
     def gather(size):
         def on_replica():
@@ -104,6 +95,8 @@ def test_a_batch_that_is_larger_than_the_first_ones_is_refused():
     with pytest.raises(tf.errors.InvalidArgumentError) as error:
         gather(3)
     assert "A replica takes more rows of a batch than the first batches told; " in str(as_user_error(error.value))
+    trainer = distloop.Trainer(contrast, on(1, microbatches=2))
+    refused(lambda: trainer.fit(data(), steps=1), "gather_rows", "microbatches=2 was given", "use microbatches=1")
 
 
 def network(name):

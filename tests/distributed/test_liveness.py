@@ -3,16 +3,7 @@
 import pytest
 
 from distloop.distributed import liveness
-from distloop.distributed.liveness import (
-    GATHERING,
-    JOINING,
-    TRAINING,
-    Beat,
-    Verdict,
-    describe_all,
-    explain_difference,
-    read_beat,
-)
+from distloop.distributed.liveness import GATHERING, JOINING, TRAINING, Beat, Verdict, explain_difference, read_beat
 
 NOW = 1000.0
 
@@ -26,26 +17,38 @@ def judge(*beats, now=NOW, hang=0.0, join=0.0):
     return liveness.judge(dict(enumerate([beat(0, received_at=now, progress_at=now), *beats])), hang, join, now)
 
 
-def test_workers_that_are_heard_go_on():
-    assert judge(beat(1), beat(2), hang=600, join=300) is None
+FAILED = beat(2, state="failed", error="RuntimeError: boom", phase="saving")
+GONE, LEFT = beat(1, state="gone"), beat(1, state="left")
 
 
-def test_a_failure_is_named_with_its_error():
-    failed = beat(2, state="failed", error="RuntimeError: boom", phase="saving")
-    assert judge(beat(1), failed) == Verdict("worker 2 failed at step 7 (saving): RuntimeError: boom")
+@pytest.mark.parametrize(
+    ("one", "two", "reason"),
+    [
+        pytest.param(beat(1), beat(2), None, id="all are heard"),
+        pytest.param(beat(1), FAILED, "worker 2 failed at step 7 (saving): RuntimeError: boom", id="an error"),
+        pytest.param(GONE, FAILED, "worker 2 failed at step 7 (saving): RuntimeError: boom", id="before what followed"),
+        pytest.param(
+            GONE,
+            beat(2),
+            "the process of worker 1 (b:2) is gone without a word, last heard at step 7 (training): was it killed, or "
+            "out of memory? Its own output may tell",
+            id="a closed connection",
+        ),
+        pytest.param(LEFT, beat(2, phase=GATHERING, progress_at=NOW - 9), None, id="one that left is not missed yet"),
+        pytest.param(
+            LEFT,
+            beat(2, phase=GATHERING, progress_at=NOW - 11),
+            "worker 1 (b:2) left at step 7 (training), before the run was over",
+            id="one that left while another one stands still",
+        ),
+    ],
+)
+def test_who_failed_is_named(one, two, reason):
+    assert judge(one, two, hang=600, join=300) == (reason and Verdict(reason))
 
 
-def test_a_failure_counts_before_the_end_of_those_that_followed_it():
-    gone, failed = beat(1, state="gone"), beat(2, state="failed", error="boom")
-    assert judge(gone, failed).reason == "worker 2 failed at step 7 (training): boom"
-
-
-def test_a_worker_that_closes_its_connection_is_gone():
-    assert judge(beat(1, state="gone"), beat(2)) == Verdict(
-        "the process of worker 1 (b:2) is gone without a word, last heard at step 7 (training): was it killed, or "
-        "out of memory? Its own output may tell"
-    )
-    assert not beat(1, state="gone").is_heard(NOW) and beat(1).is_heard(NOW + 2) and not beat(1).is_heard(NOW + 4)
+def test_a_worker_is_heard_for_some_seconds_unless_it_is_gone():
+    assert not GONE.is_heard(NOW) and beat(1).is_heard(NOW + 2) and not beat(1).is_heard(NOW + 4)
 
 
 @pytest.mark.parametrize(
@@ -54,11 +57,8 @@ def test_a_worker_that_closes_its_connection_is_gone():
 def test_silence_beyond_the_hang_timeout_is_a_hang(silent_secs, limit_secs, is_hang):
     now = NOW + silent_secs
     verdict = judge(beat(1), beat(2, received_at=now, progress_at=now), now=now, hang=limit_secs)
-    assert verdict == (
-        Verdict("worker 1 (b:2) has been silent for 601 seconds, last heard at step 7 (training)", True)
-        if is_hang
-        else None
-    )
+    silent = Verdict("worker 1 (b:2) has been silent for 601 seconds, last heard at step 7 (training)", True)
+    assert verdict == (silent if is_hang else None)
 
 
 @pytest.mark.parametrize("phase", [TRAINING, GATHERING])
@@ -79,14 +79,6 @@ def test_joining_has_a_timeout_of_its_own():
     verdict = judge(joining, beat(2), hang=1000, join=60)
     assert verdict.reason.startswith("TensorFlow has not joined the workers for start_timeout=60 seconds, though they ")
     assert verdict.reason.endswith("): are the TCP ports of all open?") and verdict.is_hang
-
-
-def test_a_worker_that_left_is_a_failure_only_if_another_one_stands_still():
-    left = beat(1, state="left")
-    assert judge(left, beat(2, phase=GATHERING, progress_at=NOW - 9)) is None
-    assert judge(left, beat(2, phase=GATHERING, progress_at=NOW - 11)) == Verdict(
-        "worker 1 (b:2) left at step 7 (training), before the run was over"
-    )
 
 
 @pytest.mark.parametrize(
@@ -114,7 +106,7 @@ def test_of_many_workers_those_that_are_furthest_behind_are_described():
     beats[500] = beats[500]._replace(phase=TRAINING, step=9)
     beats[700] = beats[700]._replace(phase="between two loops")
     beats[900] = beats[900]._replace(state="left", phase=TRAINING, step=9)
-    parts = describe_all(beats, NOW).split("; ")
+    parts = liveness.describe_all(beats, NOW).split("; ")
     assert [int(part.split()[1]) for part in parts] == [1, 2, 3, 4, 5, 500, 700, 900]
     assert "worker 700 (h700:1) is at step 8 (between two loops)" in parts
 
@@ -132,14 +124,14 @@ def test_what_is_no_heartbeat_raises(wrong):
 
 
 @pytest.mark.parametrize(
-    ("mine", "theirs", "sentence"),
+    ("mine", "theirs", "difference"),
     [
-        ({"x": "1"}, {"x": "2"}, "x is 1 on worker 0 and 2 on worker 2; start all"),
-        ({"x": "1"}, {"x": "1", "y": "2"}, "y is None on worker 0 and 2 on worker 2; start all"),
-        ({"x": "1"}, {}, "x is 1 on worker 0 and None on worker 2; start all"),
-        ({"x": "1"}, {"x": "1"}, None),
+        ({"x": "1"}, {"x": "2"}, "x is 1 on worker 0 and 2 on worker 2"),
+        ({"x": "1"}, {"x": "1", "y": "2"}, "y is None on worker 0 and 2 on worker 2"),
+        ({"x": "1"}, {}, "x is 1 on worker 0 and None on worker 2"),
     ],
 )
-def test_a_setting_that_differs_is_named_with_both_values(mine, theirs, sentence):
-    text = explain_difference(mine, theirs, 2)
-    assert text.startswith(f"Workers were started differently: {sentence}") if sentence else text == ""
+def test_a_setting_that_differs_is_named_with_both_values(mine, theirs, difference):
+    sentence = explain_difference(mine, theirs, 2)
+    assert sentence.startswith(f"Workers were started differently: {difference}; start all")
+    assert explain_difference(mine, mine, 2) == ""

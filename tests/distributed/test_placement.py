@@ -27,9 +27,12 @@ def placement(kind):
     return make_placement(network(2 if kind == "pipeline" else 1))
 
 
-def test_a_model_of_one_stage_has_the_plain_placement():
-    assert type(make_placement(network(1))) is Placement
-    assert type(make_placement({"a": network(1), "b": layers()})) is Placement
+def test_a_model_of_one_stage_has_the_plain_placement_which_places_nothing():
+    for model in (network(1), {"a": network(1), "b": layers()}):
+        assert type(make_placement(model)) is Placement
+    plain = Placement()
+    assert plain.devices == plain.describe() == [] and plain.variable_devices == {}
+    assert plain.gradient_devices(network().whole.variables) is None
 
 
 def test_networks_of_several_stages_are_found_at_any_depth():
@@ -39,12 +42,6 @@ def test_networks_of_several_stages_are_found_at_any_depth():
     assert isinstance(found, StagePlacement)
     assert found.devices == ["CPU:0", "CPU:1"] * 2
     assert len(found.describe()) == 2
-
-
-def test_the_plain_placement_places_nothing():
-    plain = Placement()
-    assert plain.devices == plain.describe() == [] and plain.variable_devices == {}
-    assert plain.gradient_devices(network().whole.variables) is None
 
 
 def test_a_pipeline_names_the_device_of_each_variable():
@@ -98,19 +95,16 @@ def test_a_small_step_of_a_pipeline_keeps_the_parallel_executor():
     assert placement("pipeline").choose_executor(strategy, "auto", 1.0) == strategies.PARALLEL_EXECUTOR
 
 
-def test_a_model_with_another_number_of_stages_is_refused():
+def test_another_number_of_stages_is_refused_and_microbatches_of_a_pipeline_that_would_be_empty():
+    plain, pipeline = placement("plain"), placement("pipeline")
     for right in (1, 2):
-        placement("pipeline").require_stages(right)
-    placement("plain").require_stages(1)
-    refused(
-        lambda: placement("plain").require_stages(3),
-        "num_stages=3 was given, but model_fn made no network of several stages",
-        "distloop.split(model, 3)",
-    )
-    refused(
-        lambda: placement("pipeline").require_stages(3),
-        "num_stages=3 was given, but model_fn made a network of 2 stages",
-    )
+        pipeline.require_stages(right)
+    plain.require_stages(1)
+    without = "num_stages=3 was given, but model_fn made no network of several stages"
+    refused(lambda: plain.require_stages(3), without, "distloop.split(model, 3)")
+    refused(lambda: pipeline.require_stages(3), "num_stages=3 was given, but model_fn made a network of 2 stages")
+    plain.check_microbatches(17, 16)
+    refused(lambda: pipeline.check_microbatches(17, 16), "microbatches=17 was given")
 
 
 def test_the_trainer_checks_the_number_of_stages_and_the_microbatches():
@@ -118,19 +112,10 @@ def test_the_trainer_checks_the_number_of_stages_and_the_microbatches():
 
     def model_fn(num_stages):
         model = network(num_stages)
-        return distloop.ModelSpec(
-            model, keras.optimizers.SGD(), lambda batch, training: {"loss": model(batch, training=training)}
-        )
+        loss_fn = lambda batch, training: {"loss": model(batch, training=training)}  # noqa: E731
+        return distloop.ModelSpec(model, keras.optimizers.SGD(), loss_fn)
 
     refused(lambda: distloop.Trainer(lambda: model_fn(1), config), "num_stages=2 was given")
-    trainer = distloop.Trainer(lambda: model_fn(2), config)
-    refused(
-        lambda: trainer.fit(tf.data.Dataset.from_tensors(tf.ones([16, 3])), steps=1),
-        "microbatches=17 was given for batches of 16 rows",
-        "give microbatches=16 or fewer",
-    )
-
-
-def test_empty_microbatches_are_a_pipeline_s_concern_alone():
-    placement("plain").check_microbatches(17, 16)
-    refused(lambda: placement("pipeline").check_microbatches(17, 16), "microbatches=17 was given")
+    trainer, batches = distloop.Trainer(lambda: model_fn(2), config), tf.data.Dataset.from_tensors(tf.ones([16, 3]))
+    sentence = "microbatches=17 was given for batches of 16 rows", "give microbatches=16 or fewer"
+    refused(lambda: trainer.fit(batches, steps=1), *sentence)

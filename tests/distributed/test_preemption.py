@@ -1,6 +1,5 @@
 """Preemption: runs that are stopped in different ways and continued end like a run that was never stopped."""
 
-import json
 import os
 import random
 import shutil
@@ -17,9 +16,8 @@ import tensorflow as tf
 import distloop
 from distloop.distributed import preemption
 from distloop.distributed.preemption import EXIT_CODE, StopRequests
-from distloop.monitoring.records import OF_THE_MACHINE
 from tests import forked
-from tests.problems import assert_close, classification, classifier, mostly_wide, on, weights
+from tests.problems import assert_close, assert_equal, classification, classifier, mostly_wide, on, rows_of, weights
 
 PROGRAM = """
     import os, signal, sys
@@ -70,49 +68,34 @@ PROGRAM = """
 """
 
 
-def run(workdir, replicas, how="", when=0):
-    path = os.path.join(workdir, "program.py")
-    os.makedirs(workdir, exist_ok=True)
-    with open(path, "w") as file:
-        file.write(textwrap.dedent(PROGRAM))
-    return forked.run([path, workdir, replicas, how, when], env=os.environ, timeout=300)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", mostly_wide(range(13)))
 def test_a_run_that_is_killed_ends_bit_for_bit_like_one_that_was_not(seed, tmp_path):
     replicas = 2 - seed % 2
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
-    result = run(straight, replicas)
+    result = forked.run_program(straight, PROGRAM, replicas, "", 0)
     assert result.returncode == 0, result.stderr[-3000:]
     draw = random.Random(seed)
     step = 0
     for how in ("SIGKILL", "SAVE"):  # tests/nemesis sends other signals
         # A save is five calls to the disk: it may die in any of them, of the first or a later save of the process.
         when = draw.randint(1, 12) if how == "SAVE" else step + draw.randint(1, 6)
-        result = run(stopped, replicas, how, when)
+        result = forked.run_program(stopped, PROGRAM, replicas, how, when)
         assert result.returncode == -signal.SIGKILL, (how, when, result.stdout[-2000:], result.stderr[-3000:])
         assert "Traceback" not in result.stderr
         (stopped / "checkpoints").mkdir(exist_ok=True)  # the first one may die before it saves
         done = max((int(name) for name in os.listdir(stopped / "checkpoints") if name.isdigit()), default=0)
         assert done >= step
         step = done
-    result = run(stopped, replicas)
+    result = forked.run_program(stopped, PROGRAM, replicas, "", 0)
     assert result.returncode == 0 and "reached the end" in result.stdout, result.stderr[-3000:]
-    expected, actual = np.load(straight / "end.npz"), np.load(stopped / "end.npz")
-    assert sorted(expected) == sorted(actual)
-    assert not [path for path in expected if actual[path].tobytes() != expected[path].tobytes()]
-    timed = {"time", *OF_THE_MACHINE}
-    rows = [[json.loads(line) for line in (w / "metrics.jsonl").read_text().splitlines()] for w in (straight, stopped)]
-    assert [row["step"] for row in rows[1]] == list(range(1, 31))
-    for row, other in zip(*rows, strict=True):
-        assert {k: v for k, v in row.items() if k not in timed} == {k: v for k, v in other.items() if k not in timed}
+    assert_equal(*(dict(np.load(workdir / "end.npz")) for workdir in (stopped, straight)))
+    assert [row["step"] for row in rows_of(stopped)] == list(range(1, 31))
+    assert rows_of(stopped) == rows_of(straight)
 
 
 @pytest.mark.slow
 def test_a_checkpoint_of_two_replicas_continues_on_any_number(tmp_path):
-    seen = []
-
     def model_fn():
         spec = classifier(is_weighted=True, l2=0.1)()
 
@@ -122,28 +105,27 @@ def test_a_checkpoint_of_two_replicas_continues_on_any_number(tmp_path):
         return distloop.ModelSpec(spec.model, spec.optimizer, loss_fn)
 
     def fit(workdir, replicas, steps):
-        def note(report):
-            seen.append((report.step, report.metrics["row"]))
-
-        note.every = 1
-        rows = {**classification(67), "row": np.arange(67.0)}
-        data = distloop.make_dataset(rows, 16, shuffle=True)
+        data = distloop.make_dataset({**classification(67), "row": np.arange(67.0)}, 16, shuffle=True)
         config = on(replicas, workdir=str(workdir), log_every=1, average_decay=0.9, clip_norm=0.5)
         trainer = distloop.Trainer(model_fn, config)
-        trainer.fit(data, steps=steps, actions=[note])
-        return trainer
+        trainer.fit(data, steps=steps)
+        return weights(trainer), {row["step"]: row["row"] for row in rows_of(workdir)}  # mean row numbers
 
-    expected = fit(tmp_path / "straight", 2, 20)
-    order, seen = seen, []
+    expected, order = fit(tmp_path / "straight", 2, 20)
     fit(tmp_path / "stopped", 2, 9)
-    first = seen
     for replicas in (1, 3):
-        seen = list(first)
         shutil.copytree(tmp_path / "stopped", tmp_path / str(replicas))
-        continued = fit(tmp_path / str(replicas), replicas, 20)
-        assert [step for step, _ in seen] == list(range(1, 21))
-        np.testing.assert_allclose([row for _, row in seen], [row for _, row in order], rtol=1e-6)  # mean row numbers
-        assert_close(weights(continued), weights(expected))
+        continued, seen = fit(tmp_path / str(replicas), replicas, 20)
+        assert [*seen] == [*order] == list(range(1, 21))
+        np.testing.assert_allclose([*seen.values()], [*order.values()], rtol=1e-6)
+        assert_close(continued, expected)
+
+
+def wait_for_a_reason(requests):
+    deadline = time.monotonic() + 10
+    while requests.reason is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return requests.reason
 
 
 def test_the_first_signal_is_caught_and_handlers_are_restored():
@@ -151,10 +133,7 @@ def test_the_first_signal_is_caught_and_handlers_are_restored():
     with StopRequests() as requests:
         assert requests.reason is None
         os.kill(os.getpid(), signal.SIGTERM)
-        deadline = time.monotonic() + 5
-        while requests.reason is None and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert requests.reason == "by SIGTERM"
+        assert wait_for_a_reason(requests) == "by SIGTERM"
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
@@ -166,9 +145,15 @@ def test_signals_within_a_second_count_as_one():
         assert requests.reason == "by SIGTERM"
 
 
+def run_plain(program):
+    """Runs a program without TensorFlow; returns the completed process."""
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
 @pytest.mark.slow
 def test_a_second_signal_ends_the_process_at_once():
-    program = """
+    result = run_plain("""
         import os, signal, time
         from distloop.distributed.preemption import StopRequests
         with StopRequests() as requests:
@@ -177,21 +162,12 @@ def test_a_second_signal_ends_the_process_at_once():
                 os.kill(os.getpid(), signal.SIGINT)
                 time.sleep(1.2)
             time.sleep(60)
-    """
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=60
-    )
+    """)
     assert result.returncode == 128 + signal.SIGINT and result.stdout == "not flushed"
     assert result.stderr.splitlines() == [
         "distloop: Stopping: saving after this step. Press Ctrl-C again to quit now.",
         "distloop: quitting now, without saving.",
     ]
-
-
-def run_plain(program, timeout=20):
-    """Runs a program without TensorFlow; returns the completed process."""
-    command = [sys.executable, "-c", textwrap.dedent(program)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
 
 
 @pytest.mark.parametrize(("number", "code"), [("SIGTERM", -signal.SIGTERM), ("SIGINT", 130)])
@@ -223,6 +199,8 @@ def test_max_secs_is_a_request_to_stop():
     requests = StopRequests(max_secs=0.01)
     time.sleep(0.02)
     assert requests.reason == "after 0.01 seconds"
+    with pytest.raises(ValueError, match="max_secs=5 was given without a workdir"):
+        on(1, max_secs=5)
 
 
 @pytest.mark.slow
@@ -239,29 +217,19 @@ def test_a_run_that_is_out_of_time_is_saved_and_left(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_without_a_workdir_signals_are_not_caught():
-    seen = []
-
     def act(report):
-        seen.append(signal.getsignal(signal.SIGINT))
+        assert signal.getsignal(signal.SIGINT) == before
+        acted.append(report.step)
 
-    act.every = 1
-    before = signal.getsignal(signal.SIGINT)
+    act.every, acted, before = 1, [], signal.getsignal(signal.SIGINT)
     distloop.Trainer(classifier(), on(1)).fit(tf.data.Dataset.from_tensors(classification(8)), steps=1, actions=[act])
-    assert seen == [before]
-
-
-def test_max_secs_needs_a_workdir():
-    with pytest.raises(ValueError, match="max_secs=5 was given without a workdir"):
-        on(1, max_secs=5)
+    assert acted == [1]
 
 
 def test_a_signal_stops_every_run_of_the_process_those_that_catch_none_too():
     with preemption.StopRequests() as outer, preemption.StopRequests(catch_signals=False) as inner:
         os.kill(os.getpid(), signal.SIGTERM)
-        deadline = time.monotonic() + 10
-        while outer.reason is None and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert outer.reason == inner.reason == "by SIGTERM"
+        assert wait_for_a_reason(outer) == inner.reason == "by SIGTERM"
     assert not preemption._live and preemption.StopRequests().reason is None
 
 

@@ -1,10 +1,10 @@
 """Connections between workers: what a stranger, a recorder or a process that is suspended can do."""
 
+import concurrent.futures
 import contextlib
 import json
 import queue
 import socket
-import threading
 import time
 
 import pytest
@@ -22,6 +22,43 @@ def ports():
     return choose_ports(3)
 
 
+@pytest.fixture
+def addresses(ports):
+    return [f"127.0.0.1:{port}" for port in ports]
+
+
+@pytest.fixture
+def make():
+    """Returns a function that makes a star and the queue of what it receives; closes their ports after the test."""
+    stars = []
+
+    def make(addresses, index, secret=SECRET):
+        events = queue.Queue()
+        stars.append(Star(addresses, index, secret, {"hello": index}, lambda i, message: events.put((i, message))))
+        return stars[-1], events
+
+    yield make
+    for one in stars:
+        one.close_port()
+
+
+def call(port, *messages, secret=SECRET):
+    """Returns a connection to a chief, which has sent it these messages."""
+    side = Connection(socket.create_connection(("127.0.0.1", port)), secret, False)
+    for message in messages:
+        side.send(message)
+    return side
+
+
+def receive_to_the_end(side):
+    """Returns what arrives until the other side closes."""
+    received = []
+    with pytest.raises((EOFError, OSError)):
+        while True:
+            received.append(side.receive())
+    return received
+
+
 def sockets():
     """Returns two sockets that are connected."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -31,20 +68,8 @@ def sockets():
 
 def connect(*secrets):
     """Returns a connection as the chief has it, and as another worker has it."""
-    sides = {}
-
-    def greet(name, side, secret):
-        sides[name] = Connection(side, secret, name == "chief")
-
-    threads = [
-        threading.Thread(target=greet, args=arguments)
-        for arguments in zip(("chief", "worker"), sockets(), secrets, strict=True)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return sides["chief"], sides["worker"]
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        return tuple(threads.map(Connection, sockets(), secrets, [True, False]))
 
 
 def lines_of(connection, *messages):
@@ -61,8 +86,7 @@ def test_messages_arrive_in_order_in_both_directions(secret):
             sender.send({"i": i})
         assert [receiver.receive() for _ in range(3)] == [{"i": i} for i in range(3)]
     worker.close()
-    with pytest.raises((EOFError, OSError)):
-        chief.receive()
+    assert receive_to_the_end(chief) == []
 
 
 @pytest.mark.parametrize("kind", ["unsigned", "altered", "twice", "skipped", "reflected", "of another connection"])
@@ -106,12 +130,6 @@ def read(events):
     return events.get(timeout=20)
 
 
-def make(addresses, index, secret=SECRET):
-    """Returns a star and the queue of what it receives."""
-    events = queue.Queue()
-    return Star(addresses, index, secret, {"hello": index}, lambda i, message: events.put((i, message))), events
-
-
 def send_until(sender, message, events):
     """Sends a message until it arrives, as heartbeats do."""
     while events.empty():
@@ -121,7 +139,7 @@ def send_until(sender, message, events):
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
-def test_workers_and_the_chief_hear_each_other_and_notice_a_close(host, ports):
+def test_workers_and_the_chief_hear_each_other_and_notice_a_close(host, ports, make):
     addresses = [f"{host}:{port}" for port in ports]
     try:
         worker, heard = make(addresses, 2)  # the worker may come first
@@ -141,8 +159,7 @@ def test_workers_and_the_chief_hear_each_other_and_notice_a_close(host, ports):
     assert read(events) == (2, None)
 
 
-def test_only_a_chief_that_knows_the_secret_gets_what_a_worker_begins_with(ports):
-    addresses = [f"127.0.0.1:{port}" for port in ports]
+def test_only_a_chief_that_knows_the_secret_gets_what_a_worker_begins_with(ports, addresses, make):
     with socket.create_server(("127.0.0.1", ports[0])) as listener:
         worker, _ = make(addresses, 1)
         stranger = Connection(listener.accept()[0], "another", True)
@@ -152,14 +169,13 @@ def test_only_a_chief_that_knows_the_secret_gets_what_a_worker_begins_with(ports
         chief = Connection(listener.accept()[0], SECRET, True)
         chief.send({"worker": 0})
         assert [chief.receive(), chief.receive()] == [{"worker": 1}, {"hello": 1}]
-        worker.close_port(), chief.close()
+        chief.close()
 
 
 @pytest.mark.parametrize(
     "first", [b"GET / HTTP/1.1\r\n\r\n" * 9, b"\xff" * 60_000, b"distloop " + b"0" * 32 + b"\nx\n"]
 )
-def test_other_programs_are_named_and_change_nothing(first, ports):
-    addresses = [f"127.0.0.1:{port}" for port in ports]
+def test_other_programs_are_named_and_change_nothing(first, ports, addresses, make):
     chief, events = make(addresses, 0)
     with socket.create_connection(("127.0.0.1", ports[0])) as stranger, contextlib.suppress(OSError):
         stranger.sendall(first)
@@ -169,57 +185,36 @@ def test_other_programs_are_named_and_change_nothing(first, ports):
     worker, _ = make(addresses, 1)
     send_until(worker, {"worker": 1}, events)
     assert chief.causes == {}
-    chief.close_port(), worker.close_port()
 
 
 @pytest.mark.parametrize("worker", [None, True, 1.0, "1", -1, 0, 3, 10**30, [1]])
-def test_who_is_no_worker_of_the_run_changes_nothing(worker, ports):
-    chief, events = make([f"127.0.0.1:{port}" for port in ports], 0, "")
-    side = Connection(socket.create_connection(("127.0.0.1", ports[0])), "", False)
-    side.send({"worker": worker})
-    side.send({"state": "failed"})
-    assert side.receive() == {"worker": 0}
-    with pytest.raises((EOFError, OSError)):
-        side.receive()
-    assert events.empty()
-    chief.close_port()
+def test_who_is_no_worker_of_the_run_changes_nothing(worker, ports, addresses, make):
+    _, events = make(addresses, 0, "")
+    side = call(ports[0], {"worker": worker}, {"state": "failed"}, secret="")
+    assert receive_to_the_end(side) == [{"worker": 0}] and events.empty()
 
 
-def test_a_second_process_with_the_index_of_a_worker_does_not_count_and_is_named(ports):
-    addresses = [f"127.0.0.1:{port}" for port in ports]
+def test_a_second_process_with_the_index_of_a_worker_does_not_count_and_is_named(ports, addresses, make):
     chief, events = make(addresses, 0)
     first, _ = make(addresses, 1)
     send_until(first, {"worker": 1}, events)
-    second = Connection(socket.create_connection(("127.0.0.1", ports[0])), SECRET, False)
-    second.send({"worker": 1})
-    second.send({"state": "failed"})
-    with pytest.raises((EOFError, OSError)):
-        for _ in range(2):
-            second.receive()
+    receive_to_the_end(call(ports[0], {"worker": 1}, {"state": "failed"}))
     assert (1, {"state": "failed"}) not in list(events.queue)
     assert "two say that they are worker 1: give each its own task index in TF_CONFIG" in chief.causes["127.0.0.1"]
     first._connections[0].close()  # as at its end; then one that is started again counts
     while read(events) != (1, None):
         pass
-    again = Connection(socket.create_connection(("127.0.0.1", ports[0])), SECRET, False)
-    again.send({"worker": 1})
-    again.send({"state": "alive"})
+    again = call(ports[0], {"worker": 1}, {"state": "alive"})
     while read(events)[1] != {"state": "alive"}:
         pass
-    chief.close_port(), first.close_port()
+    again.close()
 
 
-def test_without_a_secret_only_hosts_of_workers_count(ports, monkeypatch):
-    chief, events = make([f"127.0.0.1:{port}" for port in ports], 0, "")
+def test_without_a_secret_only_hosts_of_workers_count(ports, addresses, make, monkeypatch):
+    chief, events = make(addresses, 0, "")
     monkeypatch.setattr(star, "_is_host", lambda number, host: False)
-    side = Connection(socket.create_connection(("127.0.0.1", ports[0])), "", False)
-    side.send({"worker": 1})
-    side.send({"state": "failed"})
-    with pytest.raises((EOFError, OSError)):
-        for _ in range(2):
-            side.receive()
+    receive_to_the_end(call(ports[0], {"worker": 1}, {"state": "failed"}, secret=""))
     assert events.empty() and "no worker has this address" in chief.causes["127.0.0.1"]
-    chief.close_port()
 
 
 def test_a_host_has_all_addresses_of_its_name(monkeypatch):
@@ -232,32 +227,26 @@ def test_a_host_has_all_addresses_of_its_name(monkeypatch):
     assert star._is_host("127.0.0.1", "a") and not star._is_host("10.0.0.2", "a")
 
 
-def test_a_port_that_is_taken_is_refused(ports):
-    with socket.create_server(("127.0.0.1", ports[1])):
-        with pytest.raises(ValueError) as error:
-            make([f"127.0.0.1:{port}" for port in ports], 1)
+def test_a_port_that_is_taken_is_refused(ports, addresses, make):
+    with socket.create_server(("127.0.0.1", ports[1])), pytest.raises(ValueError) as error:
+        make(addresses, 1)
     assert str(error.value) == (
         f"Port {ports[1]} of worker 1 (127.0.0.1:{ports[1]}) cannot be used (Address already in use): is another run "
         "there? Give other ports, or end it."
     )
 
 
-def test_a_name_that_leads_nowhere_is_reported_until_it_does(ports, monkeypatch):
+def test_a_name_that_leads_nowhere_is_reported_until_it_does(ports, addresses, make, monkeypatch):
     names, look_up = {}, socket.getaddrinfo
-
-    def lookup(host, *arguments, **named):
-        return look_up(names.get(host, host), *arguments, **named)
-
-    monkeypatch.setattr(socket, "getaddrinfo", lookup)
-    worker, _ = make([f"no.such.host.invalid:{ports[0]}", f"127.0.0.1:{ports[1]}"], 1)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *a, **named: look_up(names.get(host, host), *a, **named))
+    worker, _ = make([f"no.such.host.invalid:{ports[0]}", addresses[1]], 1)
     give_up = time.monotonic() + 20
     while not worker.causes and time.monotonic() < give_up:
         time.sleep(0.02)
     assert worker.causes["no.such.host.invalid"].startswith("worker 0: ")
     names["no.such.host.invalid"] = "127.0.0.1"
-    chief, events = make([f"127.0.0.1:{port}" for port in ports[:2]], 0)
+    _, events = make(addresses[:2], 0)
     send_until(worker, {"worker": 1}, events)
-    chief.close_port(), worker.close_port()
 
 
 def test_texts_are_escaped_and_cut():

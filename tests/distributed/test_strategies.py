@@ -18,31 +18,22 @@ from distloop.settings.config import Config
 from tests import forked
 
 
+def make(**settings):
+    return strategies.make_strategy(Config(device="cpu", **settings))
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
-def test_mirrored_has_one_replica_a_device(count):
-    strategy = strategies.make_strategy(Config(device="cpu", strategy="mirrored", num_devices=count))
+def test_mirrored_has_one_replica_a_device_and_is_made_once(count):
+    strategy = make(strategy="mirrored", num_devices=count)
     assert isinstance(strategy, tf.distribute.MirroredStrategy)
     assert strategy.num_replicas_in_sync == count
-
-
-def test_num_devices_0_means_all_devices():
-    assert strategies.make_strategy(Config(device="cpu", strategy="mirrored")).num_replicas_in_sync == 4
+    assert make(strategy="mirrored", num_devices=count) is strategy
 
 
 def test_auto_is_mirrored_over_several_devices_and_none_on_one():
-    assert strategies.make_strategy(Config(device="cpu", num_devices=2)).num_replicas_in_sync == 2
-    assert strategies.make_strategy(Config(device="cpu", num_devices=1)) is tf.distribute.get_strategy()
-
-
-def test_none_is_tensorflows_default_strategy():
-    assert strategies.make_strategy(Config(device="cpu", strategy="none")) is tf.distribute.get_strategy()
-
-
-def test_a_strategy_over_the_same_devices_is_made_once():
-    first, second = (
-        strategies.make_strategy(Config(device="cpu", strategy="mirrored", num_devices=2)) for _ in range(2)
-    )
-    assert first is second
+    assert make(num_devices=2).num_replicas_in_sync == 2
+    assert make(strategy="mirrored").num_replicas_in_sync == 4  # num_devices=0: all
+    assert make(num_devices=1) is make(strategy="none") is tf.distribute.get_strategy()
 
 
 def totals(counts):
@@ -54,7 +45,7 @@ def totals(counts):
 
     found = []
     for count in counts:
-        strategy = strategies.make_strategy(Config(device="cpu", strategy="mirrored", num_devices=count))
+        strategy = make(strategy="mirrored", num_devices=count)
         results = strategy.experimental_local_results(tf.function(lambda s=strategy: s.run(total))())
         found.append(results[-1].numpy().tolist())
     return found
@@ -78,41 +69,37 @@ def test_collectives_of_different_sizes_work_side_by_side():
     assert found == [[n] * 3 for n in (2, 4, 3, 2)]
 
 
+SERIAL, PARALLEL = strategies.SERIAL_EXECUTOR, strategies.PARALLEL_EXECUTOR
+
+
 @pytest.mark.parametrize(
     "replicas, setting, step_flops, expected",
     [
-        (1, "auto", 1e6, strategies.SERIAL_EXECUTOR),
-        (1, "auto", 1e9, strategies.PARALLEL_EXECUTOR),
-        (1, "auto", None, strategies.PARALLEL_EXECUTOR),
-        (1, "serial", 1e9, strategies.SERIAL_EXECUTOR),
-        (1, "parallel", 1e6, strategies.PARALLEL_EXECUTOR),
-        (2, "auto", 1e6, strategies.PARALLEL_EXECUTOR),
+        (1, "auto", 1e6, SERIAL),
+        (1, "auto", 1e9, PARALLEL),
+        (1, "auto", None, PARALLEL),
+        (1, "serial", 1e9, SERIAL),
+        (1, "parallel", 1e6, PARALLEL),
+        (2, "auto", 1e6, PARALLEL),
     ],
 )
 def test_small_steps_of_one_replica_use_the_serial_executor(replicas, setting, step_flops, expected):
-    strategy = strategies.make_strategy(Config(device="cpu", num_devices=replicas))
-    assert strategies.choose_executor(strategy, setting, step_flops) == expected
+    assert strategies.choose_executor(make(num_devices=replicas), setting, step_flops) == expected
 
 
-def test_a_serial_executor_with_several_replicas_is_refused():
+def test_a_small_step_on_a_gpu_uses_the_parallel_executor_and_a_serial_one_of_several_replicas_is_refused(monkeypatch):
     with pytest.raises(ValueError, match="executor=serial was given with 2 replicas.*: use executor=auto."):
-        strategies.choose_executor(strategies.make_strategy(Config(device="cpu", num_devices=2)), "serial", 1e6)
-
-
-def test_small_steps_on_a_gpu_use_the_parallel_executor(monkeypatch):
+        strategies.choose_executor(make(num_devices=2), "serial", 1e6)
     monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: [kind])
-    assert strategies.choose_executor(tf.distribute.get_strategy(), "auto", 1e6) == strategies.PARALLEL_EXECUTOR
+    assert strategies.choose_executor(tf.distribute.get_strategy(), "auto", 1e6) == PARALLEL
 
 
-def test_multi_worker_without_a_cluster_is_refused(monkeypatch):
+def test_multi_worker_without_a_cluster_and_more_devices_than_available_are_refused(monkeypatch):
     monkeypatch.setattr(strategies.environment, "find_cluster", lambda: None)
     with pytest.raises(ValueError, match="tells of no other workers: start .* by srun with several tasks"):
-        strategies.make_strategy(Config(device="cpu", strategy="multi_worker"))
-
-
-def test_more_devices_than_available_are_refused():
+        make(strategy="multi_worker")
     with pytest.raises(ValueError, match="num_devices=9 of device=cpu were asked for, but there are 4: ask for"):
-        strategies.make_strategy(Config(device="cpu", num_devices=9))
+        make(num_devices=9)
 
 
 def test_a_strategy_object_is_returned_unchanged():
@@ -120,32 +107,38 @@ def test_a_strategy_object_is_returned_unchanged():
         assert strategies.check_strategy(strategy) is strategy
 
 
-@pytest.mark.parametrize("value", ["mirrored", tf.distribute.MirroredStrategy, 2])
-def test_values_other_than_strategy_objects_are_refused(value):
-    with pytest.raises(ValueError, match=r"is not a tf.distribute.Strategy object; name one in Config\(strategy=...\)"):
-        strategies.check_strategy(value)
-
-
-def test_an_asynchronous_strategy_is_refused():
-    strategy = object.__new__(tf.distribute.ParameterServerStrategy)  # a real one needs a cluster
-    with pytest.raises(ValueError, match="ParameterServerStrategy .*: use a synchronous strategy"):
-        strategies.check_strategy(strategy)
+NO_STRATEGY = r"is not a tf.distribute.Strategy object; name one in Config\(strategy=...\)"
 
 
 @pytest.mark.parametrize(
-    ("settings", "description"),
+    ("value", "sentence"),
     [
-        ({"strategy": "none"}, "1 replica (CPU:0)"),
-        ({"strategy": "mirrored", "num_devices": 1}, "1 replica (CPU:0)"),
-        ({"strategy": "mirrored", "num_devices": 2}, "2 replicas (CPU:0, CPU:1)"),
+        ("mirrored", NO_STRATEGY),
+        (tf.distribute.MirroredStrategy, NO_STRATEGY),
+        (2, NO_STRATEGY),
+        (
+            object.__new__(tf.distribute.ParameterServerStrategy),
+            "ParameterServerStrategy .*: use a synchronous strategy",
+        ),
+    ],
+    ids=["text", "class", "number", "asynchronous"],
+)
+def test_values_other_than_objects_of_synchronous_strategies_are_refused(value, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        strategies.check_strategy(value)
+
+
+@pytest.mark.parametrize(
+    ("make_strategy", "description"),
+    [
+        (lambda: make(strategy="none"), "1 replica (CPU:0)"),
+        (lambda: make(strategy="mirrored", num_devices=1), "1 replica (CPU:0)"),
+        (lambda: make(strategy="mirrored", num_devices=2), "2 replicas (CPU:0, CPU:1)"),
+        (lambda: tf.distribute.OneDeviceStrategy("/cpu:1"), "1 replica (CPU:1)"),  # one that the user created
     ],
 )
-def test_a_strategy_is_described_by_its_replicas_and_devices(settings, description):
-    assert strategies.describe(strategies.make_strategy(Config(device="cpu", **settings))) == description
-
-
-def test_a_strategy_that_the_user_created_is_described_too():
-    assert strategies.describe(tf.distribute.OneDeviceStrategy("/cpu:1")) == "1 replica (CPU:1)"
+def test_a_strategy_is_described_by_its_replicas_and_devices(make_strategy, description):
+    assert strategies.describe(make_strategy()) == description
 
 
 def test_tensorflow_does_not_warn_that_eager_steps_are_slow():
@@ -182,15 +175,11 @@ def test_a_sum_of_sums_has_the_same_bits_whatever_the_cut(count):
         assert np.sum(values, 0).tobytes() != whole.tobytes()
 
 
-def test_values_are_added_in_pairs_as_soon_as_they_are_there():
+def test_values_are_added_in_pairs_as_soon_as_they_are_there_and_few_are_held():
     tree = TreeSum[str](lambda a, b: f"({a}+{b})")
     assert [tree.append(name) for name in "abcd"] == ["a", "(a+b)", "c", "((a+b)+(c+d))"]
     assert tree.total() == "((a+b)+(c+d))"
-
-
-def test_few_values_are_held():
-    tree = TreeSum[int](operator.add)
-    most = 0
+    tree, most = TreeSum[int](operator.add), 0
     for _ in range(64):
         tree.append(1)
         most = max(most, len(tree._partial))

@@ -4,6 +4,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.python import pywrap_tfe
+from tensorflow.python.eager import context
 from tensorflow.python.framework import ops
 from tensorflow.python.ops import custom_gradient
 
@@ -13,8 +15,6 @@ from tests import problems
 
 
 def test_another_build_of_tensorflow_keeps_its_own_binding(monkeypatch):
-    from tensorflow.python import pywrap_tfe
-
     original = pywrap_tfe.TFE_EnableCollectiveOps
     with tensorflow_internals.joining_without_gil():
         assert pywrap_tfe.TFE_EnableCollectiveOps is not original
@@ -54,8 +54,6 @@ def test_sums_over_replicas_leave_no_gradient_function_behind_that_keeps_their_g
 
 
 def test_workers_may_be_silent_for_longer_than_tensorflow_allows(monkeypatch):
-    from tensorflow.python.eager import context
-
     eager = context.context()
     monkeypatch.setattr(eager, "_coordination_service_config", None)
     with tensorflow_internals.silence_allowed(1200.0):

@@ -13,28 +13,21 @@ from tests.problems import on
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 4])
-def test_a_single_process_is_the_chief_with_all_replicas(replicas):
+def test_a_single_process_is_the_chief_with_all_replicas_and_no_heartbeat(replicas):
     strategy = make_strategy(on(replicas))
     assert workers.num_workers(strategy) == 1
     assert workers.worker_index(strategy) == 0
     assert workers.num_local_replicas(strategy) == replicas
     assert workers.is_chief(strategy)
+    assert workers.heartbeat_of(strategy) is None
+    workers.report_phase(strategy, "evaluating")  # to nobody
 
 
-def test_gather_on_one_worker_returns_its_number():
-    np.testing.assert_array_equal(workers.gather(make_strategy(on(2)), 3.5), [3.5])
-
-
-def test_sum_over_one_worker_counts_its_replicas_once():
+def test_one_worker_gathers_its_number_and_sums_its_replicas_once():
     strategy = make_strategy(on(2))
+    np.testing.assert_array_equal(workers.gather(strategy, 3.5), [3.5])
     total = tf.function(lambda value: workers.sum_over_workers(strategy, value))(tf.constant([1.0, 2.0]))
     np.testing.assert_array_equal(total, [1.0, 2.0])
-
-
-def test_a_single_process_has_no_heartbeat_and_reports_to_nobody():
-    strategy = make_strategy(on(2))
-    assert workers.heartbeat_of(strategy) is None
-    workers.report_phase(strategy, "evaluating")
 
 
 @pytest.mark.parametrize("value", [None, 1.5, "text", {"rows": [1, 2]}])
@@ -43,28 +36,22 @@ def test_one_worker_exchanges_values_with_itself(value):
     assert (one.index, one.count, one.is_chief) == (0, 1, True)
     one.barrier()
     assert one.gather(value) == [value] and one.broadcast(value) == value
-
-
-def test_one_worker_returns_what_several_would():
+    assert one.broadcast((1, value)) == [1, value]  # as several would
     with pytest.raises(ValueError, match=r"^<object .* of type object was given to exchange between workers"):
-        workers.Workers(make_strategy(on(1))).gather(object())
-    assert workers.Workers(make_strategy(on(1))).broadcast((1, 2)) == [1, 2]
+        one.gather(object())
 
 
 def test_the_first_difference_between_workers_is_named_with_both_values(monkeypatch):
     texts = {"what to do": "train", "steps": "5", "model": "x" * 300}
     others = [texts, {**texts, "model": "x" * 299 + "y"}, {"what to do": "train", "steps": "6"}]
     monkeypatch.setattr(workers, "num_workers", lambda strategy: len(others))
-    for there, sentence in [
-        (
-            [texts, texts, others[2]],
-            "differ in steps before they train: 5 on worker 0, 6 on worker 2; let every worker",
-        ),
-        (others, "differ in model before they train: x{200}... on worker 0, x{200}... on worker 1; let every worker"),
-        ([texts, {**texts, "more": "1"}], "differ in more before they train: missing on worker 0, 1 on worker 1;"),
+    for there, difference in [
+        ([texts, texts, others[2]], "steps before they train: 5 on worker 0, 6 on worker 2; let every worker"),
+        (others, "model before they train: x{200}... on worker 0, x{200}... on worker 1; let every worker"),
+        ([texts, {**texts, "more": "1"}], "more before they train: missing on worker 0, 1 on worker 1;"),
     ]:
         monkeypatch.setattr(workers.Workers, "gather", lambda self, value, there=there: there)
-        with pytest.raises(ValueError, match=sentence):
+        with pytest.raises(ValueError, match=f"differ in {difference}"):
             workers.require_same(None, "train", {"steps": 5})
     monkeypatch.setattr(workers.Workers, "gather", lambda self, value: [value] * 3)
     workers.require_same(None, "train", {"steps": 5})
@@ -82,32 +69,25 @@ def test_values_of_json_arrive_as_they_are(value):
     assert exchanged(value) == value
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32", "int8", "uint64", "bool", "complex64", "U3", "S2", "M8[s]"])
-@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0), (2, 3)])
-def test_arrays_arrive_with_dtype_and_shape(dtype, shape):
-    assert_arrives(np.arange(math.prod(shape)).reshape(shape).astype(dtype))
-
-
 def assert_arrives(array):
     arrived = exchanged({"array": array})["array"]
     assert isinstance(arrived, np.ndarray) and arrived.dtype == array.dtype and arrived.shape == array.shape
     np.testing.assert_array_equal(arrived, array)
 
 
-@pytest.mark.parametrize("array", [np.float32([[1, 2, 3], [4, 5, 6]]).T, np.int64([[1, 2, 3], [4, 5, 6]])[:, ::-2]])
-def test_arrays_arrive_whatever_the_order_of_their_memory(array):
-    assert not array.flags.c_contiguous
-    assert_arrives(array)
+@pytest.mark.parametrize("dtype", ["float16", "float32", "int8", "uint64", "bool", "complex64", "U3", "S2", "M8[s]"])
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0), (2, 3)])
+def test_arrays_arrive_with_dtype_and_shape_whatever_the_order_of_their_memory(dtype, shape):
+    array = np.arange(math.prod(shape)).reshape(shape).astype(dtype)
+    for other in (array, array.T, array[..., ::-2] if shape else array):
+        assert_arrives(other)
 
 
 def test_scalars_of_numpy_stay_scalars_and_keep_their_bits():
+    assert exchanged({"shape": (2, 3)}) == {"shape": [2, 3]}  # a tuple becomes a list
     arrived = exchanged([np.float32(0.1), np.int64(2**62 + 1), np.float64("nan")])
     assert [type(value) for value in arrived] == [np.float32, np.int64, np.float64]
     assert arrived[:2] == [np.float32(0.1), 2**62 + 1] and math.isnan(arrived[2])
-
-
-def test_tuples_become_lists():
-    assert exchanged({"shape": (2, 3)}) == {"shape": [2, 3]}
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """How many workers run next, and which memberships follow each other, with workers that a script plays."""
 
 import dataclasses
+import functools
 import math
 import signal
 
@@ -43,24 +44,12 @@ class World:
         self.start_secs = 0.5  # shorter than each place is empty
         monkeypatch.setattr(elastic, "time", self.clock)
         monkeypatch.setattr(elastic.processes, "log", self.lines.append)
-        world = self
+        monkeypatch.setattr(elastic.processes, "Group", functools.partial(Group, self))
 
-        class Group:
-            def __init__(self, workers, signals, grace_secs, notes, leaves_at):
-                self.notes, self.leaves_at = notes, leaves_at
-
-            def wait(self):
-                secs, told, outcome = world.script.pop(0)
-                for name, value in told.items():
-                    setattr(self.notes, name, value)
-                if self.notes.step is not None:
-                    self.notes.began_at = world.clock.now + world.start_secs
-                    self.notes.start_secs = world.start_secs
-                world.leaves_at.append(self.leaves_at() - world.clock.now)
-                world.clock.now += secs
-                return outcome
-
-        monkeypatch.setattr(elastic.processes, "Group", Group)
+    @property
+    def counts(self):
+        """The number of workers of each membership."""
+        return [len(places) for places in self.places]
 
     def run(self, script, least=1, most=3, max_restarts=3, wait_secs=600):
         self.script = list(script)
@@ -75,6 +64,24 @@ class World:
         return [None] * len(places)
 
 
+class Group:
+    """Plays the next membership of a world's script."""
+
+    def __init__(self, world, workers, signals, grace_secs, notes, leaves_at):
+        self.world, self.notes, self.leaves_at = world, notes, leaves_at
+
+    def wait(self):
+        world, (secs, told, outcome) = self.world, self.world.script.pop(0)
+        for name, value in told.items():
+            setattr(self.notes, name, value)
+        if self.notes.step is not None:
+            self.notes.began_at = world.clock.now + world.start_secs
+            self.notes.start_secs = world.start_secs
+        world.leaves_at.append(self.leaves_at() - world.clock.now)
+        world.clock.now += secs
+        return outcome
+
+
 @pytest.fixture
 def world(monkeypatch):
     return World(monkeypatch)
@@ -85,7 +92,7 @@ def crash(*fallen, code=137, cause="worker 1 failed first"):
 
 
 SAVED = GroupEnd(75, is_crash=False)
-MORE = GroupEnd(75, is_crash=False, has_left_for_more=True)
+MORE = SAVED._replace(has_left_for_more=True)
 DONE = GroupEnd(0, is_crash=False)
 
 
@@ -111,12 +118,7 @@ def test_a_worker_that_crashes_at_once_again_is_left_out(world):
     world.start_secs = 5
     script = [(9, {"step": 0}, crash(1)), (9, {"step": 0}, crash(1)), (9, {"step": 0}, DONE)]
     assert world.run(script) == 0
-    assert [count for _, count, _ in world.started] == [3, 3, 2] and world.signals.pauses == []
-
-
-def test_a_membership_that_does_not_train_is_not_asked_to_leave(world):
-    world.run([(9, {"step": 0}, crash(1)), (9, {}, DONE)])
-    assert world.leaves_at == [math.inf, math.inf]
+    assert world.counts == [3, 3, 2] and world.signals.pauses == []
 
 
 def test_a_worker_that_was_asked_to_leave_leaves_its_place(world):
@@ -126,7 +128,7 @@ def test_a_worker_that_was_asked_to_leave_leaves_its_place(world):
 
 def test_a_run_that_leaves_by_itself_ends_and_so_does_one_that_is_asked(world):
     assert world.run([(9, {"step": 0}, SAVED)]) == 75
-    assert world.run([(9, {"step": 0}, GroupEnd(75, is_crash=False, is_last=True, leavers=[0, 1]))]) == 75
+    assert world.run([(9, {"step": 0}, SAVED._replace(is_last=True, leavers=[0, 1]))]) == 75
     assert world.run([(9, {}, SAVED._replace(leavers=[0]))], least=3) == 75  # the number is fixed
 
 
@@ -163,13 +165,14 @@ def test_crashes_without_a_newer_checkpoint_are_bounded(world):
 def test_what_fails_before_the_first_step_is_not_tried_again_but_a_kill_is(world):
     assert world.run([(5, {}, crash(0, code=1))]) == 1
     assert world.lines == ["the run ends, as it failed before it trained."]
-    assert world.run([(5, {}, crash(0)), (5, {"step": 0}, DONE)]) == 0
+    assert world.run([(5, {}, crash(0)), (5, {"step": 0}, crash(0)), (9, {}, DONE)]) == 0
+    assert world.leaves_at[-1] == math.inf  # what does not train is not asked to leave
 
 
 def test_workers_whose_number_does_not_fit_start_again_with_one_that_fits(world):
     error = crash(0, 1, 2, code=1, cause="worker 0 failed first")
     assert world.run([(5, {"sizes": (1, 2)}, error), (5, {"step": 0}, DONE)]) == 0
-    assert [count for _, count, _ in world.started] == [3, 2]
+    assert world.counts == [3, 2]
     assert world.run([(5, {"sizes": (1, 2)}, error)], least=3, most=5) == 1  # none fits
     assert world.run([(5, {"sizes": (1, 2)}, crash(0))], least=3, most=5) == 137
 
@@ -184,14 +187,15 @@ def test_only_numbers_that_the_run_can_have_are_started(world):
     sizes = {"sizes": (1, 2, 4)}
     script = [(9, {"step": 0, **sizes}, crash(3)), (9, {"step": 20, **sizes}, DONE)]
     assert world.run(script, most=4) == 0
-    assert [count for _, count, _ in world.started] == [4, 2]
+    assert world.counts == [4, 2]
     assert world.lines == ["membership 2 has 2 of 4 workers (it can have 1, 2, 4): worker 1 failed first."]
 
 
-def test_with_a_fixed_number_the_pause_doubles_up_to_a_minute_and_starts_anew_after_a_lasting_run(world):
+@pytest.mark.parametrize("most", [1, 3])
+def test_with_a_fixed_number_the_pause_doubles_up_to_a_minute_and_starts_anew_after_a_lasting_run(most, world):
     script = [(700 if i == 9 else 10, {}, crash(0, code=3)) for i in range(12)]
-    assert world.run(script, most=1, max_restarts=11) == 3
-    assert world.signals.pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60, 1, 2]
+    assert world.run(script, least=most, most=most, max_restarts=11) == 3
+    assert world.signals.pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60, 1, 2] and world.counts == [most] * 12
     assert world.lines[0] == "all workers start again in 1 s (restart 1 of 11)."
 
 
@@ -209,28 +213,13 @@ def test_a_place_that_comes_while_workers_train_is_seen(world):
     assert world.places == [[0, 1], [0, 1, 2]]
 
 
-def test_the_run_looks_each_second_whether_a_place_has_come_and_says_once_that_it_waits(world):
+@pytest.mark.parametrize(("most", "wait_secs"), [(3, 600), (2, 10)])
+def test_the_run_looks_each_second_whether_a_place_has_come_and_says_once_that_it_waits(most, wait_secs, world):
     world.there = lambda: [0] if world.clock.now < 1060 else [0, 1]
-    assert world.run([(9, {"step": 0}, DONE)], least=2, most=3) == 0
+    script = [(9, {"step": 0}, DONE)]
+    assert world.run(script, least=2, most=most, wait_secs=wait_secs) == 0  # of a fixed number, as long as it takes
     assert world.places == [[0, 1]] and world.signals.pauses == [1.0] * 60
     assert world.lines == ["there were places for 1 worker, and 2 are needed: waiting for more."]
-
-
-def test_a_run_of_a_fixed_number_waits_for_its_places_as_long_as_it_takes(world):
-    world.there = lambda: [0] if world.clock.now < 5000 else [0, 1]
-    assert world.run([(9, {"step": 0}, DONE)], least=2, most=2) == 0
-    assert world.started == [(1, 2, "")]
-
-
-def test_all_places_are_there_at_first():
-    plan = MembershipPlan(1, 3)
-    assert plan.there(0.0) == [0, 1, 2] and plan.size(0.0) == 3 and plan.grows_at(3) == math.inf
-
-
-def test_those_left_go_on_until_the_place_is_there_again():
-    plan = MembershipPlan(1, 3).lose([1], 10.0)
-    assert plan.there(10.0) == [0, 2] and plan.size(10.0) == 2
-    assert plan.grows_at(2) == 11.0 and plan.size(11.0) == 3
 
 
 def test_a_place_that_is_there_again_sooner_than_workers_start_counts_as_there():
@@ -251,37 +240,8 @@ def test_what_broke_twice_without_a_newer_checkpoint_is_left_out():
     assert twice.begin(30, start_secs=5.0).crash().lose([1], 10.0).there(10.0) == [0, 1, 2]
 
 
-def test_below_the_least_number_nobody_runs():
-    plan = MembershipPlan(2, 3).lose([0, 2], 10.0)
-    assert plan.size(10.0) == 0 and plan.grows_at(0) == 11.0 and plan.size(11.0) == 3
-
-
 def test_only_numbers_of_workers_that_the_run_can_have_are_started():
     plan = MembershipPlan(1, 4, sizes=(1, 2, 4)).lose([3], 0.0).lose([3], 1.0)
     assert plan.size(1.0) == 2 and plan.there(1.0) == [0, 1, 2]
     assert plan.grows_at(2) == 3.0 and plan.size(3.0) == 4
     assert MembershipPlan(3, 4, sizes=(1, 2, 4)).lose([0], 0.0).size(0.0) == 0
-
-
-def test_the_pause_of_a_place_doubles_up_to_a_minute_and_begins_anew_after_a_lasting_worker():
-    plan, now, pauses = MembershipPlan(1, 2), 0.0, []
-    for fall in range(10):
-        now += 700 if fall == 8 else 10
-        plan = plan.lose([1], now)
-        pauses.append(plan.back_at[1] - now)
-        now = plan.back_at[1]
-    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 1, 2] and plan.back_at[0] == -math.inf
-
-
-def test_crashes_count_from_the_newest_checkpoint():
-    plan = MembershipPlan(1, 3).begin(0).crash()
-    assert plan.restarts == 1
-    plan = plan.begin(0).crash().begin(None).crash()
-    assert plan.restarts == 3
-    assert plan.begin(20).crash().restarts == 1
-
-
-@pytest.mark.parametrize("most", [1, 3])
-def test_a_fixed_number_waits_for_all(most):
-    plan = MembershipPlan(most, most).lose([0], 0.0)
-    assert plan.size(0.5) == 0 and plan.size(1.0) == most

@@ -1,6 +1,5 @@
 """Two runs compared: what differs besides numbers, the first row, the first checkpoint and variable; equal runs are."""
 
-import json
 import subprocess
 import sys
 import time
@@ -10,10 +9,10 @@ import pytest
 import distloop
 from distloop import report
 from distloop.replay.diff import compare
-from tests.problems import classification, classifier, on
+from tests.problems import classification, classifier, on, write_run
 
 
-def train(workdir, *, steps=6, optimizer=None, actions=(), **settings):
+def train(workdir, *, steps=6, actions=(), **settings):
     config = on(1, workdir=str(workdir), log_every=1, checkpoint_every=2, keep_checkpoints=9, steps=steps, **settings)
     data = distloop.make_dataset(classification(61), 16, shuffle=True, seed=3)
     distloop.Trainer(classifier(dropout=0.3), config).fit(data, actions=actions)
@@ -22,23 +21,18 @@ def train(workdir, *, steps=6, optimizer=None, actions=(), **settings):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    root = tmp_path_factory.mktemp("runs")
-    changed = train(root / "changed", steps=2)
-    config = on(1, workdir=changed, log_every=1, checkpoint_every=2, keep_checkpoints=9, steps=6)
-
     def nudge(report):
         if report.step == 3:
-            kernel = report.state.model.layers[0].kernel
-            kernel.assign_add([[2.0**-10] * 16] * 8)
+            report.state.model.layers[0].kernel.assign_add([[2.0**-10] * 16] * 8)
 
     nudge.every = 1
-    data = distloop.make_dataset(classification(61), 16, shuffle=True, seed=3)
-    distloop.Trainer(classifier(dropout=0.3), config).fit(data, actions=[nudge])
+    root = tmp_path_factory.mktemp("runs")
+    train(root / "changed", steps=2)
     return {
         "whole": train(root / "whole"),
         "stopped": train(root / "stopped", steps=4),
         "other seed": train(root / "other", seed=1),
-        "changed": changed,
+        "changed": train(root / "changed", actions=[nudge]),
     }
 
 
@@ -66,21 +60,12 @@ def test_the_first_row_and_the_first_variable_are_those_after_a_change(runs):
 
 
 def test_times_and_rows_of_other_steps_are_not_compared_and_an_incomplete_row_is_left_out(tmp_path):
-    for name, rows in (
-        ("a", [{"step": 2, "time": 1.0, "loss": 0.5, "steps_per_sec": 3.0}, {"step": 4, "time": 2.0, "loss": 0.25}]),
-        (
-            "b",
-            [
-                {"step": 1, "loss": 9.0},
-                {"step": 2, "time": 7.0, "loss": 0.5, "goodput": 1.0},
-                {"step": 4, "loss": 0.125},
-            ],
-        ),
-    ):
-        (tmp_path / name).mkdir()
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        (tmp_path / name / "metrics.jsonl").write_text(text if name == "a" else text + '{"step": 5, "lo')
-    found = compare(str(tmp_path / "a"), str(tmp_path / "b"))
+    rows = [{"step": 2, "time": 1.0, "loss": 0.5, "steps_per_sec": 3.0}, {"step": 4, "time": 2.0, "loss": 0.25}]
+    other = [{"step": 1, "loss": 9.0}, {"step": 2, "loss": 0.5, "goodput": 1.0}, {"step": 4, "loss": 0.125}]
+    first, second = write_run(tmp_path / "a", rows), write_run(tmp_path / "b", other)
+    with open(second / "metrics.jsonl", "a") as file:
+        file.write('{"step": 5, "lo')
+    found = compare(str(first), str(second))
     assert found.step == 4 and found.numbers == {"loss": (0.25, 0.125)} and found.num_rows == 2
     assert "loss: 0.25 and 0.125 (-0.125 apart)" in str(found)
 
@@ -88,14 +73,9 @@ def test_times_and_rows_of_other_steps_are_not_compared_and_an_incomplete_row_is
 def test_a_million_rows_take_seconds_and_no_tensorflow(tmp_path):
     numbers = {name: 1.0 / (i + 3) for i, name in enumerate("loss accuracy gradient_norm learning_rate".split())}
     for name, slow in (("a", 1.0), ("b", 2.0)):
-        (tmp_path / name).mkdir()
-        with open(tmp_path / name / "metrics.jsonl", "w") as file:
-            for step in range(1, 20_001):
-                end = 1.0 if (name, step) == ("b", 19_999) else 0.0
-                file.write(
-                    json.dumps({"step": step, "time": slow * step, **numbers, "steps_per_sec": slow, "test/x": end})
-                    + "\n"
-                )
+        rows = [{"step": step, **numbers, "steps_per_sec": slow, "test/x": 0.0} for step in range(1, 20_001)]
+        rows[19_998]["test/x"] = float(name == "b")
+        write_run(tmp_path / name, rows)
     program = "import sys, distloop.report as r; c = r.main(sys.argv[1:]); print(c, 'tensorflow' in sys.modules)"
     began = time.monotonic()
     command = [sys.executable, "-c", program, "--diff", str(tmp_path / "a"), str(tmp_path / "b")]
@@ -104,13 +84,10 @@ def test_a_million_rows_take_seconds_and_no_tensorflow(tmp_path):
     assert time.monotonic() - began < 20  # a fiftieth of a million
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda runs, path: [runs["whole"]], "--diff was given with 1 workdirs: give two"),
-        (lambda runs, path: [runs["whole"], str(path)], "holds no metrics.jsonl"),
-    ],
-)
-def test_what_cannot_be_compared_is_refused_in_a_sentence(runs, tmp_path, capsys, make, words):
-    assert report.main(["--diff", *make(runs, tmp_path)]) == 2
-    assert words in capsys.readouterr().err
+def test_what_cannot_be_compared_is_refused_in_a_sentence(runs, tmp_path, capsys):
+    for others, words in (
+        ([], "--diff was given with 1 workdirs: give two"),
+        ([str(tmp_path)], "holds no metrics.jsonl"),
+    ):
+        assert report.main(["--diff", runs["whole"], *others]) == 2
+        assert words in capsys.readouterr().err

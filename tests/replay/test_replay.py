@@ -29,25 +29,29 @@ def settings(replicas, workdir, **changes):
     return on(replicas, workdir=str(workdir), **{**defaults, **changes})
 
 
-class Remember:
-    """The weights after each step."""
-
-    every = 1
-
-    def __init__(self):
-        self.weights = {}
-
-    def __call__(self, report):
-        self.weights[report.step] = weights(report.state)
+def trainer_of(model_fn, replicas, workdir, **changes):
+    return distloop.Trainer(model_fn, settings(replicas, workdir, **changes))
 
 
 def train(model_fn, config, dataset=None):
     """Returns the weights after each step of a run."""
-    actions = [remember := Remember()]
-    trainer = distloop.Trainer(model_fn, config)
-    remember.weights[0] = weights(trainer)
-    trainer.fit(data() if dataset is None else dataset, actions=actions)
-    return remember.weights
+    trainer, seen = distloop.Trainer(model_fn, config), {}
+
+    def remember(report):
+        seen[report.step] = weights(report.state)
+
+    remember.every = 1
+    seen[0] = weights(trainer)
+    trainer.fit(data() if dataset is None else dataset, actions=[remember])
+    return seen
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The workdir of a run on one device, to be read."""
+    workdir = tmp_path_factory.mktemp("finished")
+    train(classifier(), settings(1, workdir))
+    return workdir
 
 
 def files_of(workdir):
@@ -75,7 +79,7 @@ def test_a_step_has_the_batch_values_gradients_and_weights_that_it_had(tmp_path,
     before = files_of(tmp_path)
     with RunLock(str(tmp_path)):  # of the run, which is training
         held = files_of(tmp_path)
-        trainer = distloop.Trainer(model_fn, settings(replayed_on, tmp_path, clip_norm=0.3, average_decay=0.9))
+        trainer = trainer_of(model_fn, replayed_on, tmp_path, clip_norm=0.3, average_decay=0.9)
         result = trainer.replay(data(), step=step)
         assert files_of(tmp_path) == held
     assert {path for path in before if before[path] != files_of(tmp_path)[path]} <= {str(tmp_path / "run.lock")}
@@ -94,9 +98,8 @@ def test_a_step_has_the_batch_values_gradients_and_weights_that_it_had(tmp_path,
         mean = tf.reduce_sum(outputs["loss"].values * outputs["loss"].weights) / tf.reduce_sum(outputs["loss"].weights)
         total = mean + sum(spec.model.losses)
     gradients = tape.gradient(total, spec.model.trainable_variables)
-    assert_close(
-        result.gradients, {v.path: g.numpy() for v, g in zip(spec.model.trainable_variables, gradients, strict=True)}
-    )
+    by_path = {v.path: g.numpy() for v, g in zip(spec.model.trainable_variables, gradients, strict=True)}
+    assert_close(result.gradients, by_path)
     expected = {"loss": outputs["loss"].values.numpy(), "loss/weight": batch["weight"]}
     assert_close({name: result.values[name] for name in expected}, expected)
     text = str(result)
@@ -104,20 +107,19 @@ def test_a_step_has_the_batch_values_gradients_and_weights_that_it_had(tmp_path,
 
 
 BITS = [
-    ("virtual replicas", 2, 1, {"virtual_replicas": 4}, {"dropout": 0.3, "batch_norm": "plain"}),
-    ("microbatches", 2, 2, {"microbatches": 3}, {"dropout": 0.3}),
-    ("float16", 2, 2, {"precision": "mixed_float16"}, {"dropout": 0.3}),
-    ("statistics", 1, 1, {}, {"batch_norm": "plain", "dropout": 0.3}),
-    ("sharded", 2, 2, {"shard_optimizer": True, "clip_norm": 0.3}, {"dropout": 0.3}),
+    pytest.param(2, 1, {"virtual_replicas": 4}, {"batch_norm": "plain"}, id="virtual replicas"),
+    pytest.param(2, 2, {"microbatches": 3}, {}, id="microbatches"),
+    pytest.param(2, 2, {"precision": "mixed_float16"}, {}, id="float16"),
+    pytest.param(1, 1, {}, {"batch_norm": "plain"}, id="statistics"),
+    pytest.param(2, 2, {"shard_optimizer": True, "clip_norm": 0.3}, {}, id="sharded"),
 ]
 
 
-@pytest.mark.parametrize("name", mostly_wide([case[0] for case in BITS], "virtual replicas", "microbatches"))
-def test_weights_have_their_bits(tmp_path, name):
-    _, trained_on, replayed_on, changes, of_model = next(case for case in BITS if case[0] == name)
-    model_fn = classifier(**of_model)
+@pytest.mark.parametrize(("trained_on", "replayed_on", "changes", "of_model"), mostly_wide(BITS, *BITS[:2]))
+def test_weights_have_their_bits(trained_on, replayed_on, changes, of_model, tmp_path):
+    model_fn = classifier(dropout=0.3, **of_model)
     seen = train(model_fn, settings(trained_on, tmp_path, **changes))
-    result = distloop.Trainer(model_fn, settings(replayed_on, tmp_path, **changes)).replay(data(), step=8)
+    result = trainer_of(model_fn, replayed_on, tmp_path, **changes).replay(data(), step=8)
     same = [path for path in seen[7] if not path.startswith("seeds/")]  # of other replicas
     assert_equal({p: result.weights_before[p] for p in same}, {p: seen[7][p] for p in same})
     assert_equal({p: result.weights_after[p] for p in same}, {p: seen[8][p] for p in same})
@@ -132,7 +134,7 @@ def run_on_workers(workdir):
 @pytest.mark.slow
 def test_one_process_replays_a_run_of_two_workers(tmp_path):
     forked.run_in_workers(run_on_workers, 2, str(tmp_path))
-    result = distloop.Trainer(classifier(), settings(1, tmp_path)).replay(data(), step=10)
+    result = trainer_of(classifier(), 1, tmp_path).replay(data(), step=10)
     saved = load(str(tmp_path / "checkpoints" / "10")).values
     assert_close(result.weights_after, {path: saved[f"model/{path}"].numpy() for path in result.weights_after})
     assert result.differences == [] and len(result.rows) == SIZE
@@ -149,10 +151,9 @@ def with_a_bad_row(row):
 def test_a_step_that_float16_skipped_is_seen_as_it_was(tmp_path):
     model_fn, changes = classifier(batch_norm="plain"), with_a_bad_row(7)
     seen = train(model_fn, settings(2, tmp_path, precision="mixed_float16", log_every=1), data(**changes))
-    skipped = next(
-        step for step in seen if step and all(np.array_equal(seen[step][p], seen[step - 1][p]) for p in seen[0])
-    )
-    trainer = distloop.Trainer(model_fn, settings(2, tmp_path, precision="mixed_float16", log_every=1))
+    is_skipped = lambda step: all(np.array_equal(seen[step][p], seen[step - 1][p]) for p in seen[0])  # noqa: E731
+    skipped = next(step for step in range(1, STEPS + 1) if is_skipped(step))
+    trainer = trainer_of(model_fn, 2, tmp_path, precision="mixed_float16", log_every=1)
     result = trainer.replay(data(**changes), step=skipped)
     assert not result.is_finite and 7 in result.rows and result.differences == []
     assert not np.isfinite(result.values["loss"][list(result.rows).index(7)])
@@ -178,11 +179,8 @@ def test_a_rollback_that_left_a_batch_out_is_replayed_before_it_at_it_and_after_
         assert_equal(result.weights_after, seen[step])
         assert result.is_finite and 7 not in result.rows and result.differences == []
     result = trainer.replay(data(**changes), step=failed)
-    assert (
-        not result.is_finite
-        and 7 in result.rows
-        and f"Step {failed} is the first that was not finite" in result.failure
-    )
+    assert not result.is_finite and 7 in result.rows
+    assert f"Step {failed} is the first that was not finite" in result.failure
 
 
 @pytest.mark.slow
@@ -191,7 +189,7 @@ def test_the_operation_is_named_by_a_replay_alone(tmp_path):
     with pytest.raises(FloatingPointError, match=r"--replay=(\d+)") as error:
         train(classifier(), config, data(**changes))
     step = int(re.search(r"--replay=(\d+)", str(error.value))[1])
-    trainer = distloop.Trainer(classifier(), settings(1, tmp_path, checkpoint_every=1, locate_nonfinite=True))
+    trainer = trainer_of(classifier(), 1, tmp_path, checkpoint_every=1, locate_nonfinite=True)
     result = trainer.replay(data(**changes), step=step)
     assert "the batch itself holds such numbers, in x, first in row" in result.failure and 7 in result.rows
 
@@ -200,36 +198,33 @@ def test_the_operation_is_named_by_a_replay_alone(tmp_path):
 def test_a_run_that_went_on_with_another_batch_size_is_replayed_after_that(tmp_path):
     train(classifier(), settings(1, tmp_path, steps=5))
     seen = train(classifier(), settings(1, tmp_path), data(12))
-    trainer = distloop.Trainer(classifier(), settings(1, tmp_path))
+    trainer = trainer_of(classifier(), 1, tmp_path)
     result = trainer.replay(data(12), step=9)
     assert_equal(result.weights_after, seen[9])
     assert len(result.rows) == 12
     refused(lambda: trainer.replay(data(12), step=4), "starts from step 0", "make another Trainer")
-    trainer = distloop.Trainer(classifier(), settings(1, tmp_path))
+    trainer = trainer_of(classifier(), 1, tmp_path)
     other = trainer.replay(data(12), step=4)  # of the smaller batches, which it did not have
     assert len(other.differences) == 1 and "parts from the run in the row of step 2: loss was" in other.differences[0]
 
 
 @pytest.mark.slow
-def test_a_row_that_is_not_that_of_the_run_is_named_with_what_explains_it(tmp_path):
-    train(classifier(), settings(1, tmp_path))
+def test_a_row_that_is_not_that_of_the_run_is_named_with_what_explains_it(finished, tmp_path):
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
     path = tmp_path / "metrics.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     rows[7]["accuracy"] += 0.125
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    trainer = distloop.Trainer(classifier(), settings(1, tmp_path, on_nonfinite="skip"))
+    trainer = trainer_of(classifier(), 1, tmp_path, on_nonfinite="skip")
     (sentence,) = trainer.replay(data(), step=9).differences
-    assert (
-        "in the row of step 8: accuracy was" in sentence
-        and "the run had on_nonfinite='raise', and this is 'skip'" in sentence
-    )
+    assert "in the row of step 8: accuracy was" in sentence
+    assert "the run had on_nonfinite='raise', and this is 'skip'" in sentence
 
 
 def test_several_updates_and_a_step_of_several_looks_are_replayed(tmp_path):
     def model_fn():
-        nets = {
-            name: keras.Sequential([keras.Input((8,)), keras.layers.Dense(4, name="d")], name=name) for name in "ab"
-        }
+        layers = lambda: [keras.Input((8,)), keras.layers.Dense(4, name="d")]  # noqa: E731
+        nets = {name: keras.Sequential(layers(), name=name) for name in "ab"}
 
         def loss_of(name):
             def loss_fn(batch, training):
@@ -250,7 +245,7 @@ def test_several_updates_and_a_step_of_several_looks_are_replayed(tmp_path):
         return distloop.ModelSpec(nets, updates=updates)
 
     seen = train(model_fn, settings(2, tmp_path))
-    result = distloop.Trainer(model_fn, settings(2, tmp_path)).replay(data(), step=6)
+    result = trainer_of(model_fn, 2, tmp_path).replay(data(), step=6)
     assert_equal(result.weights_after, seen[6])
     assert {"one/loss", "two/loss"} == set(result.values) and len(result.values["two/loss"]) == SIZE
     moved = {path: seen[5][path] - seen[6][path] for path in seen[6]}
@@ -260,10 +255,8 @@ def test_several_updates_and_a_step_of_several_looks_are_replayed(tmp_path):
     assert result.learning_rate == pytest.approx({"one": 0.1, "two": 0.2})
 
 
-def test_the_command_of_the_run_prints_the_step_and_ends(tmp_path, capsys):
-    train(classifier(), settings(1, tmp_path))
-    capsys.readouterr()
-    trainer = distloop.Trainer(classifier(), settings(1, tmp_path, replay=7))
+def test_the_command_of_the_run_prints_the_step_and_ends(finished, capsys):
+    trainer = trainer_of(classifier(), 1, finished, replay=7)
     with pytest.raises(SystemExit) as end:
         trainer.fit(data())
     out = capsys.readouterr().out
@@ -272,25 +265,17 @@ def test_the_command_of_the_run_prints_the_step_and_ends(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_with_eager_the_step_alone_is_plain_python(tmp_path):
-    train(classifier(), settings(1, tmp_path))
+def test_with_eager_the_step_alone_is_plain_python(finished):
     eager = []
-
-    def model_fn():
-        return classifier(on_trace=lambda training: eager.append(tf.executing_eagerly()))()
-
-    result = distloop.Trainer(model_fn, settings(1, tmp_path, eager=True)).replay(data(), step=7)
+    model_fn = classifier(on_trace=lambda training: eager.append(tf.executing_eagerly()))
+    result = trainer_of(model_fn, 1, finished, eager=True).replay(data(), step=7)
     assert eager.count(True) == 1 and result.values["loss"].shape == (SIZE,)
 
 
 def test_plain_datasets_and_batches_of_unknown_size_have_no_row_numbers(tmp_path):
-    def plain():
-        return tf.data.Dataset.from_tensor_slices({k: np.asarray(v) for k, v in classification(ROWS).items()}).batch(
-            SIZE
-        )
-
-    seen = train(classifier(), settings(2, tmp_path), plain())
-    result = distloop.Trainer(classifier(), settings(2, tmp_path)).replay(plain(), step=8)  # an odd batch
+    plain = tf.data.Dataset.from_tensor_slices(classification(ROWS)).batch(SIZE)
+    seen = train(classifier(), settings(2, tmp_path), plain)
+    result = trainer_of(classifier(), 2, tmp_path).replay(plain, step=8)  # an odd batch
     assert result.rows is None and len(result.values["loss"]) == ROWS - 3 * SIZE
     assert_equal(result.weights_after, seen[8])
 
@@ -299,7 +284,7 @@ def test_plain_datasets_and_batches_of_unknown_size_have_no_row_numbers(tmp_path
 def test_a_run_at_a_url_and_one_from_other_weights_are_replayed(finished, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     seen = train(classifier(), settings(1, "memory://replayed/run"))
-    result = distloop.Trainer(classifier(), settings(1, "memory://replayed/run")).replay(data(), step=8)
+    result = trainer_of(classifier(), 1, "memory://replayed/run").replay(data(), step=8)
     assert_equal(result.weights_after, seen[8])
     config = settings(1, tmp_path / "run", init_from=str(finished / "checkpoints" / "10"))
     seen = train(classifier(), config)
@@ -308,40 +293,30 @@ def test_a_run_at_a_url_and_one_from_other_weights_are_replayed(finished, tmp_pa
     assert result.differences == []
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    workdir = tmp_path_factory.mktemp("finished")
-    train(classifier(), settings(1, workdir))
-    return workdir
-
-
-def other_model():
-    return classifier(batch_norm="plain")()
-
-
 @pytest.mark.parametrize(
-    ("make", "step", "parts"),
+    ("changes", "step", "parts"),
     [
-        (lambda run: (classifier(), settings(1, run)), 13, ["step 13", "has reached step 12", "a step from 1 to 12"]),
-        (lambda run: (classifier(), settings(1, run)), 0, ["step 0", "a step from 1 to 12"]),
-        (lambda run: (classifier(), settings(1, run)), 2.5, ["step 2.5"]),
-        (lambda run: (other_model, settings(1, run)), 8, ["is of another model"]),
-        (lambda run: (classifier(), settings(1, run, virtual_replicas=2)), 8, ["virtual_replicas=0, and 2 were given"]),
-        (lambda run: (classifier(), settings(1, "")), 8, ["without a workdir"]),
-        (lambda run: (classifier(), settings(1, run / "none")), 8, ["none", "holds no run that has come to a step"]),
+        ({}, 13, ["step 13", "has reached step 12", "a step from 1 to 12"]),
+        ({}, 0, ["step 0", "a step from 1 to 12"]),
+        ({}, 2.5, ["step 2.5"]),
+        ({"model_fn": classifier(batch_norm="plain")}, 8, ["is of another model"]),
+        ({"virtual_replicas": 2}, 8, ["virtual_replicas=0, and 2 were given"]),
+        ({"workdir": ""}, 8, ["without a workdir"]),
+        ({"workdir": "none"}, 8, ["none", "holds no run that has come to a step"]),
     ],
 )
-def test_what_cannot_be_replayed_is_refused_in_a_sentence(finished, make, step, parts):
-    trainer = distloop.Trainer(*make(finished))
+def test_what_cannot_be_replayed_is_refused_in_a_sentence(finished, changes, step, parts, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trainer = trainer_of(**{"model_fn": classifier(), "replicas": 1, "workdir": finished, **changes})
     refused(lambda: trainer.replay(data(), step=step), *parts)
 
 
 def test_a_trainer_that_has_trained_and_a_run_without_a_beginning_are_refused(finished, tmp_path):
-    trainer = distloop.Trainer(classifier(), settings(1, tmp_path))
+    trainer = trainer_of(classifier(), 1, tmp_path)
     trainer.restore(str(finished / "checkpoints" / "5"))
     refused(lambda: trainer.replay(data(), step=3), "on a Trainer at step 5", "make another one")
     trainer.fit(data())
-    again = distloop.Trainer(classifier(), settings(1, tmp_path))
+    again = trainer_of(classifier(), 1, tmp_path)
     refused(lambda: again.replay(data(), step=3), "nothing to start from", "began at step 5", "keep_checkpoints")
 
 
@@ -351,6 +326,6 @@ def test_a_damaged_checkpoint_is_passed_over(finished, tmp_path):
     content = bytearray(file.read_bytes())
     content[100] ^= 1
     file.write_bytes(content)
-    result = distloop.Trainer(classifier(), settings(1, tmp_path / "run")).replay(data(), step=7)
-    expected = distloop.Trainer(classifier(), settings(1, finished)).replay(data(), step=7)
+    result = trainer_of(classifier(), 1, tmp_path / "run").replay(data(), step=7)
+    expected = trainer_of(classifier(), 1, finished).replay(data(), step=7)
     assert_equal(result.weights_after, expected.weights_after)

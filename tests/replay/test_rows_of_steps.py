@@ -38,16 +38,13 @@ def test_the_examples_of_a_step_are_those_of_its_replay(tmp_path, arguments, cap
     for row in (0, 7, 60):
         assert steps_of_row(run, row) == [step for step, rows in in_steps.items() if row in rows]
     assert report.main([run, "--rows", "3"]) == report.main([run, "--steps-of", "7"]) == 0
-    first, second = capsys.readouterr().out.splitlines()[-2:]
-    assert first.split() == list(map(str, rows_of_step(run, 3))) and second.split() == list(
-        map(str, steps_of_row(run, 7))
-    )
+    first, second = ([int(word) for word in line.split()] for line in capsys.readouterr().out.splitlines()[-2:])
+    assert first == list(rows_of_step(run, 3)) and second == steps_of_row(run, 7)
 
 
 def test_another_batch_size_after_a_stop_and_a_batch_that_was_left_out_are_counted(tmp_path):
-    x = np.array(classification(ROWS)["x"])
-    x[7, 0] = np.nan
-    rows = {**classification(ROWS), "x": x}
+    rows = classification(ROWS)
+    rows["x"][7, 0] = np.nan
     train(tmp_path, data(rows=rows), steps=4, on_divergence="rollback")
     run = train(tmp_path, data(12, rows), on_divergence="rollback")
     incidents = {json.loads(line)["step"] for line in (tmp_path / "incidents.jsonl").read_text().splitlines()}
@@ -61,8 +58,7 @@ def test_what_is_not_known_is_refused_in_a_sentence(tmp_path, capsys):
     run = train(tmp_path / "by number", data())
     refused(lambda: rows_of_step(run, 12), "--rows=12", "steps from 1 to 11")
     refused(lambda: steps_of_row(run, 61), "--steps-of=61", "has 61 rows", "from 0 to 60")
-    arrays = {name: np.asarray(value) for name, value in classification(ROWS).items()}
-    plain = train(tmp_path / "plain", tf.data.Dataset.from_tensor_slices(arrays).batch(SIZE))
+    plain = train(tmp_path / "plain", tf.data.Dataset.from_tensor_slices(classification(ROWS)).batch(SIZE))
     refused(lambda: rows_of_step(plain, 2), "a dataset without numbers", "--replay")
     assert report.main([run, run, "--rows", "2"]) == 2
     assert "--rows or --steps-of was given with 2 workdirs" in capsys.readouterr().err
