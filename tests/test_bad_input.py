@@ -441,8 +441,9 @@ def test_a_place_in_the_workdir_that_cannot_be_written(tmp_path, name):
         (lambda: {"actions": [lambda report: None]}, ["The action", "was given", "`every`", "set it"]),
         (lambda: {"actions": ["print"]}, ["The action", "was given", "`every`", "set it"]),
         (lambda: {"evals": dataset()}, ["evals", "dict"]),
+        (lambda: {"evals": (np.eye(5), np.ones(5))}, ["evals=(array([[1., 0.", "dict"]),
     ],
-    ids=["an action without every", "an action that is no function", "evaluations that are no dict"],
+    ids=["an action without every", "an action that is no function", "evaluations that are no dict", "arrays"],
 )
 def test_fit_with(given, parts):
     trainer = make_trainer()

@@ -306,7 +306,7 @@ def test_a_dataset_that_python_makes_or_that_is_distributed_goes_on_where_it_was
 
 
 def test_save_needs_a_place_and_something_to_save(tmp_path):
-    with pytest.raises(ValueError, match="save needs a place"):
+    with pytest.raises(ValueError, match="save needs a workdir"):
         make_trainer("").save()
     with pytest.raises(ValueError, match="call fit first"):
         make_trainer(tmp_path).save()

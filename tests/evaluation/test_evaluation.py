@@ -132,7 +132,7 @@ def with_rows(means, rows_fn):
 
 @pytest.mark.parametrize("values", [None, 3.0, {"a": "b"}, {"a": np.zeros(2)}, {"a": [1.0]}])
 def test_what_is_no_dict_of_numbers_is_refused(values):
-    with pytest.raises(ValueError, match="rows_fn returned .*; it returns a dict of numbers by name, of all rows"):
+    with pytest.raises(ValueError, match="rows_fn returned .*; give a dict of numbers by name, of all rows"):
         with_rows({}, lambda rows: values)
 
 

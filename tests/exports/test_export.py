@@ -129,6 +129,14 @@ def test_a_place_that_cannot_be_is_refused(name, untrained, tmp_path):
         untrained.export(tmp_path / "file" / name)
 
 
+@pytest.mark.parametrize("name", ["model.h5", "model.weights.h5", "model.pb", "model.pt"])
+def test_a_suffix_of_a_format_that_exports_do_not_have_is_refused(name, untrained, tmp_path):
+    sentence = f"{name}'; it writes .keras, .npz, .safetensors, .tflite and .onnx files, and else a directory"
+    with pytest.raises(ValueError, match=sentence):
+        untrained.export(tmp_path / name)
+    assert os.listdir(tmp_path) == []
+
+
 @pytest.mark.slow
 def test_missing_directories_are_made_and_an_empty_one_is_taken(untrained, tmp_path):
     untrained.export(tmp_path / "runs" / "1" / "model")
