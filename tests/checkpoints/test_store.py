@@ -352,8 +352,9 @@ def test_a_half_deleted_checkpoint_never_comes_back(tmp_path, monkeypatch):
     assert kept.load_newest().step == 4
 
 
-@pytest.mark.parametrize("leftover", ["6.123.tmp", f"5.{os.getpid()}.tmp", f"5.{os.getpid()}.old"])
+@pytest.mark.parametrize("leftover", ["6.123.tmp", "5.{}.tmp", "5.{}.old"])
 def test_the_next_save_removes_what_a_killed_process_left_also_one_of_the_same_number(leftover, tmp_path):
+    leftover = leftover.format(os.getpid())
     shutil.copytree(save(tmp_path, 5).load_newest().path, tmp_path / leftover)
     assert save(tmp_path, 7, keep=1).steps == [7] and os.listdir(tmp_path) == ["7"]
 
