@@ -17,27 +17,19 @@ def report(step=10, until=100, **metrics):
     return Report(step, until, metrics, state=None)
 
 
-class Console:
-    """A writer that is no file, which may fail."""
-
-    def __init__(self, error=None):
-        self.rows, self._error = [], error
-
-    def write(self, step, metrics, when):
-        if self._error:
-            raise self._error
-        self.rows.append((step, metrics))
-
-    def close(self):
-        pass
-
-
 def test_write_hands_the_step_and_all_numbers_to_every_writer_at_every_boundary():
+    class Writer:
+        def __init__(self):
+            self.rows = []
+
+        def write(self, step, metrics, when):
+            self.rows.append((step, metrics))
+
     def evaluate(report):
         return {"test/loss": 0.25}
 
     evaluate.every = 10
-    writers = [Console(), Console()]
+    writers = [Writer(), Writer()]
     run([evaluate, Write(writers)], report(step=10, loss=0.5))
     assert [w.rows for w in writers] == [[(10, {"loss": 0.5, "test/loss": 0.25})]] * 2
 
@@ -126,20 +118,30 @@ def test_a_row_that_another_thread_writes_while_its_media_are_encoded_is_not_los
     assert file.rows == [1, 2]
 
 
-@pytest.mark.parametrize("where", ["in the end", "at a flush", "by the timer"])
-def test_an_error_in_a_row_is_raised_in_the_main_thread_and_loses_no_other_row(where, monkeypatch):
-    monkeypatch.setattr("distloop.actions.write._BUFFER_SECS", 0.1 if where == "by the timer" else 60)
+def test_an_error_of_the_timer_loses_no_other_row(monkeypatch):
+    monkeypatch.setattr("distloop.actions.write._BUFFER_SECS", 0.1)
     file, other = File(fails_at=2, error=ValueError("wrong")), File()
     with pytest.raises(ValueError, match="wrong"), Write([file, other]) as write:
         for step in (1, 2, 3):
             write(report(step))
+        time.sleep(0.4)
+    assert file.rows == [1, 3] and other.rows == [1, 2, 3] and file.is_closed and other.is_closed
+
+
+@pytest.mark.parametrize("where", ["in the end", "at a flush", "by the timer"])
+def test_an_error_in_a_row_is_raised_in_the_main_thread(where, monkeypatch):
+    monkeypatch.setattr("distloop.actions.write._BUFFER_SECS", 0.001 if where == "by the timer" else 60)
+    file = File(fails_at=2, error=ValueError("wrong"))
+    with pytest.raises(ValueError, match="wrong"), Write([file]) as write:
+        write(report(1))
+        write(report(2))
         if where == "at a flush":
             write.flush()
         elif where == "by the timer":
-            time.sleep(0.4)
-            write(report(4))
+            time.sleep(0.2)
+            write(report(3))
         assert where == "in the end"
-    assert file.rows[:2] == [1, 3] and other.rows[:3] == [1, 2, 3] and file.is_closed and other.is_closed
+    assert file.is_closed and 2 not in file.rows
 
 
 def test_a_disk_that_fails_for_a_while_loses_no_row_and_is_logged_once(caplog, monkeypatch):
@@ -181,5 +183,12 @@ def test_a_process_that_lost_its_workdir_writes_no_row():
 
 
 def test_an_error_of_the_console_is_raised():
-    with pytest.raises(BrokenPipeError), Write([Console(BrokenPipeError("gone"))]) as write:
-        write(report())
+    class Broken:
+        def write(self, step, metrics, when):
+            raise BrokenPipeError("gone")
+
+        def close(self):
+            pass
+
+    with pytest.raises(BrokenPipeError), Write([Broken()]) as write:
+        write(Report(1, 3, {}, None))
