@@ -313,7 +313,7 @@ def test_epochs_of_an_endless_dataset():
 @pytest.mark.parametrize(
     ("given", "parts"),
     [
-        (dict(steps=5, epochs=2), ("steps=5 and epochs=2", "exactly one", "give fit (and replay)")),
+        (dict(steps=5, epochs=2), ("steps=5 and epochs=2", "exactly one", "give fit or replay steps=")),
         ({}, ("steps=0 and epochs=0", "exactly one", "or set one in the config")),
         *((given, [f"{name}={value!r}" for name, value in given.items()])
           for given in (dict(steps=-5), dict(epochs=-1), dict(steps=2.5), dict(steps="5"))),

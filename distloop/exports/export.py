@@ -39,8 +39,8 @@ def check_suffix(path: str) -> None:
     """Raises a ValueError if a path has the suffix of a format that exports do not have."""
     if path.endswith((".h5", ".hdf5", ".pb", ".pt", ".pth", ".ckpt")):
         raise ValueError(
-            f"export was given {path!r}; it writes .keras, .npz, .safetensors, .tflite and .onnx files, and else a "
-            "directory, a SavedModel: give such a path. trainer.model.save_weights writes a .weights.h5 file."
+            f"{path!r} was given for an export; it is a .keras, .npz, .safetensors, .tflite or .onnx file, or else a "
+            "directory, a SavedModel: give such a name, or call trainer.model.save_weights for a .weights.h5 file."
         )
 
 

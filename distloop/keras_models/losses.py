@@ -87,9 +87,9 @@ def loss_values(loss: keras.losses.Loss, target: tf.Tensor, output: tf.Tensor) -
         _refuse_pairs(loss, unreduced, target, output, values)
         return per_example(f"loss {loss.name!r}", values, output.shape[0]), mask
     # A circle loss compares the rows of a batch with each other, also with those of other replicas.
-    (targets, order), (outputs, _) = gather_rows(target), gather_rows(output)
+    (targets, positions), (outputs, _) = gather_rows(target), gather_rows(output)
     values = tf.cast(unreduced(targets, outputs), tf.float32)
-    return tf.gather(values, order), None if unreduced.mask is None else tf.gather(unreduced.mask, order)
+    return tf.gather(values, positions), None if unreduced.mask is None else tf.gather(unreduced.mask, positions)
 
 
 def _refuse_pairs(loss: keras.losses.Loss, unreduced: Any, target: tf.Tensor, output: tf.Tensor, values: Any) -> None:

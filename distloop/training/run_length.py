@@ -51,7 +51,7 @@ def chosen(config: Config, step: int, *, steps: int | None, epochs: int | None, 
         also = f" and until={until!r}" if until else ""
         raise ValueError(
             f"steps={steps} and epochs={epochs}{also} were given; a run needs exactly one of them: give fit "
-            "(and replay) steps=..., epochs=... or until=..., or set one in the config."
+            "or replay steps=..., epochs=... or until=..., or set one in the config."
         )
     return f"{int(epochs)} epochs" if epochs else int(steps) if steps else length
 

@@ -131,7 +131,7 @@ def test_a_place_that_cannot_be_is_refused(name, untrained, tmp_path):
 
 @pytest.mark.parametrize("name", ["model.h5", "model.weights.h5", "model.pb", "model.pt"])
 def test_a_suffix_of_a_format_that_exports_do_not_have_is_refused(name, untrained, tmp_path):
-    sentence = f"{name}'; it writes .keras, .npz, .safetensors, .tflite and .onnx files, and else a directory"
+    sentence = f"{name}' was given for an export; it is a .keras, .npz, .safetensors, .tflite or .onnx file"
     with pytest.raises(ValueError, match=sentence):
         untrained.export(tmp_path / name)
     assert os.listdir(tmp_path) == []

@@ -143,7 +143,7 @@ def test_mistakes_are_refused_before_the_first_step(tmp_path):
         Export(write, tmp_path, every=5, metric="loss")
     with pytest.raises(ValueError, match="its first argument writes an export: give trainer.export"):
         Export(tmp_path, write)
-    with pytest.raises(ValueError, match=r"export was given '\.h5'; it writes .keras, .npz"):
+    with pytest.raises(ValueError, match=r"^'\.h5' was given for an export; it is a .keras, .npz"):
         Export(write, tmp_path, suffix=".h5")
     state = types.SimpleNamespace(strategy=STATE.strategy, spec=types.SimpleNamespace(predict_fn=None))
     with pytest.raises(ValueError, match="ModelSpec has none"):

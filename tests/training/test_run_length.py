@@ -42,7 +42,7 @@ def test_without_arguments_the_config_says_when():
     [(None, None, None), (5, 2, None), (0, 0, None), (5, None, "2 h"), (None, 2, 7), (0, 0, "0 s")],
 )
 def test_exactly_one_of_steps_epochs_and_until_is_needed(steps, epochs, until):
-    with pytest.raises(ValueError, match=r"exactly one of them: give fit \(and replay\) steps=..., epochs="):
+    with pytest.raises(ValueError, match=r"exactly one of them: give fit or replay steps=..., epochs="):
         chosen(None, steps, epochs, until)
 
 
