@@ -24,6 +24,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from distloop import argument_kinds
 from distloop.log import IN_GRAPH, reason_of
 
 _Class = TypeVar("_Class", bound=type)
@@ -268,6 +269,8 @@ def _shortening(method: Callable[..., Any]) -> Callable[..., Any]:
         except BaseException as error:
             if isinstance(error, TypeError) and error.__traceback__ and error.__traceback__.tb_next is None:
                 raise _is_called_otherwise(method, error) from None
+            if mistake := argument_kinds.explain(method, args, kwargs, error):
+                raise mistake from error
             _shorten(error)
             raise error
 

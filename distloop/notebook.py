@@ -21,12 +21,14 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from distloop.argument_kinds import checks_kinds, shown
 from distloop.distributed import environment
-from distloop.settings.durations import shown, whole_number
+from distloop.settings.durations import whole_number
 
 _FUNCTION, _RESULT, _ERROR = "function.pkl", "result.pkl", "error-{}.txt"
 
 
+@checks_kinds
 def notebook_launch(fn: Callable[..., Any], args: tuple[Any, ...] = (), *, workers: int = 2) -> Any:
     """Calls a function on each of several local workers, and returns what it returned on the chief.
 
@@ -45,6 +47,8 @@ def notebook_launch(fn: Callable[..., Any], args: tuple[Any, ...] = (), *, worke
         ValueError: if cloudpickle is missing, or the function cannot be copied.
         RuntimeError: if a worker failed, with its error.
     """
+    if not callable(fn):
+        raise ValueError(f"notebook_launch was given {shown(fn)} to call: give a function.")
     if (whole_number(workers) or 0) < 1:
         raise ValueError(f"notebook_launch was given workers={shown(workers)}: give 1 or more.")
     with tempfile.TemporaryDirectory(prefix="distloop-") as directory:

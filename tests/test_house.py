@@ -38,6 +38,7 @@ ORDER = [
     ["optimizers"],
     ["settings"],
     [
+        "argument_kinds",
         "variables",
         "errors",
         "graph_functions",
@@ -61,6 +62,7 @@ WITHOUT_TENSORFLOW = {
     "launch",
     "notebook",
     "report",
+    "argument_kinds",
     "log",
     "atomic_files",
     "installed",

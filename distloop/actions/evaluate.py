@@ -11,6 +11,7 @@ import keras
 import numpy as np
 
 from distloop.actions.action import Action, Report
+from distloop.argument_kinds import checks_kinds
 from distloop.data.feeds import Feed
 from distloop.data.source import Data, Source
 from distloop.distributed.preemption import StopRequests
@@ -23,6 +24,7 @@ from distloop.settings.durations import Plan
 _SHORT_BYTES = 1_000_000  # of metrics.jsonl, which are read in some ten milliseconds
 
 
+@checks_kinds
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
     """A dataset to evaluate on, where it differs from the others.

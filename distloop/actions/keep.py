@@ -19,9 +19,10 @@ import numpy as np
 import tensorflow as tf
 
 from distloop.actions.action import Action, Report
+from distloop.argument_kinds import checks_kinds, shown
 from distloop.distributed.devices import HOST
 from distloop.monitoring.media import Histogram, Images, Media, are_pictures
-from distloop.settings.durations import parse, shown, whole_number
+from distloop.settings.durations import parse, whole_number
 
 _number: contextvars.ContextVar[Any] = contextvars.ContextVar("number", default=None)
 _scope: contextvars.ContextVar["_Keeping | None"] = contextvars.ContextVar("scope", default=None)
@@ -43,6 +44,7 @@ class _Keeping(NamedTuple):
     names: set[str]  # kept in it so far
 
 
+@checks_kinds
 def keep(
     name: str,
     tensor: Any,

@@ -8,10 +8,11 @@ from typing import Any
 
 from distloop.actions.action import Action, Report, Saves, member, name_of, phase_of
 from distloop.actions.evaluate import Evaluate
+from distloop.argument_kinds import checks_kinds, shown
 from distloop.log import log
 from distloop.monitoring import records
 from distloop.monitoring.run_files import better
-from distloop.settings.durations import Plan, shown, whole_number
+from distloop.settings.durations import Plan, whole_number
 
 
 class Save(Action):
@@ -76,6 +77,7 @@ class SaveCosts(Action):
         return numbers
 
 
+@checks_kinds
 class SaveBest(Action):
     """Keeps the checkpoints where a metric was best, besides the newest; `checkpoints/best.json` lists their steps.
 
@@ -242,6 +244,7 @@ class WhenBetter:
             member(self._action, "set_state")(state["action"])
 
 
+@checks_kinds
 def when_better(metric: str, action: Action, *, mode: str = "auto") -> WhenBetter:
     """Returns an action that calls another one at the boundaries where a metric is better than ever.
 

@@ -6,9 +6,11 @@ from typing import Any
 
 from distloop.actions.action import Action, Report, Saves, StopPoint, StopTraining
 from distloop.actions.save import SaveBest, choose_mode, refuse_positional
-from distloop.settings.durations import Plan, finite_number, shown, whole_number
+from distloop.argument_kinds import checks_kinds, shown
+from distloop.settings.durations import Plan, finite_number, whole_number
 
 
+@checks_kinds
 class StopEarly(Action):
     """Ends the run when a metric has not improved for `patience` measurements."""
 

@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from distloop.actions.action import Action, Report
+from distloop.argument_kinds import checks_kinds
 from distloop.data.arrays import are_arrays
 from distloop.data.opening import open_batches
 from distloop.graph_functions import graph_function
@@ -16,6 +17,7 @@ from distloop.monitoring.media import Images, Media, Text, are_pictures
 from distloop.monitoring.records import show_number
 
 
+@checks_kinds
 class Summary(Action):
     """Shows what a function returns for the state: images, sounds, texts, histograms, curves or numbers.
 
@@ -46,6 +48,7 @@ class Summary(Action):
         return {f"{self.name}/{key}" if key else self.name: value for key, value in entries}
 
 
+@checks_kinds
 class WorstExamples(Summary):
     """Shows the rows of an evaluation with the largest loss: their images in a grid, or their texts in a table.
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 import tensorflow as tf
 
 from distloop.actions.write import JsonWriter
+from distloop.argument_kinds import shown
 from distloop.checkpoints.resume import RunCheckpoints
 from distloop.distributed import workers
 from distloop.monitoring.records import read_rows
@@ -18,7 +19,7 @@ from distloop.monitoring.run_lock import RunLock
 from distloop.monitoring.tensorboard import SummaryWriter
 from distloop.monitoring.timing import unix_time
 from distloop.settings.config import Config
-from distloop.settings.durations import finite_number, shown
+from distloop.settings.durations import finite_number
 
 
 def check(config: Config, strategy: tf.distribute.Strategy, name: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from distloop.argument_kinds import checks_kinds, shown
 from distloop.data.examples import pad_row
 from distloop.data.info import cardinality
 from distloop.data.numbered import NumberedDataset
@@ -22,13 +23,14 @@ from distloop.data.rows import ArrayRows, SourceRows, is_arrays
 from distloop.graph_functions import DRAWS_FROM_KERNEL, graph_function, with_called
 from distloop.installed import import_part
 from distloop.log import log
-from distloop.settings.durations import shown, whole_number
+from distloop.settings.durations import whole_number
 
 _PARALLEL_ROWS = 16
 
 ExampleMap = Callable[[Any, Any], Any]
 
 
+@checks_kinds
 def make_dataset(
     source: Any,
     batch_size: int | Mapping[int, int],

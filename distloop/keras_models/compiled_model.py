@@ -14,6 +14,7 @@ from typing import Any
 
 import keras
 
+from distloop.argument_kinds import checks_kinds
 from distloop.keras_models.measures import metrics_made_again
 from distloop.keras_models.model_copies import copy_model, copy_optimizer, return_slots, return_weights
 from distloop.keras_models.supervised import supervised
@@ -25,6 +26,7 @@ from distloop.optimizers.loss_scale import LossScaleOptimizer
 _returned: "weakref.WeakKeyDictionary[TrainState, int]" = weakref.WeakKeyDictionary()  # checksums of what models got
 
 
+@checks_kinds
 def from_keras(model: keras.Model | Callable[[], keras.Model]) -> Callable[[], ModelSpec]:
     """Returns a `model_fn` for a compiled Keras model: the one line that changes in a `compile`/`fit` script.
 

@@ -23,9 +23,10 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from distloop.argument_kinds import shown
 from distloop.data.order import Order, permute
 from distloop.distributed.devices import HOST
-from distloop.settings.durations import shown, whole_number
+from distloop.settings.durations import whole_number
 
 _MOST_TEXT = 300  # characters of `facts_at`'s text
 _WINDOW_BATCHES = 100

@@ -19,6 +19,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from distloop.argument_kinds import checks_kinds
 from distloop.model.user_functions import NoLoss, preparing_batches
 from distloop.optimizers.loss_scale import LossScaleOptimizer
 from distloop.variables import is_seed, tensorflow_variable
@@ -41,6 +42,7 @@ _REPLACED_SETTINGS = {
 }
 
 
+@checks_kinds
 @dataclass(frozen=True)
 class Update:
     """One optimizer's part of a step.
@@ -161,6 +163,7 @@ class Update:
         return [not any(re.search(pattern, path) for pattern in patterns) for path in paths]
 
 
+@checks_kinds
 @dataclass(frozen=True)
 class ModelSpec:
     """A model and how to train it; `model_fn` returns one.

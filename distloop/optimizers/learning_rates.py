@@ -16,9 +16,11 @@ from typing import Any
 import keras
 from keras.optimizers import schedules
 
-from distloop.settings.durations import Units, finite_number, parse, shown, whole_number
+from distloop.argument_kinds import checks_kinds, shown
+from distloop.settings.durations import Units, finite_number, parse, whole_number
 
 
+@checks_kinds
 def scale_learning_rate(
     base_learning_rate: float, batch_size: int, base_batch_size: int = 256, rule: str = "linear"
 ) -> float:
@@ -245,6 +247,7 @@ def _run_schedules(schedule: Any) -> Iterator[RunSchedule]:
             yield from _run_schedules(part)
 
 
+@checks_kinds
 def make_schedule(
     peak: float,
     steps: int | str,

@@ -16,10 +16,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from distloop.argument_kinds import checks_kinds, shown
 from distloop.log import log
 from distloop.optimizers import gradients, keras_hooks
 from distloop.settings.config import Config
-from distloop.settings.durations import finite_number, shown, whole_number
+from distloop.settings.durations import finite_number, whole_number
 from distloop.variables import top_layers
 
 # After this many overflows in a row at the smallest scale, the scale is not the cause.
@@ -116,6 +117,7 @@ def needs_loss_scale(name: str) -> bool:
     return name == "mixed_float16"
 
 
+@checks_kinds
 class LossScaleOptimizer(tf.Module):
     """An optimizer that scales the loss, and skips a step if a gradient on any replica or worker is not finite.
 

@@ -21,12 +21,13 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops
 
+from distloop.argument_kinds import checks_kinds, shown
 from distloop.distributed import workers
 from distloop.distributed.devices import short_device
 from distloop.optimizers.keras_hooks import masks_of, with_masks
 from distloop.pipeline import splitting
 from distloop.pipeline.stage_placement import StagePlacement
-from distloop.settings.durations import shown, whole_number
+from distloop.settings.durations import whole_number
 from distloop.variables import ModelRunner, is_seed, named_variables, tensorflow_variable
 
 
@@ -179,6 +180,7 @@ class Pipeline(ModelRunner):
                     )
 
 
+@checks_kinds
 def stages(modules: Sequence[Any], devices: Sequence[str] | None = None, *, recompute: bool = False) -> Pipeline:
     """Builds a pipeline with one stage for each module; to be called in `model_fn`.
 
@@ -202,6 +204,7 @@ def stages(modules: Sequence[Any], devices: Sequence[str] | None = None, *, reco
     return Pipeline([part for stage in parts for part in stage], parts, devices, recompute)
 
 
+@checks_kinds
 def split(model: Any, num_stages: int, devices: Sequence[str] | None = None, *, recompute: bool = False) -> Pipeline:
     """Builds a pipeline by cutting a network into stages of similar size and work; to be called in `model_fn`.
 

@@ -21,6 +21,8 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from distloop.argument_kinds import shown
+
 ALLOWED = (
     "a number of steps, or a text with a unit, such as '500 steps', '2 epochs', '1e6 examples', '1e9 tokens', '90 s', "
     "'15 min', '2 h' or '25 %' of the run"
@@ -264,13 +266,6 @@ def finite_number(value: Any) -> float | None:
         return None
     return number if math.isfinite(number) else None
 
-
-def shown(value: Any) -> str:
-    """Returns a value as an error message shows it: on one line, in 100 letters at most."""
-    try:
-        return " ".join(repr(value).split())[:100]
-    except ValueError:  # Python writes no more than 4,300 digits
-        return "a number of more than 4,300 digits"
 
 
 def _whole(steps: float) -> int:
