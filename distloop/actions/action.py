@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from distloop.argument_kinds import shown
 from distloop.distributed.preemption import Interrupted, interrupted_together
 from distloop.log import log
 from distloop.monitoring.media import Media
@@ -384,7 +385,7 @@ def check_actions(actions: Sequence[Action]) -> None:
             )
         if action.every is not None and durations.normalize(action.every) is None:
             raise ValueError(
-                f"The action {action!r} has every={durations.shown(action.every)}: give {durations.ALLOWED}, or None."
+                f"The action {action!r} has every={shown(action.every)}: give {durations.ALLOWED}, or None."
             )
     if len(metrics := metrics_to_restore(actions)) > 1:
         raise ValueError(f"Actions restore the best checkpoints of {sorted(metrics)}: let only one of them restore.")

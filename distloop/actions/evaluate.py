@@ -11,7 +11,7 @@ import keras
 import numpy as np
 
 from distloop.actions.action import Action, Report
-from distloop.argument_kinds import checks_kinds
+from distloop.argument_kinds import checks_kinds, shown
 from distloop.data.feeds import Feed
 from distloop.data.source import Data, Source
 from distloop.distributed.preemption import StopRequests
@@ -57,13 +57,13 @@ class Evaluation:
     def __post_init__(self) -> None:
         if self.every is not None and durations.normalize(self.every) is None:
             raise ValueError(
-                f"Evaluation was given every={durations.shown(self.every)}: give {durations.ALLOWED}, or None."
+                f"Evaluation was given every={shown(self.every)}: give {durations.ALLOWED}, or None."
             )
         given: Any = self.batches
         batches = durations.whole_number(given) if isinstance(given, numbers.Integral) else None
         if batches is None or batches < 0:
             raise ValueError(
-                f"Evaluation was given batches={durations.shown(self.batches)}; give a whole number, 0 for all."
+                f"Evaluation was given batches={shown(self.batches)}; give a whole number, 0 for all."
             )
         if self.loss_fn is not None and not callable(self.loss_fn):
             raise ValueError(f"Evaluation was given loss_fn={self.loss_fn!r}; give a function of (batch, training).")
@@ -181,7 +181,7 @@ def with_rows(
     means = evaluate(stop_requests)
     values = rows_fn(predict(stop_requests=stop_requests))
     if not isinstance(values, Mapping) or not all(_is_number(value) for value in values.values()):
-        raise ValueError(f"rows_fn returned {durations.shown(values)}; give a dict of numbers by name, of all rows.")
+        raise ValueError(f"rows_fn returned {shown(values)}; give a dict of numbers by name, of all rows.")
     if both := sorted(set(means) & set(values)):
         raise ValueError(f"rows_fn returned {both[0]!r}, which loss_fn or a metric reports, too: give another name.")
     return {**means, **{name: float(value) for name, value in values.items()}}

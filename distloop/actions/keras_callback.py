@@ -16,7 +16,7 @@ import keras
 from distloop.actions.action import Action, Report, StopTraining
 from distloop.actions.action_state import plain
 from distloop.actions.save import choose_mode
-from distloop.argument_kinds import checks_kinds
+from distloop.argument_kinds import checks_kinds, shown
 from distloop.settings import durations
 
 # The replacement of each callback that distloop has its own setting for.
@@ -170,7 +170,7 @@ def from_callback(callback: keras.callbacks.Callback, every: int | str) -> FromC
         raise ValueError(f"from_callback was given {callback!r}; it takes a keras.callbacks.Callback.")
     if (period := durations.normalize(every)) is None:
         raise ValueError(
-            f"from_callback was given every={durations.shown(every)}; it takes the steps of an epoch, a whole number, "
+            f"from_callback was given every={shown(every)}; it takes the steps of an epoch, a whole number, "
             "or another duration, such as '1 epoch'."
         )
     for kind in type(callback).__mro__:

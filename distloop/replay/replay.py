@@ -19,6 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from distloop.actions.tells import read_told, set_rate
+from distloop.argument_kinds import shown
 from distloop.assembly import make_step
 from distloop.checkpoints.checkpoint import DamagedError
 from distloop.checkpoints.phases import number_at, units_at
@@ -324,7 +325,7 @@ def _require_step(run: _Recorded, config: Config, step: Any) -> None:
     number = durations.whole_number(step)
     if number is None or not 1 <= number <= run.last_step:
         raise ValueError(
-            f"The replay of step {durations.shown(step)} was asked for, and the run in {config.workdir!r} has reached "
+            f"The replay of step {shown(step)} was asked for, and the run in {config.workdir!r} has reached "
             f"step {run.last_step}: give a step from 1 to {run.last_step}."
         )
 

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from absl import flags
 
 from distloop import urls
+from distloop.argument_kinds import shown
 from distloop.settings import contradictions, durations
 from distloop.settings.durations import CountOrAuto
 
@@ -367,7 +368,7 @@ def _checked(field: dataclasses.Field[Any], value: Any) -> Any:
     is_outside = is_number and not minimum <= converted < below
     if converted is None or is_outside or (choices and converted not in choices):
         raise ValueError(
-            f"{field.name}={durations.shown(value)} is not allowed: give {_allowed(field)}, or leave it out for the "
+            f"{field.name}={shown(value)} is not allowed: give {_allowed(field)}, or leave it out for the "
             f"default, {field.metadata['default']!r}."
         )
     return urls.expand(converted) if field.name in _PATHS else converted

@@ -9,6 +9,7 @@ All steps count from the run's beginning, not from this call of `fit`.
 import functools
 from typing import Any
 
+from distloop.argument_kinds import shown
 from distloop.data.source import Source
 from distloop.distributed import workers
 from distloop.errors import EMPTY_DATASET
@@ -40,11 +41,11 @@ def chosen(config: Config, step: int, *, steps: int | None, epochs: int | None, 
     for name, value in (("steps", steps), ("epochs", epochs)):
         number = 0 if value is None else durations.whole_number(value)
         if number is None or number < 0:
-            raise ValueError(f"fit was given {name}={durations.shown(value)}; it takes a whole number, 1 or more.")
+            raise ValueError(f"fit was given {name}={shown(value)}; it takes a whole number, 1 or more.")
     length = durations.normalize(until) if until else 0
     if length is None or str(length).strip().endswith("%"):
         raise ValueError(
-            f"fit was given until={durations.shown(until)}; it takes a duration, such as '2 h', '3 epochs' or "
+            f"fit was given until={shown(until)}; it takes a duration, such as '2 h', '3 epochs' or "
             "'1e6 examples'."
         )
     if sum(map(bool, (steps, epochs, length))) != 1:
