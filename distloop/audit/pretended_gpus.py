@@ -30,6 +30,7 @@ from distloop.keras_models.fit_arguments import read_arguments
 from distloop.model.spec import ModelSpec
 from distloop.settings.config import Config
 from distloop.trainer import Trainer
+from distloop.training.compiled_loop import graph_of
 
 _WORKERS = 2  # that a step of several is traced for
 _NAMES = "object_name_uids"  # Keras's counts of the layers of each name
@@ -67,7 +68,7 @@ def trace_on_gpus(model_fn: Callable[[], ModelSpec], config: Config, data: Data,
         source.iterator()
         if is_several:
             tensorflow_internals.pretend_workers(strategy, _WORKERS)
-        found = [look(loop._compiled.graph(source), "train step")]
+        found = [look(graph_of(loop._compiled, source), "train step")]
         if is_several:
             return found
         reading = arguments.source_settings(here.global_batch_size(state.strategy))

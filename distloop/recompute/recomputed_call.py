@@ -10,7 +10,6 @@ by tensors of the closure.
 """
 
 import functools
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -27,7 +26,6 @@ from distloop.optimizers.keras_hooks import call_context, in_call_context, masks
 from distloop.variables import tensorflow_variable
 
 _WITHOUT_SLOPE = ("Const", "Placeholder", "StopGradient")  # types of operations through which no gradient flows
-_LOOKUPS = re.compile(r"LookupTable(Find|Size|Export)(V2)?")  # types of operations that do not write to a table
 
 
 class RecomputedCall:
@@ -165,7 +163,7 @@ class RecomputedCall:
     def _refuse_writes(self, operations: Sequence[tf.Operation]) -> None:
         """Refuses writes to variables that are no variables of Keras: the second call would write again."""
         for op in operations:
-            if not _LOOKUPS.fullmatch(op.type) and written_resources([op]):
+            if written_resources([op]):
                 what = f"writes to a variable or a generator by TensorFlow's operation {op.type}"
                 raise refusal(self._path, what)
 

@@ -155,11 +155,6 @@ class CompiledLoop:
             diagnosis.warn(self._step)
             workers.require_same(self._state.strategy, "train", {"the values of loss_fn": self._step.names})
 
-    def graph(self, source: Source) -> Any:
-        """Returns the graph of the loop for some data; nothing runs."""
-        self._prepare(source)
-        return self._run.get_concrete_function(source.iterator(), source.layout, *_limits(0, 1, np.inf)).graph
-
     def _prepare(self, source: Source) -> None:
         if self._step.locate_nonfinite or self._keeps_batch:
             self._last_batch = shards.LastBatch(source.iterator())
@@ -360,6 +355,12 @@ class CompiledLoop:
             **_by_update("loss_scale", scales),
             **_by_update("weight_norm", norms),
         }
+
+
+def graph_of(loop: CompiledLoop, source: Source) -> Any:
+    """Returns the graph of a loop over steps on some data; nothing runs."""
+    loop._prepare(source)
+    return loop._run.get_concrete_function(source.iterator(), source.layout, *_limits(0, 1, np.inf)).graph
 
 
 def _kind(iterator: Any, layout: BatchLayout) -> str:
