@@ -18,7 +18,7 @@ from typing import Any
 
 from distloop.actions.action import Action, Report, member, metrics_to_restore, started
 from distloop.actions.action import run as run_actions
-from distloop.actions.built_in import CheckReplicas, DataSeen, Goodput, StageMemory, Utilization
+from distloop.actions.built_in import CheckReplicas, DataSeen, Goodput, PipelineUsage, Utilization
 from distloop.actions.evaluate import Evaluate, earlier_rows
 from distloop.actions.gradient_noise import GradientNoise
 from distloop.actions.keep import KeptTensors
@@ -217,7 +217,7 @@ class Fit:
         with contextlib.closing(profile), Write(self._open_writers(), self.checkpoints.lock.verify) as write:
             if self.config.eval_first and self._step == 0:
                 run_actions([*self.evaluations, write], replace(self._report(), until=0), self.clock, self._plan)
-            actions = self._all_actions(write)
+            actions = self._all_actions(write, profile)
             console = next((writer for writer in write.writers if isinstance(writer, Console)), None)
             host = Host(
                 plan=self._plan,
@@ -272,11 +272,11 @@ class Fit:
         self._flops_per_example = step_flops / batch_size if step_flops and batch_size else None
         self._executor = self.state.placement.choose_executor(self.state.strategy, self.config.executor, step_flops)
 
-    def _all_actions(self, write: Write) -> list[Action]:
+    def _all_actions(self, write: Write, profile: Profile) -> list[Action]:
         """Returns the actions in the order in which numbers flow: measure, decide, write, save."""
         operations = self._flops_per_example, overview.peak_flops(self.state, self.config)
         actions: list[Action] = [Utilization(*operations, self.state.strategy), DataSeen(self.source)]
-        actions += [StageMemory(self.state.placement.devices), *self._notes, *self._noise]
+        actions += [PipelineUsage(self.state.placement.devices, profile), *self._notes, *self._noise]
         checks = [CheckReplicas(every)] if (every := self.config.check_replicas_every) else []
         actions += [*checks, *self.evaluations, *self._tells, *self.actions, *filter(None, [self._loop.histograms])]
         agree = functools.partial(workers.agree_to_stop, self.state.strategy)

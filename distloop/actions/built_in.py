@@ -20,6 +20,7 @@ from distloop.distributed import devices, environment, strategies, workers
 from distloop.errors import NotWholeError
 from distloop.graph_functions import graph_function
 from distloop.monitoring import ledger
+from distloop.monitoring.profiler import Profile, busy_shares
 from distloop.monitoring.timing import unix_time
 from distloop.variables import tensorflow_variable
 
@@ -174,20 +175,37 @@ class Utilization(Action):
         return numbers
 
 
-class StageMemory(Action):
-    """Reports `stage_N/device_memory_gb`, the peak memory of the GPU of each stage of a pipeline."""
+class PipelineUsage(Action):
+    """Reports `stage_N/device_memory_gb` and `stage_N/device_busy_share` for each stage of a pipeline.
+
+    The memory is the peak of the stage's device, at each log; virtual CPUs share the host's memory and have none. The
+    busy share is the fraction of a step's time in which an operation runs on the device; it is read from the profile,
+    once `--profile` has written one. With several workers these are the chief's numbers.
+    """
 
     every = None
     phase = "logging"
     only_writes = True
 
-    def __init__(self, stage_devices: Sequence[str]):
-        """Stores the device of each stage, none if the model is no pipeline."""
-        self._gpus = {i: device for i, device in enumerate(stage_devices) if not device.startswith("CPU")}
+    def __init__(self, stage_devices: Sequence[str], profile: Profile):
+        """Stores the device of each stage, none if the model is no pipeline, and the profile."""
+        self._devices = stage_devices
+        self._profile = profile
+        self._was_read = False
 
     def __call__(self, report: Report) -> dict[str, float]:
         """Returns the metrics; stages that share a device have the same."""
-        return {f"stage_{stage}/device_memory_gb": memory.device_peak_gb(gpu) for stage, gpu in self._gpus.items()}
+        shares = {}
+        if self._devices and self._profile.is_written and not self._was_read:
+            self._was_read = True
+            shares = busy_shares(self._profile.directory)
+        metrics = {}
+        for stage, device in enumerate(self._devices):
+            if not device.startswith("CPU"):
+                metrics[f"stage_{stage}/device_memory_gb"] = memory.device_peak_gb(device)
+            if device in shares:
+                metrics[f"stage_{stage}/device_busy_share"] = shares[device]
+        return metrics
 
 
 class CheckReplicas(Action):

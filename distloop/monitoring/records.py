@@ -74,6 +74,7 @@ GROUPS = {
         "cpu_utilization": "The fraction of the first worker's cores that its process has used; without GPUs.",
         "gpu_utilization": "The fraction of the last second in which a GPU computed, by NVIDIA's driver; the mean.",
         "gpu_memory_gb": "The memory in use on a GPU by all processes, in gigabytes; the largest.",
+        "device_busy_share": "The fraction of the profiled time in which a device of the pipeline computed.",
     },
 }
 

@@ -14,7 +14,7 @@ import distloop
 from distloop import report
 from distloop.actions import memory
 from distloop.actions.action import Report
-from distloop.actions.built_in import DataSeen, Goodput, StageMemory, Utilization, checksum
+from distloop.actions.built_in import DataSeen, Goodput, PipelineUsage, Utilization, checksum
 from distloop.data.source import Source
 from distloop.distributed import devices, environment, strategies, workers
 from distloop.monitoring import ledger
@@ -196,10 +196,13 @@ def test_operations_per_second_follow_from_the_examples_per_second():
     assert "model_flops_per_sec" not in Utilization()(report)
 
 
-def test_stages_on_gpus_report_their_peak_memory_and_those_on_cpus_nothing(monkeypatch):
+def test_gpus_report_their_peak_memory_at_each_log_and_cpus_nothing_before_there_is_a_profile(monkeypatch):
     monkeypatch.setattr(memory, "device_peak_gb", {"GPU:0": 1.5, "GPU:1": 2.5}.get)
-    gpus, cpus = (StageMemory([f"{kind}:0", f"{kind}:1"]) for kind in ("GPU", "CPU"))
-    assert gpus(Report(10, 100, {}, None)) == {"stage_0/device_memory_gb": 1.5, "stage_1/device_memory_gb": 2.5}
+    profile = types.SimpleNamespace(is_written=False, directory="")
+    gpus, cpus = (PipelineUsage([f"{kind}:0", f"{kind}:1"], profile) for kind in ("GPU", "CPU"))
+    for step in (10, 20):
+        expected = {"stage_0/device_memory_gb": 1.5, "stage_1/device_memory_gb": 2.5}
+        assert gpus(Report(step, 100, {}, None)) == expected
     assert cpus(Report(10, 100, {}, None)) == {}
 
 
