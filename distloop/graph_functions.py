@@ -32,8 +32,9 @@ DRAWS_FROM_KERNEL = re.compile(
 BACKWARD_SCOPE = "gradient_tape/"  # of operations that a tape creates
 RECOMPUTED_SCOPE = "recomputed"  # of operations of a layer that the backward pass computes again
 
-# Types of operations that only read a variable.
+# Types of operations that only read a variable or a table.
 _READS = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "VarIsInitializedOp"}
+_READS |= {"LookupTableFindV2", "LookupTableSizeV2", "LookupTableExportV2"}
 # TensorFlow's attribute of an operation that calls functions: the numbers of the inputs that these only read.
 _READ_ONLY_INPUTS = "_read_only_resource_inputs"
 

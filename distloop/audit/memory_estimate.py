@@ -69,24 +69,27 @@ class MemoryEstimate(NamedTuple):
     """An estimate of the memory of each device where a train step needs most.
 
     Attributes:
-        parts: bytes by what they hold, such as "weights" and "activations", of the device that needs most.
-        devices: the same of each device of this worker.
-        tables: bytes of the larger embedding tables, by the paths of their layers.
+        devices: bytes of each device of this worker by what they hold, such as "weights" and "activations".
         available: bytes that a device has for them; None: unknown.
         rows: of the batch on a device.
         microbatches: the parts in which it computes them.
         enough_microbatches: what to set `microbatches` to so that the step fits; None: it fits, or nothing makes it.
         num_unknown: tensors of unknown size, which are not counted.
+        tables: bytes of the larger embedding tables, by the paths of their layers.
     """
 
-    parts: dict[str, int]
+    devices: dict[str, dict[str, int]]
     available: int | None
     rows: int
     microbatches: int
-    enough_microbatches: int | None = None
-    num_unknown: int = 0
-    devices: dict[str, dict[str, int]] = {}  # noqa: RUF012 - never changed
-    tables: dict[str, int] = {}  # noqa: RUF012
+    enough_microbatches: int | None
+    num_unknown: int
+    tables: dict[str, int]
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """The bytes of the device that needs most, by what they hold."""
+        return max(self.devices.values(), key=lambda parts: sum(parts.values()))
 
     @property
     def total(self) -> int:
@@ -101,7 +104,13 @@ class MemoryEstimate(NamedTuple):
     def __str__(self) -> str:
         parts = f" in {self.microbatches} microbatches" if self.microbatches > 1 else ""
         lines = [f"Estimated memory of each device, where a step of {self.rows} rows{parts} needs most:"]
-        lines += self._of_devices() or [f"  {_show(size)}  {name}" for name, size in self.parts.items()]
+        columns = list(self.devices.values())
+        if any(column != columns[0] for column in columns):
+            lines.append("  " + "  ".join(f"{device:>8}" for device in self.devices))
+        else:
+            columns = columns[:1]
+        names = dict.fromkeys(name for column in columns for name in column)
+        lines += ["  " + "  ".join(_show(c.get(name, 0)) for c in columns) + f"  {name}" for name in names]
         shown = list(self.tables.items())[:_MAX_NAMES]
         lines += [f"  {_show(size)}  in {path}, of the {ledger.TABLES}" for path, size in shown]
         of = "" if self.available is None else f", of {show_bytes(self.available)} that are available"
@@ -109,15 +118,6 @@ class MemoryEstimate(NamedTuple):
         if self.num_unknown:
             lines.append(f"  {self.num_unknown} tensors of unknown size are not counted.")
         return "\n".join([*lines, *([] if self.fits else [self._advice()])])
-
-    def _of_devices(self) -> list[str]:
-        """Returns a table with a column for each device; empty if all need the same."""
-        columns = list(self.devices.values())
-        if all(column == columns[0] for column in columns):
-            return []
-        names = dict.fromkeys(name for column in columns for name in column)
-        lines = ["  " + "  ".join(f"{device:>8}" for device in self.devices)]
-        return lines + ["  " + "  ".join(_show(c.get(name, 0)) for c in columns) + f"  {name}" for name in names]
 
     def _advice(self) -> str:
         """Returns what to do about a step that does not fit."""
@@ -157,8 +157,7 @@ def print_and_exit(trainer: Trainer, data: FitData) -> None:
         for line in str(estimate).splitlines():
             say(line)
         if (workdir := trainer.config.workdir) and workdir == trainer.config.local_workdir:
-            taken = ledger.taken_on(ledger.read_memory(workdir), estimate.devices)  # by a run that has begun
-            ledger.write_memory(workdir, ledger.Memory(estimate.devices, taken))
+            ledger.write_memory(workdir, estimate.devices)
     raise SystemExit(0 if estimate.fits else 1)
 
 
@@ -183,8 +182,7 @@ def _estimate(trainer: Trainer, data: FitData) -> MemoryEstimate:
         peak = max(peaks, key=lambda peak: peak.total)
         needed = dict(zip(ledger.ESTIMATED, (batch, peak.activations, peak.gradients), strict=True))
         devices = {device: parts | needed for device, parts in held.items()}
-        most = max(devices.values(), key=lambda parts: sum(parts.values()))
-        return MemoryEstimate(most, available, count, microbatches, None, peak.num_unknown, devices, tables)
+        return MemoryEstimate(devices, available, count, microbatches, None, peak.num_unknown, tables)
 
     asked_for = estimate(first := min(settings.first_microbatches, count))
     doublings = 0 if asked_for.fits else (math.ceil(count / first) - 1).bit_length()

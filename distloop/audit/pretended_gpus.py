@@ -9,7 +9,6 @@ where there is a device; their handles know which one was asked for.
 
 import contextlib
 import dataclasses
-import functools
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,11 +26,11 @@ from distloop.data.source import Data, Source
 from distloop.distributed import devices, strategies, tensorflow_internals
 from distloop.evaluation.evaluation import EvalLoop
 from distloop.evaluation.prediction import Predictor
-from distloop.graph_functions import graph_function
 from distloop.keras_models.fit_arguments import read_arguments
 from distloop.model.spec import ModelSpec
 from distloop.settings.config import Config
 from distloop.trainer import Trainer
+from distloop.training.compiled_loop import graph_of
 
 _WORKERS = 2  # that a step of several is traced for
 _NAMES = "object_name_uids"  # Keras's counts of the layers of each name
@@ -69,44 +68,19 @@ def trace_on_gpus(model_fn: Callable[[], ModelSpec], config: Config, data: Data,
         source.iterator()
         if is_several:
             tensorflow_internals.pretend_workers(strategy, _WORKERS)
-        run = functools.partial(loop._compiled.trace, source, strategies.PARALLEL_EXECUTOR)
-        found = [look(_graph_of_first_call(run), "train step")]
+        found = [look(graph_of(loop._compiled, source), "train step")]
         if is_several:
             return found
         reading = arguments.source_settings(here.global_batch_size(state.strategy))
         source = Source(data, state.strategy, repeat=False, virtual_replicas=config.virtual_replicas, **reading)
         pass_over, limits = EvalLoop(state), (tf.constant(0, tf.int64), tf.constant(np.inf, tf.float64))
         pass_over.build_metrics(source)
-        run = functools.partial(pass_over._run, source.new_iterator(), source.layout, *limits)
-        found.append(look(_graph_of_first_call(run), "evaluation"))
+        function = pass_over._run.get_concrete_function(source.new_iterator(), source.layout, *limits)
+        found.append(look(function.graph, "evaluation"))
         if state.spec.predict_fn is not None:
-            run = functools.partial(Predictor(state)._loop()._run_many, source.new_iterator(), source.layout)
-            found.append(look(_graph_of_first_call(run), "prediction"))
+            function = Predictor(state)._loop()._run.get_concrete_function(source.new_iterator(), source.layout)
+            found.append(look(function.graph, "prediction"))
     return found
-
-
-class _Traced(Exception):  # noqa: N818 - an observation, not an error
-    """A function was traced in place of a call; its argument is the graph."""
-
-
-def _graph_of_first_call(run: Callable[[], Any]) -> Any:
-    """Returns the graph of the first function that something calls; it is traced and not run."""
-    function = type(graph_function(lambda: 0))
-    call = function.__call__
-
-    def trace(self: Any, *arguments: Any, **named: Any) -> Any:
-        if not tf.executing_eagerly():
-            return call(self, *arguments, **named)
-        raise _Traced(self.get_concrete_function(*arguments, **named).graph)
-
-    function.__call__ = trace
-    try:
-        run()
-    except _Traced as traced:
-        return traced.args[0]
-    finally:
-        function.__call__ = call
-    raise AssertionError("it calls a function")
 
 
 @contextlib.contextmanager

@@ -7,9 +7,9 @@ recomputed; how one is, stands in `recomputed_call.py`.
 """
 
 import contextlib
+import contextvars
 import functools
 import re
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,7 +21,7 @@ from distloop.distributed import gathering
 from distloop.distributed.placement import make_placement
 from distloop.model.spec import ModelSpec
 from distloop.optimizers.keras_hooks import ReplacedCalls
-from distloop.recompute.recomputed_call import RecomputedCall, refusal, refuse_leaks
+from distloop.recompute.recomputed_call import RecomputedCall, refusal
 from distloop.variables import layers_by_path, top_layers
 
 _MAX_PATHS = 8  # in an error message
@@ -93,27 +93,23 @@ def recomputing(fn: Callable[..., Any], *, model: Any, pattern: str) -> Callable
         is_training = bool(arguments) and bool(arguments[0])
         if not is_training or tf.executing_eagerly() or not record.could_possibly_record():
             return fn(batch, *arguments)
-        calls: list[RecomputedCall] = []
-        with _collecting(tf.compat.v1.get_default_graph(), calls), replaced():
-            outputs = fn(batch, *arguments)
-        refuse_leaks(calls, outputs)
-        return outputs
+        with _recomputed_in(tf.compat.v1.get_default_graph()), replaced():
+            return fn(batch, *arguments)
 
     return call
 
 
-_NOWHERE: tuple[Any, list[RecomputedCall]] = None, []
-_thread = threading.local()  # `collecting`: the graph in which its calls of layers are recomputed, and these calls
+_graph: contextvars.ContextVar[Any] = contextvars.ContextVar("graph", default=None)
 
 
 @contextlib.contextmanager
-def _collecting(graph: Any, calls: list[RecomputedCall]) -> Iterator[None]:
+def _recomputed_in(graph: Any) -> Iterator[None]:
     """Enters a scope in which this thread's calls of layers in a graph are recomputed; with None, none are."""
-    before, _thread.collecting = getattr(_thread, "collecting", _NOWHERE), (graph, calls)
+    before = _graph.set(graph)
     try:
         yield
     finally:
-        _thread.collecting = before
+        _graph.reset(before)
 
 
 def _replacement(path: str, layer: Any, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -121,15 +117,13 @@ def _replacement(path: str, layer: Any, call: Callable[..., Any]) -> Callable[..
 
     @functools.wraps(call)
     def plain(*arguments: Any, **options: Any) -> Any:
-        with _collecting(None, []), gathering.refused(refusal(path, "calls gather_rows")):
+        with _recomputed_in(None), gathering.refused(refusal(path, "calls gather_rows")):
             return call(*arguments, **options)
 
     @functools.wraps(call)
     def replacement(*arguments: Any, **options: Any) -> Any:
-        graph, calls = getattr(_thread, "collecting", _NOWHERE)
-        if graph is not tf.compat.v1.get_default_graph():
+        if _graph.get() is not tf.compat.v1.get_default_graph():
             return call(*arguments, **options)  # within a recomputed layer, or in a loop, whose gradient has no tape
-        calls.append(RecomputedCall(layer, path, plain, (arguments, options)))
-        return calls[-1]()
+        return RecomputedCall(layer, path, plain, (arguments, options))()
 
     return replacement

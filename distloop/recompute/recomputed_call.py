@@ -1,16 +1,15 @@
 """One call of a layer that the backward pass computes again, and what such a layer must not do.
 
-    call = RecomputedCall(layer, "net/block_0", layer.call, (arguments, options))
-    outputs = call()
-    refuse_leaks([call], loss)                # after the function that called the layer
+    outputs = RecomputedCall(layer, "net/block_0", layer.call, (arguments, options))()
 
-What the call computes is on no tape; in its place stands one operation, whose derivative calls the layer again under a
-tape of its own. The second call sees the values that variables had before the first one, so it draws the same random
-numbers, and it writes nothing. Recording an operation on a tape is a private part of TensorFlow, and
-`tf.recompute_grad`, which does it, has no second derivatives, no sparse ones, and none by tensors of the closure.
+On the tape stands one operation for the call, whose derivative calls the layer again under a tape of its own. The
+second call sees the values that variables had before the first one, so it draws the same random numbers, and it writes
+nothing. Whatever else the first call computed has a derivative that is an error. Recording an operation on a tape is a
+private part of TensorFlow, and `tf.recompute_grad`, which does it, has no second derivatives, no sparse ones, and none
+by tensors of the closure.
 """
 
-import re
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,16 +25,11 @@ from distloop.graph_functions import RECOMPUTED_SCOPE, outermost, written_resour
 from distloop.optimizers.keras_hooks import call_context, in_call_context, masks_of, with_masks
 from distloop.variables import tensorflow_variable
 
-_LOOKUPS = re.compile(r"LookupTable(Find|Size|Export)(V2)?")  # types of operations that do not write to a table
+_WITHOUT_SLOPE = ("Const", "Placeholder", "StopGradient")  # types of operations through which no gradient flows
 
 
 class RecomputedCall:
-    """One call of a layer that is recomputed in the backward pass.
-
-    Attributes:
-        path: of the layer.
-        graph: in which it is called.
-    """
+    """One call of a layer that is recomputed in the backward pass."""
 
     def __init__(self, layer: Any, path: str, call: Callable[..., Any], arguments: tuple[Any, Any]):
         """Prepares; nothing is computed yet.
@@ -46,7 +40,7 @@ class RecomputedCall:
             call: its function.
             arguments: of the call, by position and by name.
         """
-        self.path, self.graph = path, tf.compat.v1.get_default_graph()
+        self._path, self._graph = path, tf.compat.v1.get_default_graph()
         self._layer, self._call, self._arguments = layer, call, arguments
         self._flat = _flatten(arguments)
         self._masks = masks_of(self._flat)
@@ -59,8 +53,7 @@ class RecomputedCall:
             self._before |= outer.state_mapping
         self._changed: set[int] = set()  # the variables that the layer writes, by `id`
         self._reads: list[tf.Tensor] = []  # tensors that it is not given, and handles of variables; watched by a tape
-        self._operations: list[tf.Operation] = []  # of the first call, without those of other replicas
-        self._end = 0  # of the operations that pass its results on, in the graph
+        self._computed: list[tf.Tensor] = []  # by the first call
 
     def __call__(self) -> Any:
         """Computes the layer and records how it is differentiated; returns its outputs.
@@ -68,22 +61,23 @@ class RecomputedCall:
         Raises:
             ValueError: if the layer writes what a second call would write again.
         """
-        first = len(self.graph.get_operations())
+        first = len(self._graph.get_operations())
         for variable in self._layer.trainable_weights:
             tapes.variable_accessed(tensorflow_variable(variable))  # for tapes that watch what is read
         with record.stop_recording(), _Scope(self._before) as scope:
             outputs = self._call(*self._arguments[0], **self._arguments[1])
-        operations = self.graph.get_operations()[first:]  # those of other replicas too, where it waits for them
-        self._operations = [op for op in operations if op.name.startswith(f"{self.graph.get_name_scope()}/")]
+        operations = self._graph.get_operations()[first:]  # those of other replicas too, where it waits for them
+        own = [op for op in operations if op.name.startswith(f"{self._graph.get_name_scope()}/")]
+        self._refuse_writes(own)
+        self._computed = [t for op in own if op.type not in _WITHOUT_SLOPE for t in op.outputs if _has_gradient(t)]
         self._reads = self._find_reads(operations)
         flat = _flatten(outputs)
         owners = [self._take_back(loss) for loss in scope.losses]
         with record.stop_recording():
             results = [tf.identity(value) for value in (*filter(_has_gradient, flat), *scope.losses)]
         self._write(scope)
-        self._end = len(self.graph.get_operations())
-        self._refuse_writes()
         sources = self._sources(self._flat)
+        self._refuse_leaks(sources)
         if sources and results:
             record.record_operation(RECOMPUTED_SCOPE, results, sources, self._differentiate)
         remaining = iter(results)
@@ -108,34 +102,31 @@ class RecomputedCall:
     def _write(self, scope: "_Scope") -> None:
         """Writes, once, what the first call assigned to variables; keeps the values before it."""
         self._changed = set(scope.changed)
-        written = [(variable, scope.state_mapping[key]) for key, variable in scope.changed.items()]
-        for variable, value in written:
-            plain = tensorflow_variable(variable)
-            if getattr(value, "graph", self.graph) is not self.graph:
-                raise refusal(self.path, f"writes {variable.path!r} in a loop or a branch of TensorFlow")
+        for key, variable in scope.changed.items():
+            value, plain = scope.state_mapping[key], tensorflow_variable(variable)
+            if getattr(value, "graph", self._graph) is not self._graph:
+                raise refusal(self._path, f"writes {variable.path!r} in a loop or a branch of TensorFlow")
             if _is_watched(plain.handle):
-                raise refusal(self.path, f"writes {variable.path!r}, which is trained")
-            if id(variable) not in self._before:
-                self._before[id(variable)] = tf.identity(plain)
-        for variable, value in written:
+                raise refusal(self._path, f"writes {variable.path!r}, which is trained")
+            if key not in self._before:
+                self._before[key] = tf.identity(plain)
             variable.assign(value)
 
     def _differentiate(self, *slopes: Any) -> list[Any]:
         """Calls the layer again, not before the derivatives by its results are there; returns those by its sources."""
         values = [slope.values if isinstance(slope, tf.IndexedSlices) else slope for slope in slopes]
-        graph = tf.compat.v1.get_default_graph()
         with tf.name_scope(RECOMPUTED_SCOPE), tf.control_dependencies(values):
             flat, before = self._barrier(values)
             arguments, options = tf.nest.pack_sequence_as(self._arguments, flat, expand_composites=True)
-            sources, first = self._sources(flat), len(graph.get_operations())
+            sources = self._sources(flat)
             with tf.GradientTape(watch_accessed_variables=False) as tape:
                 for source in sources:
                     tape.watch(source)
+                self._refuse_leaks(sources)
                 with _Scope(before) as scope, in_call_context(self._context):
                     outputs = self._call(*arguments, **options)
             for loss in scope.losses:
                 self._take_back(loss)
-        self._refuse_reads(graph.get_operations()[first:])
         again = [*filter(_has_gradient, _flatten(outputs)), *scope.losses]
         gradients: list[Any] = tape.gradient(again, sources, output_gradients=list(slopes))
         # All together: else the next layer is computed again while the activations of this one are still kept.
@@ -169,51 +160,24 @@ class RecomputedCall:
             owner._loss_ids.discard(id(loss))
         return owners
 
-    def _refuse_writes(self) -> None:
+    def _refuse_writes(self, operations: Sequence[tf.Operation]) -> None:
         """Refuses writes to variables that are no variables of Keras: the second call would write again."""
-        writing = [op for op in self._operations if not _LOOKUPS.fullmatch(op.type) and written_resources([op])]
-        if writing:
-            what = f"writes to a variable or a generator by TensorFlow's operation {writing[0].type}"
-            raise refusal(self.path, what)
+        for op in operations:
+            if written_resources([op]):
+                what = f"writes to a variable or a generator by TensorFlow's operation {op.type}"
+                raise refusal(self._path, what)
 
-    def _refuse_reads(self, operations: Sequence[tf.Operation]) -> None:
-        """Refuses a second call, of these operations, that reads what the first one computed and the layer kept."""
-        made, replica = {id(op) for op in self._operations}, self._replica
-        for tensor in (tensor for op in operations if _replica_of(op) == replica for tensor in op.inputs):
-            if id(tensor.op) in made:
-                self._refuse_leak(tensor)
+    def _refuse_leaks(self, sources: Sequence[tf.Tensor]) -> None:
+        """Has the tapes refuse to differentiate what leaves the first call by other ways than its outputs.
 
-    def _refuse_leak(self, tensor: tf.Tensor) -> None:
-        """Refuses a tensor of the first call that is used elsewhere, unless no gradient can flow through it."""
-        if _has_gradient(tensor) and tensor.op.type not in ("Const", "Placeholder", "StopGradient"):
-            raise refusal(
-                self.path, f"keeps the tensor {tensor.name!r} of its call for later, by other ways than its outputs"
-            )
+        Such a gradient would be lost, as no tape knows how the first call computed it.
+        """
+        for tensor in self._computed:
+            record.record_operation("leak", [tensor], sources, functools.partial(self._refuse_leak, tensor))
 
-    @property
-    def _replica(self) -> str:
-        return _replica_of(self._operations[0]) if self._operations else ""
-
-
-def refuse_leaks(calls: Sequence[RecomputedCall], outputs: Any) -> None:
-    """Refuses tensors that leave recomputed layers by other ways than their outputs: their gradients would be lost.
-
-    Args:
-        calls: of layers in one graph.
-        outputs: of the function that made them, which has been traced.
-
-    Raises:
-        ValueError: if there are any.
-    """
-    owners = {id(op): (call, call._replica) for call in calls for op in call._operations}
-    for i, op in enumerate(calls[0].graph.get_operations() if owners else ()):
-        for tensor in op.inputs:
-            call, replica = owners.get(id(tensor.op), (None, ""))
-            if call and i >= call._end and replica == _replica_of(op):
-                call._refuse_leak(tensor)
-    for tensor in _flatten(outputs):
-        if isinstance(tensor, tf.Tensor) and id(tensor.op) in owners:
-            owners[id(tensor.op)][0]._refuse_leak(tensor)
+    def _refuse_leak(self, tensor: tf.Tensor, *_: Any) -> None:
+        what = f"keeps the tensor {tensor.name!r} of its call for later, by other ways than its outputs"
+        raise refusal(self._path, what)
 
 
 def refusal(path: str, what: str) -> ValueError:
@@ -262,9 +226,3 @@ def _has_gradient(value: Any) -> bool:
 def _is_watched(tensor: tf.Tensor) -> bool:
     """Returns whether a tape needs the gradient of a tensor or of a variable's handle."""
     return bool(record.should_record_backprop([tensor]))
-
-
-def _replica_of(op: tf.Operation) -> str:
-    """Returns the scope in an operation's name in which TensorFlow traces a replica; empty for the first one."""
-    match = re.search(r"(?:^|/)(replica_\d+)(?:/|$)", op.name)
-    return match[1] if match else ""

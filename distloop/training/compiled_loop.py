@@ -148,17 +148,20 @@ class CompiledLoop:
             source: the data.
             executor: what runs the operations, as for `run`.
         """
+        self._prepare(source)
+        if not self._eager:
+            with tf.experimental.function_executor_type(executor):
+                self._run(source.iterator(), source.layout, *_limits(0, 1, np.inf))
+            diagnosis.warn(self._step)
+            workers.require_same(self._state.strategy, "train", {"the values of loss_fn": self._step.names})
+
+    def _prepare(self, source: Source) -> None:
         if self._step.locate_nonfinite or self._keeps_batch:
             self._last_batch = shards.LastBatch(source.iterator())
         elif self._step.runs_ahead and shards.RowsAhead.are_possible(source.iterator(), source.layout):
             kind = _kind(source.iterator(), source.layout)
             if kind not in self._ahead:
                 self._ahead[kind] = shards.RowsAhead(source.iterator(), source.layout, self._state.strategy)
-        if not self._eager:
-            with tf.experimental.function_executor_type(executor):
-                self._run(source.iterator(), source.layout, *_limits(0, 1, np.inf))
-            diagnosis.warn(self._step)
-            workers.require_same(self._state.strategy, "train", {"the values of loss_fn": self._step.names})
 
     def run(
         self, source: Source, count: int, log_every: int, *, executor: str, is_single: bool, secs: float = np.inf
@@ -352,6 +355,12 @@ class CompiledLoop:
             **_by_update("loss_scale", scales),
             **_by_update("weight_norm", norms),
         }
+
+
+def graph_of(loop: CompiledLoop, source: Source) -> Any:
+    """Returns the graph of a loop over steps on some data; nothing runs."""
+    loop._prepare(source)
+    return loop._run.get_concrete_function(source.iterator(), source.layout, *_limits(0, 1, np.inf)).graph
 
 
 def _kind(iterator: Any, layout: BatchLayout) -> str:

@@ -231,3 +231,12 @@ def test_layers_that_cannot_be_called_again_are_refused(fault, sentence):
 
     with pytest.raises(ValueError, match=f"^recompute was given, and the layer 'faulty', which it matches, {sentence}"):
         differentiated([layer], loss_fn, tf.ones([2, 3]), "faulty")
+
+
+def test_what_a_layer_keeps_may_be_used_where_no_gradient_flows():
+    layer = Faulty(keeps_for_the_loss, name="faulty")
+
+    def loss_fn(rows, training):
+        return tf.reduce_sum(layer(rows)) + tf.reduce_sum(tf.stop_gradient(layer.kept[0]))
+
+    assert_same([layer], loss_fn, tf.ones([2, 3]), "faulty")
