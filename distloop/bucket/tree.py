@@ -92,10 +92,10 @@ def paths_kept(root: str) -> set[str]:
 
 
 def _names_in(root: str) -> list[str]:
-    """Returns the names in the directory of checkpoints, which may be missing."""
+    """Returns the names in the directory of checkpoints; none if it is missing."""
     try:
         return os.listdir(os.path.join(root, CHECKPOINTS))
-    except FileNotFoundError:
+    except OSError:
         return []
 
 
