@@ -104,7 +104,7 @@ class Fit:
         self._stop_requests: StopRequests | None = None
         self._has_finished, self._is_training, self._history = False, False, History()
         self._say = speaker(self._is_chief, self.config.console)
-        workdir, verify = self.config.local_workdir, self.checkpoints.lock.verify
+        workdir, verify = self.config.local_workdir, self.checkpoints.directory.verify
         self._goodput = Goodput(workdir, self.clock.seconds, self._is_chief, verify)
         self._notes: list[Action] = [KeptTensors(self.state), *([self._goodput] if workdir else [])]
         self._plan = Plan(self.units, is_chief=self._is_chief)
@@ -214,7 +214,7 @@ class Fit:
     def _train(self) -> None:
         """Trains from the current step, with a profile and writers that are closed at the end."""
         profile = Profile(self.config.profile, os.path.join(self.config.local_workdir, "train"), writes=self._is_chief)
-        with contextlib.closing(profile), Write(self._open_writers(), self.checkpoints.lock.verify) as write:
+        with contextlib.closing(profile), Write(self._open_writers(), self.checkpoints.directory.verify) as write:
             if self.config.eval_first and self._step == 0:
                 run_actions([*self.evaluations, write], replace(self._report(), until=0), self.clock, self._plan)
             actions = self._all_actions(write, profile)

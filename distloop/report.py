@@ -34,10 +34,10 @@ in this workdir ("-": it did not).
 workdir may tell it. A resumed run acts at the same step again.
 
 `--prune` lists, with sizes, and removes after a question: checkpoints that are
-neither the newest nor the best, those that the run went back from, exports
-numbered by step but for the last, and what killed runs whose workdirs are gone
-have left in this machine's memory. Rows, settings and TensorBoard's files stay;
-a run that is training is left as it is.
+neither the newest nor the best, those that the run went back from, and what
+killed runs whose workdirs are gone have left in this machine's memory. Rows,
+settings, exports and TensorBoard's files stay; a run that is training is left
+as it is.
 
 Whether smaller or larger is better follows from a metric's name: smaller for
 `loss`, `error`, `mae`, `perplexity` and similar names, larger for `accuracy`,

@@ -175,7 +175,7 @@ class Trainer:
             forward_pass=self._forward_pass,
             clock=clock,
         )
-        with weights_returned(self.state), self._checkpoints.lock:
+        with weights_returned(self.state), self._checkpoints.directory:
             run.resume()
             with run.delivering(), run.interruptible():
                 run.train()
@@ -223,7 +223,7 @@ class Trainer:
             ValueError: if there is no workdir, another process writes to it, or nothing was trained or restored.
             OSError: if it could not be written.
         """
-        with self._checkpoints.lock:
+        with self._checkpoints.directory:
             self._checkpoints.save()
 
     def restore(self, path: str | None = None) -> None:

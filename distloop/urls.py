@@ -2,10 +2,10 @@
 
     is_url("s3://bucket/run")                   # True
     local_directory("s3://bucket/run")          # "/home/me/.cache/distloop/bucket-run-0f3a..."
-    keep_password("sftp://me:secret@host/run")  # "sftp://me@host/run"; `file_system` puts the password back
+    require_no_password("sftp://me:secret@host/run")    # raises a ValueError
 
-A password is taken out of a URL where the URL comes in, so no file, message or other process has it. fsspec is imported
-for a URL alone.
+A URL with a password is refused where it comes in, so no file, message or other process has it. fsspec is imported for
+a URL alone.
 """
 
 import hashlib
@@ -19,7 +19,6 @@ _UNENCODED = re.compile(r"://[^/?#:]*:(?![:\d])[^@]*@")  # of a password that en
 _KEY = re.compile(  # a value of a query, such as ?token=...
     r"""([?&;#][^=&;#\s]*(?:token|key|secret|sig|pass|pwd|credential|auth|jwt)[^=&;#\s]*=)[^&;#\s"']+""", re.IGNORECASE
 )
-_with_password: dict[str, str] = {}  # by "scheme://user@host", in this process
 
 
 def absolute(path: str) -> str:
@@ -55,43 +54,36 @@ def require_disk(path: str | os.PathLike[str], message: str) -> None:
 
 def without_credentials(text: str) -> str:
     """Returns a text whose URLs have no password, and `***` for keys and tokens."""
-    for shown, full in tuple(_with_password.items()):
-        text = text.replace(full, shown)
     if "://" not in text and "=" not in text:
         return text
     return _KEY.sub(r"\1***", _TOKEN.sub(r"\1***@", _PASSWORD.sub(r"\1@", text)))
 
 
-def keep_password(url: str) -> str:
-    """Returns a URL without its password, which `file_system` puts back in this process.
+def require_no_password(url: str) -> None:
+    """Raises a ValueError if a URL has a password: files of the run, the console and other processes would show it.
 
     Raises:
-        ValueError: if it has a password that ends before its `@`.
+        ValueError: if it has one.
     """
-    start = _start(url)
-    shown = re.sub(r"(://[^:/]*):[^/]*@$", r"\1@", start[: start.rfind("@") + 1])
-    shown += start[start.rfind("@") + 1 :]
-    if shown != start:
-        _with_password[shown] = start
-    elif _UNENCODED.search(url):
+    if _PASSWORD.search(url) or _UNENCODED.search(url):
         raise ValueError(
-            f"A URL that begins with {url.partition('://')[0]}:// has a password with a '/', '?' or '#', where the "
-            "host ends: write these as %2F, %3F and %23."
+            f"A URL that begins with {url.partition('://')[0]}:// has a password, which files of the run would hold: "
+            "give it in the way of its package, or in the configuration of fsspec."
         )
-    return shown + url[len(start) :]
 
 
 def expand(path: str | os.PathLike[str]) -> str:
-    """Returns a path that a user gave, with the home directory in place of `~`; of a URL, without its password.
+    """Returns a path that a user gave, with the home directory in place of `~`.
 
     Raises:
-        ValueError: if it is a URL with a key or token, or not UTF-8.
+        ValueError: if it is a URL with a password, key or token, or not UTF-8.
     """
-    path = keep_password(os.path.expanduser(_require_utf8(os.fspath(path))))
-    if is_url(path) and "?" in path and _KEY.search(path):
+    path = os.path.expanduser(_require_utf8(os.fspath(path)))
+    require_no_password(path)
+    if is_url(path) and without_credentials(path) != path:
         raise ValueError(
-            f"The URL {without_credentials(path)!r} has a key in its query, which files of the run would hold: give "
-            "the credentials in the way of its package."
+            f"The URL {without_credentials(path)!r} has a key or token, which files of the run would hold: give the "
+            "credentials in the way of its package."
         )
     return path
 
@@ -105,12 +97,6 @@ def _require_utf8(path: str) -> str:
     return path
 
 
-def _start(url: str) -> str:
-    """Returns the scheme and host of a URL, as in `sftp://me@host`; in front of it the URLs that it is within."""
-    begin = url.rfind("://") + 3
-    return url[:begin] + re.split("[/?#]", url[begin:], maxsplit=1)[0] if begin > 2 else url
-
-
 def file_system(url: str, extra: str = "records", **options: Any) -> Any:
     """Returns fsspec's file system of a URL.
 
@@ -122,18 +108,17 @@ def file_system(url: str, extra: str = "records", **options: Any) -> Any:
     Raises:
         ValueError: if fsspec, or its package for such URLs, is not installed, or nothing reads such URLs.
     """
+    shown = without_credentials(url)
     try:
         import fsspec
     except ImportError:
-        url = without_credentials(url)
-        raise ValueError(f"The URL {url!r} needs fsspec: pip install 'distloop[{extra}]', or copy the files.") from None
-    full, url = url, without_credentials(url)
-    start = _start(url)
+        raise ValueError(
+            f"The URL {shown!r} needs fsspec: pip install 'distloop[{extra}]', or copy the files."
+        ) from None
     try:
-        full = full.replace(start, _with_password.get(start, start), 1)
-        return fsspec.core.url_to_fs(full, **options)[0]
+        return fsspec.core.url_to_fs(url, **options)[0]
     except (ImportError, ValueError) as error:
-        raise ValueError(f"The URL {url!r} cannot be opened: {without_credentials(str(error))}") from error
+        raise ValueError(f"The URL {shown!r} cannot be opened: {without_credentials(str(error))}") from error
 
 
 def local_directory(workdir: str) -> str:

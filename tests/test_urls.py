@@ -56,46 +56,33 @@ def test_a_url_is_shown_without_its_password_and_keys(url, shown):
     assert urls.without_credentials(f"cannot open {url!r}.") == f"cannot open {shown!r}."
 
 
-def test_the_password_of_a_workdir_is_in_no_setting_and_opens_its_file_system(monkeypatch):
-    opened = []
-    monkeypatch.setattr("fsspec.core.url_to_fs", lambda url, **_: (opened.append(url), None)[::-1])
-    config = Config(workdir="sftp://me:pa55word@host:22/run", init_from="sftp://you:1234@other/first")
-    assert (config.workdir, config.init_from) == ("sftp://me@host:22/run", "sftp://you@other/first")
-    assert "pa55word" not in repr(config) + config.local_workdir
-    assert config.local_workdir == Config(workdir="sftp://me:another@host:22/run").local_workdir
-    Config(workdir="sftp://me:pa55word@host:22/run")
-    hidden = ["sftp://me@host:22/run/checkpoints", "sftp://you@other/first", "sftp://nobody@host/run"]
-    for url in hidden:
-        urls.file_system(url)
-    assert opened == ["sftp://me:pa55word@host:22/run/checkpoints", "sftp://you:1234@other/first", hidden[2]]
-
-
-def test_an_error_of_a_file_system_holds_no_password_not_even_one_with_a_space(monkeypatch):
-    def url_to_fs(url, **_):
-        raise ValueError(f"no route to {url}")
-
-    monkeypatch.setattr("fsspec.core.url_to_fs", url_to_fs)
-    words = r"^The URL 'sftp://me@host/run' cannot be opened: no route to sftp://me@host/run$"
-    with pytest.raises(ValueError, match=words):
-        urls.file_system("sftp://me:pa55word@host/run")
-    # One with a space is in no message once it is known.
-    assert urls.keep_password("sftp://me:pass word@host/run") == "sftp://me@host/run"
-    assert urls.without_credentials("no route to sftp://me:pass word@host/a") == "no route to sftp://me@host/a"
-
-
 @pytest.mark.parametrize(
     "url, words",
     [
-        ("sftp://me:pa/ss@host/run", "begins with sftp:// has a password with a '/', '\\?' or '#', where"),
-        ("https://me:pa?ss@host/run", "write these as %2F, %3F and %23"),
-        ("s3://bucket/run?X-Amz-Signature=abc", r"'s3://bucket/run\?X-Amz-Signature=\*\*\*' has a key in its query"),
+        (
+            "sftp://me:pass@host/run",
+            "begins with sftp:// has a password, which files of the run would hold: give it in",
+        ),
+        ("sftp://me:pa/ss@host/run", "begins with sftp:// has a password"),
+        ("https://me:pa?ss@host/run", "begins with https:// has a password"),
+        ("sftp://me:p ss@[::1]:22/a@b", "begins with sftp:// has a password"),
+        ("s3://bucket/run?X-Amz-Signature=abc", r"'s3://bucket/run\?X-Amz-Signature=\*\*\*' has a key or token, which"),
+        (
+            "https://ghp_abc@host/run",
+            r"'https://\*\*\*@host/run' has a key or token, which files of the run would hold",
+        ),
     ],
 )
 @pytest.mark.parametrize("name", ["workdir", "init_from"])
-def test_a_url_whose_password_cannot_be_taken_out_is_refused_without_it(name, url, words):
+def test_a_url_with_a_password_key_or_token_is_refused_without_it(name, url, words):
     with pytest.raises(ValueError, match=words) as refused:
         Config(**{name: url})
     assert "ss@" not in str(refused.value) and "abc" not in str(refused.value)
+
+
+@pytest.mark.parametrize("url", ["sftp://me@host:22/run", "s3://bucket/a:b@c", "abfs://container@account/a"])
+def test_a_url_with_a_user_alone_is_taken_as_it_is(url):
+    assert Config(workdir=url).workdir == url
 
 
 def test_a_path_that_is_not_utf8_is_refused_in_a_sentence(tmp_path, monkeypatch):

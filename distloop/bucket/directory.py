@@ -9,7 +9,6 @@ A file has its name when it is whole: a store of objects writes each whole or no
 under another name and moved. Retries, timeouts, credentials and limits of the package of a file system come before.
 """
 
-import hashlib
 import os
 import random
 import re
@@ -64,10 +63,6 @@ class RemoteDirectory:
         self._token = secrets.token_hex(4)
         self._has_named_keys = False  # in the log
 
-    def identify(self) -> str:
-        """Returns a text that differs between the directory and its copy: a digest of the URL."""
-        return hashlib.sha256(self.url.encode()).hexdigest()
-
     def list(self, below: str = "") -> dict[str, int]:
         """Returns the size of each file below a directory, by its path there; none if the directory is not there.
 
@@ -84,13 +79,13 @@ class RemoteDirectory:
 
         start = len(self._path(below)) + 1
         sizes = {path[start:]: int(info["size"] or 0) for path, info in self._try(find, "list", {}).items()}
-        sizes = {name: size for name, size in sizes.items() if name and not name.endswith("/")}  # not folders' own
         folders = {name[:i] for name in sizes for i, letter in enumerate(name) if letter == "/"}
         files = {name: size for name, size in sizes.items() if name not in folders and is_path(name)}
-        if (refused := sorted(sizes.keys() - files.keys())) and not self._has_named_keys:
+        refused = sorted(name for name in sizes.keys() - files.keys() if not name.endswith("/") and name)
+        if refused and not self._has_named_keys:
             self._has_named_keys = True
-            shown = ", ".join(map(ascii, refused[:3])) + (", ..." if len(refused) > 3 else "")
-            log.warning("%s holds keys that no file of a directory can have, which are left alone: %s", self.url, shown)
+            text = "%s holds keys that no file of a directory can have, which are left alone: %s"
+            log.warning(text, self.url, ", ".join(map(ascii, refused[:3])))
         return files
 
     def read(self, name: str) -> bytes | None:

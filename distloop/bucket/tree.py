@@ -1,13 +1,12 @@
 """Workdir tree: which files go to a bucket and come back, and when a checkpoint counts as whole.
 
-    checkpoints("staging")                      # [Unit("checkpoints/500", ...), ...]
-    units("staging")                            # [..., Unit("metrics.jsonl", ...), ...]
+    units("staging")                            # {"checkpoints/500": (1204, ...), ..., "metrics.jsonl": (9120, ...)}
     fetch_workdir(directory, "staging")         # all that a run goes on from
 
-A unit is a file, or a checkpoint, whose `manifest.json` is written last and deleted first, so that who sees it sees the
-whole. While a checkpoint is written again, the one before is `<step>.old`. `.uploaded.json` has the stamps of the files
-that are uploaded from this machine, and digests of the manifests of its checkpoints. A function that brings files
-raises a `RemoteError` if one cannot be read.
+A unit is what is uploaded whole: a file, or a checkpoint, whose `manifest.json` is written last and deleted first, so
+that who sees it sees the whole. While a checkpoint is written again, the one before is `<step>.old`. `.uploaded.json`
+has the stamps of the units that are uploaded from this machine, and digests of the manifests of its checkpoints. A
+function that brings files raises a `RemoteError` if one cannot be read.
 """
 
 import contextlib
@@ -17,6 +16,7 @@ import os
 import re
 import stat
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
@@ -32,7 +32,7 @@ STATE = ".uploaded.json"
 _SEALS = (MANIFEST, "saved_model.pb")
 _MOST_MANIFESTS = 1000  # that are known again; a bucket may be put back to what it was
 _CHECKPOINT = re.compile(r"(0|[1-9][0-9]{0,17})(\.abandoned(-\d+)?)?")  # a run has gone back before an abandoned one
-_TEMPORARY = re.compile(r"(\d+)\.\d+-[0-9a-f]{8}\.(tmp|old)\Z")  # of a checkpoint that is replaced or deleted
+_TEMPORARY = re.compile(r"(/\d+)\.\d+-[0-9a-f]{8}\.(tmp|old)\Z")  # of a checkpoint that is replaced or deleted
 # Locks, temporary names, and the token of older versions.
 _SKIPPED = re.compile(
     r"\..*|run\.lock.*|staging\.json|.*\.[0-9a-f]{8}\.tmp|.*\.\d{1,9}(-[0-9a-f]{8})?\.(tmp|old)(\.\w+)?"
@@ -40,62 +40,74 @@ _SKIPPED = re.compile(
 _REPORTED = ("config.json", ROWS, "incidents.jsonl", "told.jsonl", ledger.STARTS, ledger.PROGRESS, ledger.MEMORY)
 _MANIFEST = re.compile(rf"(^|/){CHECKPOINTS}/[0-9]{{1,18}}/{re.escape(MANIFEST)}\Z")
 
+Stamp: TypeAlias = tuple[int, int]  # size and time (nanoseconds) of a file, by which a change is seen
 
-State: TypeAlias = tuple[dict[str, tuple[int, int]], list[str]]  # from `read_state`
 
-
-class Unit(NamedTuple):
-    """What is uploaded whole: a file, or a checkpoint.
+class State(NamedTuple):
+    """What is uploaded from a directory of this machine.
 
     Attributes:
-        path: in the workdir.
-        files: by path in the workdir, the manifest last: on a disk `stamp_of` each, in a bucket its size.
+        uploaded: the stamps of units, by path.
+        manifests: digests of the manifests of checkpoints that came, were uploaded or begun, the latest last.
     """
 
+    uploaded: dict[str, Stamp]
+    manifests: list[str]
+
+
+class WholeCheckpoint(NamedTuple):
+    """A checkpoint in a bucket all of whose files are there."""
+
+    step: int
     path: str
-    files: dict[str, Any]
-
-    @property
-    def is_file(self) -> bool:
-        """Whether it is no checkpoint."""
-        return self.path in self.files
-
-    @property
-    def step(self) -> int:
-        """The step of a checkpoint; -1: it is none, or abandoned."""
-        return step_of(self.path)
+    files: list[str]  # paths in the workdir
+    manifest: bytes
 
 
-def units(root: str, below: str = "") -> list[Unit]:
-    """Returns what is uploaded of a workdir, which may change meanwhile: checkpoints, the newest first, then files.
-
-    Args:
-        root: the workdir.
-        below: a directory in it, of which alone the units are wanted.
-    """
-    stamps = {}
-    for folder, folders, names in os.walk(os.path.join(root, below)):
+def units(root: str) -> dict[str, Stamp]:
+    """Returns what is uploaded of a workdir, which may change meanwhile: `checkpoints`, then files, in this order."""
+    files = {}
+    for folder, folders, names in os.walk(root):
         path = os.path.relpath(folder, root)
-        is_wanted = _CHECKPOINT.fullmatch if path == CHECKPOINTS else lambda name: not _SKIPPED.fullmatch(name)
-        folders[:] = filter(is_wanted, folders)
+        folders[:] = [name for name in folders if path != CHECKPOINTS and not _SKIPPED.fullmatch(name)]
         for name in names:
             if not _SKIPPED.fullmatch(name) and (stamp := stamp_of(os.path.join(folder, name))):
-                stamps[os.path.normpath(os.path.join(path, name))] = stamp
-    return sorted(_grouped(stamps), key=lambda u: (u.is_file, -u.step, seals_last(u.path)))
+                files[os.path.normpath(os.path.join(path, name))] = stamp
+    return checkpoints(root) | {path: files[path] for path in sorted(files, key=lambda p: (p != BEST, seals_last(p)))}
 
 
-def checkpoints(root: str) -> list[Unit]:
-    """Returns the checkpoints of a workdir that have their manifest: the newest first, those of older branches last."""
-    return [unit for unit in units(root, CHECKPOINTS) if not unit.is_file]
+def checkpoints(root: str) -> dict[str, Stamp]:
+    """Returns the stamps of the manifests of a workdir's checkpoints, by the paths of those, the newest first.
+
+    Those of older branches come last.
+    """
+    paths = [f"{CHECKPOINTS}/{name}" for name in _names_in(root) if _CHECKPOINT.fullmatch(name)]
+    stamps = {path: stamp_of(os.path.join(root, path)) for path in sorted(paths, key=step_of, reverse=True)}
+    return {path: stamp for path, stamp in stamps.items() if stamp}
 
 
-def names_kept(root: str) -> set[str]:
-    """Returns the names in the directory of checkpoints; one that is being replaced or deleted keeps its own."""
+def paths_kept(root: str) -> set[str]:
+    """Returns the paths in the directory of checkpoints; one that is being replaced or deleted keeps its own."""
+    return {_TEMPORARY.sub(r"\1", f"{CHECKPOINTS}/{name}") for name in _names_in(root)}
+
+
+def _names_in(root: str) -> list[str]:
+    """Returns the names in the directory of checkpoints; none if it is missing."""
     try:
-        names = os.listdir(os.path.join(root, CHECKPOINTS))
-    except FileNotFoundError:
-        return set()
-    return {_TEMPORARY.sub(r"\1", name) for name in names}
+        return os.listdir(os.path.join(root, CHECKPOINTS))
+    except OSError:
+        return []
+
+
+def stamp_of(path: str) -> Stamp | None:
+    """Returns the stamp of a file, or of a checkpoint's manifest; None: it is gone, or no file."""
+    try:
+        status = os.stat(path)
+        if stat.S_ISDIR(status.st_mode):
+            status = os.stat(os.path.join(path, MANIFEST))
+    except OSError:
+        return None
+    return (status.st_size, status.st_mtime_ns) if stat.S_ISREG(status.st_mode) else None
 
 
 def folder_of(path: str) -> str:
@@ -103,11 +115,16 @@ def folder_of(path: str) -> str:
     return "/".join(path.split("/")[:2]) if path.startswith(f"{CHECKPOINTS}/") else path
 
 
-def step_of(path: str) -> int:
-    """Returns the step of a checkpoint by its path in the workdir, `.old` or not; -1: it is none."""
+def is_checkpoint(path: str) -> bool:
+    """Returns whether a path in a workdir is that of a checkpoint, `.old` or abandoned ones too."""
     folder, _, name = path.removesuffix(OLD).rpartition("/")
-    match = _CHECKPOINT.fullmatch(name)
-    return int(name) if folder == CHECKPOINTS and match and not match[2] else -1
+    return folder == CHECKPOINTS and bool(_CHECKPOINT.fullmatch(name))
+
+
+def step_of(path: str) -> int:
+    """Returns the step of a checkpoint by its path in the workdir, `.old` or not; -1: it is none, or abandoned."""
+    name = path.removesuffix(OLD).rpartition("/")[2]
+    return int(name) if is_checkpoint(path) and name.isdecimal() else -1
 
 
 def seals_last(path: str) -> tuple[bool, str]:
@@ -115,40 +132,25 @@ def seals_last(path: str) -> tuple[bool, str]:
     return os.path.basename(path) in _SEALS, path
 
 
-def _grouped(files: Mapping[str, Any]) -> list[Unit]:
-    """Returns the units of which files are, but for checkpoints without a manifest."""
-    groups: dict[str, dict[str, Any]] = {}
-    for path in sorted(files, key=seals_last):
-        groups.setdefault(folder_of(path), {})[path] = files[path]
-    return [Unit(path, group) for path, group in groups.items() if path in group or f"{path}/{MANIFEST}" in group]
-
-
-def stamp_of(path: str) -> tuple[int, int] | None:
-    """Returns size and time (nanoseconds) of a file, by which a change is seen; None: it is gone, or no file."""
-    try:
-        status = os.stat(path)
-    except OSError:
-        return None
-    return (status.st_size, status.st_mtime_ns) if stat.S_ISREG(status.st_mode) else None
-
-
-def whole_checkpoints(
-    directory: RemoteDirectory, files: Mapping[str, int] | None = None
-) -> Iterator[tuple[Unit, bytes]]:
-    """Yields the whole checkpoints of a bucket, or among its files, with their manifests, the newest first.
+def whole_checkpoints(directory: RemoteDirectory, files: Mapping[str, int] | None = None) -> Iterator[WholeCheckpoint]:
+    """Yields the whole checkpoints of a bucket, or among its files, the newest first.
 
     A damaged one is named in the log.
     """
-    last, found = -1, _grouped(directory.list() if files is None else files)
-    for unit in sorted(found, key=lambda unit: (-unit.step, unit.path.endswith(OLD))):
-        if unit.step in (-1, last):
+    folders: defaultdict[str, dict[str, int]] = defaultdict(dict)
+    for path, size in (directory.list() if files is None else files).items():
+        folders[folder_of(path)][path] = size
+    last = -1
+    for path in sorted(folders, key=lambda path: (-step_of(path), path.endswith(OLD))):
+        step = step_of(path)
+        if step in (-1, last) or f"{path}/{MANIFEST}" not in folders[path]:
             continue
-        manifest = directory.read(f"{unit.path}/{MANIFEST}") or b""
-        if _named_in(manifest, unit.path).items() <= unit.files.items():
-            last = unit.step
-            yield unit, manifest
+        manifest = directory.read(f"{path}/{MANIFEST}") or b""
+        if _named_in(manifest, path).items() <= folders[path].items():
+            last = step
+            yield WholeCheckpoint(step, path, [*folders[path]], manifest)
         else:
-            log.error("The checkpoint %s/%s is damaged. Trying the one before it.", directory.url, unit.path)
+            log.error("The checkpoint %s/%s is damaged. Trying the one before it.", directory.url, path)
 
 
 def _named_in(manifest: bytes, folder: str) -> dict[str, int]:
@@ -168,28 +170,23 @@ def best_steps(best: bytes | None) -> set[int]:
 
 
 def read_state(root: str) -> State:
-    """Returns what is uploaded from a directory of this machine; if that is unknown, nothing: all is uploaded again.
-
-    Returns:
-        The stamps of the files, by path, and the digests of the manifests of checkpoints that came, were uploaded or
-        begun, the latest last.
-    """
+    """Returns what is uploaded from a directory of this machine; if that is unknown, nothing: all is uploaded again."""
 
     def as_state(value: Any) -> State:
         uploaded = {path: (int(size), int(at)) for path, (size, at) in value["uploaded"].items() if is_path(path)}
-        return uploaded, [*map(str, value["manifests"])]
+        return State(uploaded, [*map(str, value["manifests"])])
 
     try:
         return parse_json(read(root, STATE), as_state)
     except ValueError:
-        return {}, []
+        return State({}, [])
 
 
 def write_state(root: str, state: State) -> None:
     """Notes what is uploaded from a directory, for the next process on this machine, if that can be written."""
     with contextlib.suppress(OSError), replacing(os.path.join(root, STATE)) as temporary:
         with open(temporary, "w", encoding="utf-8") as file:
-            json.dump({"uploaded": state[0], "manifests": state[1][-_MOST_MANIFESTS:]}, file)
+            json.dump({"uploaded": state.uploaded, "manifests": state.manifests[-_MOST_MANIFESTS:]}, file)
 
 
 def digest(manifest: bytes) -> str:
@@ -210,20 +207,20 @@ def fetch_workdir(directory: RemoteDirectory, root: str) -> State:
     """Brings the files of a run: its whole checkpoints, rows, settings, TensorBoard's files, exports.
 
     Returns:
-        As `read_state`: of `root`, empty before, the files that are as they are in the bucket.
+        The state of `root`, empty before: what is as it is in the bucket.
     """
     files = directory.list()
     others = [path for path in files if folder_of(path) == path and not any(map(_SKIPPED.fullmatch, path.split("/")))]
     fetch_files(directory, others, root)
     whole = [*whole_checkpoints(directory, files)]
-    for checkpoint, _ in whole:
+    for checkpoint in whole:
         fetch_checkpoint(directory, checkpoint, root)
-    old = [checkpoint.path.removesuffix(OLD) for checkpoint, _ in whole if checkpoint.path.endswith(OLD)]
-    uploaded = {path: stamp for unit in units(root) if unit.path not in old for path, stamp in unit.files.items()}
-    return uploaded, [digest(manifest) for _, manifest in whole]
+    old = [checkpoint.path.removesuffix(OLD) for checkpoint in whole if checkpoint.path.endswith(OLD)]
+    uploaded = {path: stamp for path, stamp in units(root).items() if path not in old}
+    return State(uploaded, [digest(checkpoint.manifest) for checkpoint in whole])
 
 
-def fetch_checkpoint(directory: RemoteDirectory, checkpoint: Unit, root: str) -> None:
+def fetch_checkpoint(directory: RemoteDirectory, checkpoint: WholeCheckpoint, root: str) -> None:
     """Brings a checkpoint, whole or not at all, to the path of its step in a workdir."""
     os.makedirs(os.path.join(root, CHECKPOINTS), exist_ok=True)
     with replacing(os.path.join(root, checkpoint.path.removesuffix(OLD))) as temporary:
@@ -258,7 +255,7 @@ def fetched(path: str, *, best: bool = False) -> Iterator[str]:
         if MANIFEST in files:
             fetch_files(directory, files, copied)
             yield copied
-        elif whole := [unit for unit, _ in whole_checkpoints(directory, files)]:
+        elif whole := [*whole_checkpoints(directory, files)]:
             wanted = best_steps(directory.read(BEST)) if best else {whole[0].step}
             fetch_files(directory, files.keys() & {BEST} if best else (), root)
             for checkpoint in whole:

@@ -14,8 +14,7 @@ import contextlib
 import functools
 import os
 import socket
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 from distloop.atomic_files import is_private, remove, replacing
 from distloop.bucket import tree
@@ -30,7 +29,7 @@ from distloop.settings.config import Config
 
 
 class Workdir(Directory):
-    """Where a run keeps its files; may be entered several times, one inside the other."""
+    """Where a run keeps its files."""
 
     def __init__(self, config: Config, workers: Workers):
         """Sends no request.
@@ -39,45 +38,31 @@ class Workdir(Directory):
             config: `workdir` and `console` are read.
             workers: of the run.
         """
-        self._url, self._root = config.workdir, config.local_workdir
+        super().__init__(config, workers)
         self._say = speaker(workers.is_chief, config.console)
-        self._workers = workers
-        self._depth = 0
-        self._open: tuple[RunLock, Upload] | None = None  # the chief's
+        self._open: tuple[RunLock, Upload] | None = None  # the chief's, of the last block
 
-    def __enter__(self) -> None:
-        """Locks the workdir, brings what a run goes on from, and starts to upload. All workers call it.
+    def _begin(self, stack: contextlib.ExitStack) -> None:
+        """Takes the lock, makes the staging directory what the run goes on from, and starts the upload."""
+        directory = RemoteDirectory(self._url)
+        lock = stack.enter_context(RunLock(self._url, directory=directory))
+        directory.remove_leftovers()
+        if not _is_current(self._root, directory):
+            self._replace(directory)
+        super()._begin(stack)
+        self._open = lock, Upload(self._root, directory, verify=lock.verify, say=self._say)
+        self._open[1].start()
+        stack.push(self._finish)
 
-        Raises:
-            ValueError: if another process writes to it, or it cannot be read or written.
-        """
-        if self._depth == 0:
-            try:
-                self._agree(self._begin if self._workers.is_chief else None)
-            except BaseException as error:
-                self._close(error)
-                raise
-        self._depth += 1
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Waits until all is uploaded, and unlocks the workdir.
+    def _finish(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """Waits until all is uploaded.
 
         Raises:
             OSError: if something could not be uploaded, unless another error ends the block.
         """
-        self._depth -= 1
-        if self._depth == 0:
-            self._close(error)
-
-    def _close(self, error: BaseException | None) -> None:
-        if self._open is None:
-            return
-        (lock, upload), self._open = self._open, None
-        try:
-            missing = upload.finish()
-        finally:
-            lock.__exit__()
-        if missing:
+        assert self._open is not None
+        upload = self._open[1]
+        if missing := upload.finish():
             text = (
                 f"{listed(missing)} could not be uploaded to {self._url} ({upload.failure}); {self._root} has it: run "
                 "the same command on this machine to upload it."
@@ -94,6 +79,7 @@ class Workdir(Directory):
         Raises:
             LockLost: if one has.
         """
+        super().verify()
         if self._open is not None and self._open[0].lost:
             raise LockLost(self._open[0].lost)
 
@@ -139,49 +125,19 @@ class Workdir(Directory):
     def _fetch(self, step: int) -> None:
         """Brings a checkpoint to a host whose workers write no files, and from whose directory no run goes on."""
         directory = RemoteDirectory(self._url)
-        whole = [checkpoint for checkpoint, _ in tree.whole_checkpoints(directory) if checkpoint.step == step]
+        whole = [checkpoint for checkpoint in tree.whole_checkpoints(directory) if checkpoint.step == step]
         if not whole:
             raise RemoteError(f"there is no whole checkpoint of step {step}")
         os.makedirs(self._root, 0o700, exist_ok=True)
         tree.fetch_checkpoint(directory, whole[0], self._root)
-
-    def _agree(self, act: Callable[[], Any] | None) -> Any:
-        """Does what this worker has to do, and returns the result; if that fails on any worker, all raise."""
-        result, failure = None, None
-        try:
-            if act is not None:
-                result = act()
-        except ValueError as error:
-            failure = error
-        except OSError as error:
-            failure = ValueError(
-                f"workdir={self._url!r} cannot be used ({error}): give a bucket that is there, and credentials in the "
-                "way of its package, or a directory on a disk."
-            )
-            failure.__cause__ = error
-        if any(self._workers.gather(failure is not None)):
-            raise failure or ValueError(f"workdir={self._url!r} cannot be used; another worker says why.")
-        return result
-
-    def _begin(self) -> None:
-        """Takes the lock, makes the staging directory what the run goes on from, and starts the upload."""
-        directory = RemoteDirectory(self._url)
-        with contextlib.ExitStack() as stack:
-            lock = stack.enter_context(RunLock(self._url, directory=directory))
-            directory.remove_leftovers()
-            if not _is_current(self._root, directory):
-                self._replace(directory)
-            self._open = lock, Upload(self._root, directory, verify=lock.verify, say=self._say)
-            stack.pop_all()
-        self._open[1].start()
 
     def _replace(self, directory: RemoteDirectory) -> None:
         """Replaces the staging directory by what the bucket has; keeps it aside if it has gone farther."""
         root, aside = self._root, f"{self._root}.aside"
         if os.path.isdir(root):
             say(f"{root} is replaced by what is in {self._url}, which was written to from elsewhere since.")
-            steps = [unit.step for unit in tree.checkpoints(root)]
-            newest = next((checkpoint.step for checkpoint, _ in tree.whole_checkpoints(directory)), -1)
+            steps = [*map(tree.step_of, tree.checkpoints(root))]
+            newest = next((checkpoint.step for checkpoint in tree.whole_checkpoints(directory)), -1)
             if steps and steps[0] > newest:
                 remove(aside)
                 os.rename(root, aside)
@@ -191,8 +147,8 @@ class Workdir(Directory):
         with replacing(root) as temporary:
             os.mkdir(temporary, 0o700)
             tree.write_state(temporary, state := tree.fetch_workdir(directory, temporary))
-        if state[0]:
-            self._say(f"{len(state[0])} files were brought from {self._url} to {root}")
+        if state.uploaded:
+            self._say(f"{len(state.uploaded)} files and checkpoints were brought from {self._url} to {root}")
 
 
 def _is_current(root: str, directory: RemoteDirectory) -> bool:
@@ -206,12 +162,12 @@ def _is_current(root: str, directory: RemoteDirectory) -> bool:
             f"{root!r}, which stands for {directory.url!r} on this machine, belongs to another user, or others may "
             "write to it: remove it, or give XDG_CACHE_HOME a directory of your own."
         )
-    steps = [unit.step for unit in tree.checkpoints(root)]
+    steps = [*map(tree.step_of, tree.checkpoints(root))]
     if not steps and not os.path.exists(os.path.join(root, tree.STATE)):
         return False
     _, known = tree.read_state(root)
-    for _, manifest in tree.whole_checkpoints(directory):  # the newest decides
-        return bool(steps) and tree.digest(manifest) in known
+    for newest in tree.whole_checkpoints(directory):
+        return bool(steps) and tree.digest(newest.manifest) in known
     if steps and known:
         raise ValueError(
             f"workdir={directory.url!r} holds no whole checkpoint, but some were uploaded there from this machine, "

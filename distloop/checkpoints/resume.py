@@ -39,13 +39,13 @@ from distloop.checkpoints.memory_copies import MemoryCopies
 from distloop.checkpoints.phases import Phases, number_at
 from distloop.checkpoints.store import Checkpoints, follow, in_workdir
 from distloop.checkpoints.warm_start import take_over, warm_start
-from distloop.checkpoints.writing import DiskWatch, WorkersLock
+from distloop.checkpoints.writing import DiskWatch
 from distloop.data.source import Source
 from distloop.distributed import workers
 from distloop.model.saved_state import SavedState
 from distloop.model.state import TrainState
 from distloop.monitoring.console import say, speaker
-from distloop.monitoring.directory import claim_run, directory_of
+from distloop.monitoring.directory import Directory, claim_run, directory_of
 from distloop.monitoring.records import append_row
 from distloop.settings import flags
 from distloop.settings.config import Config
@@ -64,7 +64,7 @@ class RunCheckpoints:
         costs: the seconds of the last save and restore, by name.
         disk_watch: ends the process when the disk no longer answers.
         run: the name of the run, from `claim_run`; known to the chief, once it was resumed.
-        lock: of the workdir; held until the last save has ended.
+        directory: the workdir, whose lock is held until the last save has ended.
         phases: which of the run's phases the present `fit` is.
     """
 
@@ -74,14 +74,13 @@ class RunCheckpoints:
         self._is_chief = workers.is_chief(state.strategy)
         self._say = speaker(self._is_chief, config.console)
         self._gather = functools.partial(workers.gather, state.strategy)
-        self._directory = directory_of(config, workers.Workers(state.strategy))
-        self._load_newest = functools.partial(load_newest, state.strategy, share=self._directory.share)
-        self.lock = WorkersLock(config.local_workdir, self._is_chief, self._gather, self._directory)
+        self.directory = directory_of(config, workers.Workers(state.strategy))
+        self._load_newest = functools.partial(load_newest, state.strategy, share=self.directory.share)
         self.disk_watch = _disk_watch(state.strategy, config)
         self.costs: dict[str, float] = {}
-        checkpoints = _on_disk(config, self.lock, self.disk_watch, self.costs)
+        checkpoints = _on_disk(config, self.directory, self.disk_watch, self.costs)
         self._checkpoints = checkpoints if config.workdir else None
-        self._copies = MemoryCopies(checkpoints, state.strategy, self.lock.verify)
+        self._copies = MemoryCopies(checkpoints, state.strategy, self.directory.verify)
         self._rollback = Rollback(config.max_rollbacks)
         self.action_states, self.phases = RunStates(), Phases(state)
         self.is_new, self.run, self._shows_best = True, "", False  # the last: whether `resume` restores the newest
@@ -107,7 +106,7 @@ class RunCheckpoints:
     def _newest(self, checkpoints: Checkpoints) -> Saved | None:
         """Loads the newest checkpoint, if the state is not the one to go on with."""
         if self._is_chief:
-            self.run = claim_run(self._config, self.lock.verify)
+            self.run = claim_run(self._config, self.directory.verify)
         self._copies.open(is_wanted=bool(self._config.copy_every), is_resuming=self.is_new, run=self.run)
         if not (self.is_new or self._shows_best):
             return None
@@ -130,7 +129,7 @@ class RunCheckpoints:
         self._copies.has_gone_back = True
         if path == BEST:
             return self.restore_best()
-        with self._directory.reading(path) as local:
+        with self.directory.reading(path) as local:
             saved = load_from(self._state.strategy, local)
         if saved is None:
             raise ValueError(
@@ -145,7 +144,7 @@ class RunCheckpoints:
             ValueError: as for `load_best`, or if the checkpoint is damaged.
         """
         self._copies.has_gone_back = self._copies.has_gone_back or run_goes_on_from_it
-        with self._directory.reading(self._config.workdir, best=True) as local:
+        with self.directory.reading(self._config.workdir, best=True) as local:
             saved = load_best(in_workdir(local) if local else None, metric, self._gather)
             saved = saved._replace(path=self._config.workdir + saved.path.removeprefix(local))
             self._restore(saved, is_whole=run_goes_on_from_it)
@@ -220,7 +219,7 @@ class RunCheckpoints:
         step, values, notes = self._content(report, is_needed=self._is_chief)
         if self._is_chief:
             with contextlib.suppress(OSError):  # of a disk that cannot be read: the save fails, and that is logged
-                self.lock.verify()
+                self.directory.verify()
             self._checkpoints.save(step, values, notes, best_steps)
         self._copies.drop_later(step)
 
@@ -293,7 +292,7 @@ class RunCheckpoints:
 
     def _restore(self, saved: Saved, *, is_whole: bool = True) -> None:
         """Restores a checkpoint, at once or when the model is built; of a phase of others, all but the optimizer."""
-        self.lock.note_saved()
+        self.directory.note_saved()
         self._saved, self.is_new, self._shows_best = saved, False, False
         if not self._state.is_built:
             return
@@ -316,13 +315,13 @@ def _disk_watch(strategy: tf.distribute.Strategy, config: Config) -> DiskWatch:
     return DiskWatch(os.path.join(config.local_workdir, "checkpoints"), hang_timeout, fail)
 
 
-def _on_disk(config: Config, lock: WorkersLock, watch: DiskWatch, costs: dict[str, float]) -> Checkpoints:
-    """Returns the checkpoints that are written under a lock and a watch; the lock then knows of them."""
+def _on_disk(config: Config, directory: Directory, watch: DiskWatch, costs: dict[str, float]) -> Checkpoints:
+    """Returns the checkpoints that are written to a directory under its lock and a watch; it then knows of them."""
     workdir, keep = config.local_workdir, config.keep_checkpoints
-    checkpoints = in_workdir(workdir, keep, watch=watch.over, verify=lock.verify, costs=costs)
-    lock.finish = checkpoints.wait
+    checkpoints = in_workdir(workdir, keep, watch=watch.over, verify=directory.verify, costs=costs)
+    directory.finish = checkpoints.wait
     if workdir == config.workdir:
-        lock.saved = functools.partial(names, checkpoints)
+        directory.saved = functools.partial(names, checkpoints)
     return checkpoints
 
 

@@ -1,8 +1,8 @@
-"""Run directory: the workdir of a run: its path, the name of the run in it, and the seam to a workdir at a URL.
+"""Run directory: the workdir of a run: its path, its lock, the name of the run in it, and the seam to one at a URL.
 
     config = resolve_workdir(config, workers)       # "runs/a-{time}" becomes "/home/me/runs/a-20261123-184500"
     directory = directory_of(config, workers)
-    with directory:                                 # on every worker
+    with directory:                                 # on every worker; the chief takes the lock
         run = claim_run(config, directory.verify)   # "9f2c51d0a4b7": made by the first `fit`, and anew in a copy
         train()                                     # in config.local_workdir, as in any directory
     with local_copy("s3://bucket/run") as path:     # a local path stays as it is
@@ -19,7 +19,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from distloop import urls
@@ -40,16 +40,107 @@ _chosen: set[str] = set()  # by this process, whose `fit` makes the directory la
 
 
 class Directory:
-    """The interface to a run's directory; on a disk, its methods have nothing to do."""
+    """The workdir of a run, which the chief locks for all workers; on a disk, `share` has nothing to do.
+
+    It may be entered several times, one inside the other.
+
+    Attributes:
+        finish: waits until nothing is being written; called before the lock is released.
+        saved: returns the names of the run's checkpoints, to notice those that another process has made since this
+            one held the lock last; None: it is not noticed.
+    """
+
+    def __init__(self, config: Config, workers: Any):
+        """Touches no disk, and sends no request.
+
+        Args:
+            config: `workdir` is read; if it is empty, there is nothing to lock.
+            workers: the `Workers` of the run.
+        """
+        self._url, self._root, self._workers = config.workdir, config.local_workdir, workers
+        self._is_writer = bool(config.workdir) and workers.is_chief
+        self._lock = run_lock.RunLock(self._root)
+        self.finish: Callable[[], None] = lambda: None
+        self.saved: Callable[[], Collection[str]] | None = None
+        self._seen: set[str] | None = None  # the names when this process noted them last
+        self._depth, self._held = 0, contextlib.ExitStack()
 
     def __enter__(self) -> None:
-        """Brings the files that the run goes on from into `config.local_workdir`. All workers call it."""
+        """Takes the lock, and brings the files that the run goes on from to `config.local_workdir`.
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Waits until all files of the workdir are written or uploaded. All workers call it."""
+        All workers call it.
+
+        Raises:
+            ValueError: if another process writes to it, has saved since this one held the lock last, or it cannot be
+                read or written.
+        """
+        if self._depth == 0 and self._root:
+            with contextlib.ExitStack() as stack:
+                self._agree((lambda: self._begin(stack)) if self._is_writer else None)
+                self._held = stack.pop_all()
+        self._depth += 1
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        """Waits until all files are written or uploaded, and releases the lock. All workers call it.
+
+        Raises:
+            OSError: if something could not be written or uploaded, unless another error ends the block.
+        """
+        try:
+            self.finish()
+        except OSError:
+            if error is None:
+                raise
+        finally:
+            self._depth -= 1
+            if self._depth == 0:
+                with contextlib.suppress(run_lock.LockLost, OSError):
+                    self.verify()
+                    self.note_saved()
+                self._held.__exit__(kind, error, trace)
+
+    def _begin(self, stack: contextlib.ExitStack) -> None:
+        """Takes the lock, on the chief; what ends with the block is entered into a stack."""
+        stack.enter_context(self._lock)
+        others: list[str] = []
+        with contextlib.suppress(OSError):  # a disk that cannot be read says so later
+            if self.saved is not None and self._seen is not None:
+                others = sorted(set(self.saved()) - self._seen)
+        if others:
+            raise ValueError(
+                f"Another process has saved {', '.join(others)} under workdir={self._url!r} since this one looked "
+                "last, and nothing was written: call restore() to go on from its newest checkpoint, or give another "
+                "workdir."
+            )
+
+    def _agree(self, act: Callable[[], Any] | None) -> Any:
+        """Does what this worker has to do, and returns the result; if that fails on any worker, all raise."""
+        result, failure = None, None
+        try:
+            if act is not None:
+                result = act()
+        except ValueError as error:
+            failure = error
+        except OSError as error:
+            failure = ValueError(
+                f"workdir={self._url!r} cannot be used ({error}): give a bucket that is there, and credentials in the "
+                "way of its package, or a directory on a disk."
+            )
+            failure.__cause__ = error
+        if any(self._workers.gather(failure is not None)):
+            raise failure or ValueError(f"workdir={self._url!r} cannot be used; another worker says why.")
+        return result
+
+    def note_saved(self) -> None:
+        """Notes the names of the run's checkpoints: this process knows of them."""
+        if self._is_writer and self.saved is not None:
+            with contextlib.suppress(OSError):
+                self._seen = set(self.saved())
 
     def verify(self) -> None:
-        """Checks that this process may still write; raises as `RunLock.verify` if not."""
+        """Checks that the chief still holds the lock, as `RunLock.verify`; other workers write nothing."""
+        if self._is_writer:
+            self._lock.verify()
 
     def share(self, step: int) -> None:
         """Brings a checkpoint that the chief has chosen to the hosts that lack it. All workers call it."""
@@ -77,7 +168,7 @@ def directory_of(config: Config, workers: Any) -> Directory:
         workers: the `Workers` of the run.
     """
     if config.workdir == config.local_workdir:
-        return Directory()
+        return Directory(config, workers)
     directory: Directory = _bucket("workdir", config.workdir).Workdir(config, workers)
     return directory
 

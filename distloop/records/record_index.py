@@ -32,7 +32,7 @@ import numpy as np
 from distloop.atomic_files import make_directory, replacing
 from distloop.log import log
 from distloop.monitoring.console import say
-from distloop.urls import absolute, file_system, is_url, keep_password
+from distloop.urls import absolute, file_system, is_url, require_no_password
 
 try:
     import google_crc32c
@@ -307,7 +307,7 @@ def expand(files: FileNames) -> list[str]:
 def _matches(name: str) -> list[str]:
     """Returns the files that one path or pattern means."""
     if is_url(name):
-        name = keep_password(name)
+        require_no_password(name)
         system = file_system(name)
         exists, is_directory = system.exists(name), system.isdir(name)
         infos = {} if exists else system.glob(name, detail=True)

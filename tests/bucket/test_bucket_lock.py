@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import time
 
 import pytest
@@ -62,13 +61,6 @@ def test_a_lock_that_was_removed_is_written_again_and_who_was_taken_over_writes_
                 write(directory)  # over a sign of life that was on its way
                 time.sleep(0.005)
     assert run_lock.FILE in directory.list()
-
-
-def test_the_lock_of_a_run_that_was_copied_is_free_when_it_shows_no_sign_of_life(directory, tmp_path):
-    with lock_of(directory) as original:
-        shutil.copytree(tmp_path / "run", tmp_path / "copied")
-        with lock_of(RemoteDirectory(f"file://{tmp_path}/copied")):
-            original.verify()
 
 
 def test_a_directory_that_another_path_leads_to_has_one_lock(directory, tmp_path):

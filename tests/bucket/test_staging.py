@@ -3,6 +3,7 @@
 import os
 import pathlib
 import shutil
+import time
 
 import pytest
 import tensorflow as tf
@@ -11,7 +12,7 @@ from distloop.bucket.directory import RemoteDirectory
 from distloop.bucket.tree import STATE
 from distloop.bucket.workdir import Workdir
 from distloop.checkpoints.store import Checkpoints
-from distloop.monitoring.run_lock import Pace
+from distloop.monitoring.run_lock import LockLost, Pace
 from distloop.settings.config import Config
 from tests.bucket.unreliable import sealed_steps
 from tests.crash_matrix.buckets import Alone
@@ -187,3 +188,18 @@ def test_a_workdir_and_its_files_may_have_any_name(name, url, tmp_path, move_to)
             (root_of(url) / name).write_text("x")
         move_to("another")
         assert run(url) == [2] and (root_of(url) / name).exists()
+
+
+def test_a_run_whose_bucket_another_process_has_taken_over_writes_no_more(url, monkeypatch):
+    monkeypatch.setattr(RemoteDirectory, "pace", Pace(0.01, 0.05, 0.01, 0.01))
+    workdir = opened(url)
+    with workdir:
+        workdir.verify()
+        RemoteDirectory(url).write(
+            "run.lock", b'{"token": "another", "host": "node-b", "machine": "", "process": 7, "start": "", "since": 0}'
+        )
+        deadline = time.monotonic() + 10
+        with pytest.raises(LockLost, match="was taken over by process 7 on node-b"):
+            while time.monotonic() < deadline:
+                workdir.verify()
+                time.sleep(0.01)

@@ -40,19 +40,15 @@ def test_locks_temporary_names_and_damaged_checkpoints_stay_where_they_are(run):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("x")
     os.rename(run / "checkpoints" / "20", run / "checkpoints" / "20.abandoned")
-    others = tree.units(str(run))
-    assert {unit.path: [*unit.files][-1] for unit in others if not unit.is_file} == {
-        f"checkpoints/{name}": f"checkpoints/{name}/manifest.json" for name in ("10", "20.abandoned")
-    }
-    assert [unit.step for unit in tree.checkpoints(str(run))] == [10, -1]
-    files = [unit.path for unit in others if unit.is_file]
-    assert files[:2] == ["checkpoints/best.json", "export/variables/variables.index"]
-    assert files[2:] == ["metrics.jsonl", "train/events.1", "export/saved_model.pb"]
+    assert [*tree.checkpoints(str(run))] == ["checkpoints/10", "checkpoints/20.abandoned"]
+    units = [*tree.units(str(run))]
+    assert units[:3] == ["checkpoints/10", "checkpoints/20.abandoned", "checkpoints/best.json"]
+    assert units[3:] == ["export/variables/variables.index", "metrics.jsonl", "train/events.1", "export/saved_model.pb"]
 
 
 def test_a_checkpoint_counts_with_its_manifest_and_the_sizes_that_it_names_else_the_one_before(run, url, caplog):
     def whole():
-        return {unit.step: unit.path for unit, _ in tree.whole_checkpoints(RemoteDirectory(url))}
+        return {found.step: found.path for found in tree.whole_checkpoints(RemoteDirectory(url))}
 
     assert whole() == {10: "checkpoints/10", 20: "checkpoints/20"}
     os.truncate(run / "checkpoints" / "20" / "variables.data-00000-of-00001", 1)

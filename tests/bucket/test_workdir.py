@@ -48,7 +48,7 @@ def checkpoints_of(directory, place):
     """Returns the steps of the whole checkpoints, each of which is loaded, every byte verified."""
     shutil.rmtree(place, ignore_errors=True)
     fetch_workdir(directory, str(place))
-    steps = sorted(unit.step for unit, _ in whole_checkpoints(directory, directory.list()))
+    steps = sorted(checkpoint.step for checkpoint in whole_checkpoints(directory))
     assert [load(str(place / "checkpoints" / str(step))).step for step in steps] == steps
     return steps
 

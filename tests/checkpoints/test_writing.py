@@ -1,6 +1,5 @@
-"""The lock of a run of several workers, and what happens when the disk that it saves to no longer answers."""
+"""What happens when the disk that a run saves to no longer answers."""
 
-import os
 import re
 import subprocess
 import sys
@@ -13,10 +12,7 @@ import pytest
 import distloop
 from distloop import atomic_files
 from distloop.checkpoints import writing
-from distloop.checkpoints.writing import EXIT_CODE, DiskWatch, WorkersLock
-from distloop.monitoring.directory import Directory
-from distloop.monitoring.run_lock import LockLost
-from tests.monitoring.test_run_lock import holder_of, write_lock
+from distloop.checkpoints.writing import EXIT_CODE, DiskWatch
 from tests.problems import classification, classifier, on
 
 
@@ -107,56 +103,7 @@ def test_fit_watches_the_disk_in_the_main_thread_and_in_the_one_that_saves(tmp_p
         assert any(re.fullmatch(pattern, reason) for reason in ended), ended
 
 
-@pytest.mark.parametrize("is_chief", [True, False])
-def test_the_chief_alone_takes_the_lock_and_every_worker_is_refused_with_it(is_chief, tmp_path):
-    with WorkersLock(str(tmp_path), is_chief, lambda truth: [truth]) as lock:
-        assert os.listdir(tmp_path) == ["run.lock"] * is_chief and lock is None
-    assert os.listdir(tmp_path) == []
-    truths = []
-    lock = WorkersLock(str(tmp_path), is_chief, lambda truth: truths.append(truth) or [True, False])
-    write_lock(tmp_path)
-    says = "is being written to by process" if is_chief else "The chief may not write"
-    with pytest.raises(ValueError, match=says), lock:
-        pass
-    assert truths == [is_chief] and holder_of(tmp_path)["token"] == "another"
-
-
-def test_without_a_workdir_nothing_is_locked_and_without_a_hang_timeout_nothing_is_watched(tmp_path):
-    lock = WorkersLock("", True, lambda truth: pytest.fail("gathered"))
-    with lock:
-        lock.verify()
+def test_without_a_hang_timeout_nothing_is_watched(tmp_path):
     before = threading.active_count()
     with DiskWatch(str(tmp_path), 0, print).over("saving"):
         assert threading.active_count() == before
-
-
-def test_the_lock_is_held_until_nothing_is_written_any_more_or_a_worker_fails_while_all_meet(tmp_path):
-    held = []
-
-    def finish():
-        held.append((tmp_path / "run.lock").exists())
-        raise OSError("the last save failed")
-
-    def fail(truth):
-        raise RuntimeError("a worker is gone")
-
-    lock = WorkersLock(str(tmp_path), True, lambda truth: [truth])
-    lock.finish = finish
-    with pytest.raises(OSError, match="the last save failed"), lock:
-        pass
-    with pytest.raises(KeyboardInterrupt), lock:
-        raise KeyboardInterrupt
-    assert held == [True, True] and os.listdir(tmp_path) == []
-    with pytest.raises(RuntimeError, match="gone"), WorkersLock(str(tmp_path), True, fail):
-        pass
-    assert os.listdir(tmp_path) == []
-
-
-def test_what_else_a_run_needs_to_write_is_verified_with_the_lock(tmp_path):
-    class Lost(Directory):
-        def verify(self):
-            raise LockLost("the bucket is another run's")
-
-    lock = WorkersLock(str(tmp_path), True, lambda truth: [truth], outer=Lost())
-    with lock, pytest.raises(LockLost, match="another run's"):
-        lock.verify()

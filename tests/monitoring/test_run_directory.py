@@ -1,4 +1,4 @@
-"""The workdir of a run: a path with the time, which the same command finds again, and the name of the run in it."""
+"""The workdir of a run: a path with the time, its lock for all workers, and the name of the run in it."""
 
 import dataclasses
 import json
@@ -15,6 +15,7 @@ from distloop import atomic_files
 from distloop.monitoring import directory, records, run_lock
 from distloop.settings import flags
 from distloop.settings.config import Config
+from tests.monitoring.test_run_lock import holder_of, write_lock
 
 ALONE = types.SimpleNamespace(is_chief=True, broadcast=lambda value: value)  # the only worker
 
@@ -154,3 +155,51 @@ def test_a_damaged_file_is_named_and_made_again(workdir, caplog, content):
 def test_where_nothing_can_be_written_there_is_no_name(workdir, monkeypatch):
     monkeypatch.setattr(directory, "replacing", mock.Mock(side_effect=PermissionError))
     assert claim(workdir) == ""
+
+
+def directory_with(path, is_chief=True, gather=lambda truth: [truth]):
+    """Returns the workdir of a worker, which meets the others by a function."""
+    return directory.directory_of(Config(workdir=str(path)), types.SimpleNamespace(is_chief=is_chief, gather=gather))
+
+
+@pytest.mark.parametrize("is_chief", [True, False])
+def test_the_chief_alone_takes_the_lock_and_every_worker_is_refused_with_it(is_chief, tmp_path):
+    with directory_with(tmp_path, is_chief) as lock:
+        assert os.listdir(tmp_path) == ["run.lock"] * is_chief and lock is None
+    assert os.listdir(tmp_path) == []
+    truths = []
+    write_lock(tmp_path)
+    says = "is being written to by process" if is_chief else "cannot be used; another worker says why"
+    with (
+        pytest.raises(ValueError, match=says),
+        directory_with(tmp_path, is_chief, lambda truth: truths.append(truth) or [True, False]),
+    ):
+        pass
+    assert truths == [is_chief] and holder_of(tmp_path)["token"] == "another"
+
+
+def test_without_a_workdir_nothing_is_locked():
+    with (lock := directory_with("", gather=lambda truth: pytest.fail("gathered"))):
+        lock.verify()
+
+
+def test_the_lock_is_held_until_nothing_is_written_any_more_or_a_worker_fails_while_all_meet(tmp_path):
+    held = []
+
+    def finish():
+        held.append((tmp_path / "run.lock").exists())
+        raise OSError("the last save failed")
+
+    def fail(truth):
+        raise RuntimeError("a worker is gone")
+
+    lock = directory_with(tmp_path)
+    lock.finish = finish
+    with pytest.raises(OSError, match="the last save failed"), lock:
+        pass
+    with pytest.raises(KeyboardInterrupt), lock:
+        raise KeyboardInterrupt
+    assert held == [True, True] and os.listdir(tmp_path) == []
+    with pytest.raises(RuntimeError, match="gone"), directory_with(tmp_path, gather=fail):
+        pass
+    assert os.listdir(tmp_path) == []

@@ -265,7 +265,7 @@ def test_passwords_of_urls_in_flags_are_written_nowhere(fresh_flags, tmp_path):
     flags.define_flags()
     absl_flags.DEFINE_string("source", None, "Of the data.")
     absl_flags.DEFINE_list("mirrors", [], "More of them.", flag_values=fresh_flags)
-    arguments = ["--workdir=sftp://me:pa55word@host/run", "--source=https://me:pa55word@host/x?sig=pa55word"]
+    arguments = ["--workdir=sftp://me@host/run", "--source=https://me:pa55word@host/x?sig=pa55word"]
     given = parse(fresh_flags, *arguments, "--mirrors=ftp://a:pa55word@b,ftp://c:pa55word@d")
     shown = written(given, tmp_path)
     shown += [str(show(given)) for show in (flags.facts, flags.run_settings, flags.hyperparameters)]
