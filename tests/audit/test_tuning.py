@@ -15,7 +15,7 @@ def batches(**arguments):
 
 
 def trainer_of(replicas=1, optimizer=lambda: keras.optimizers.SGD(0.1, momentum=0.9), **settings):
-    return distloop.Trainer(classifier(optimizer=optimizer), on(replicas, console="quiet", **settings))
+    return distloop.Trainer(classifier(optimizer=optimizer), on(replicas, **{"console": "quiet", **settings}))
 
 
 @pytest.mark.wide
