@@ -128,9 +128,7 @@ class KerasMetrics(Mapping[str, keras.metrics.Metric]):
     def update_gathered(self, tensors: Sequence[tf.Tensor], join: Join) -> None:
         """Updates metrics of `gathered` with the rows of all replicas; in replica context, on each of them.
 
-        Args:
-            tensors: the rows of this replica's shard, as `take_rows` returns them.
-            join: puts the arguments together again, as `take_rows` returns it.
+        This replica's rows, and what puts them together again, are those of `take_rows`.
         """
         if tensors and self._strategy.num_replicas_in_sync > 1:
             tensors = gathering.gather_all(tensors, f"The metrics {self.gathered} take the rows of all replicas")
@@ -283,11 +281,7 @@ def take_rows(arguments: Arguments) -> MetricRows:
 
 
 def check_arguments(name: str, arguments: Any) -> tuple[Any, ...]:
-    """Returns the arguments for a metric's `update_state`.
-
-    Args:
-        name: the metric's name, for messages.
-        arguments: what `loss_fn` returned under the name: a tuple of tensors `[b, ...]`.
+    """Returns the arguments for a metric's `update_state`: what `loss_fn` returned under its name, tensors `[b, ...]`.
 
     Raises:
         ValueError: if they are no tuple, or a tensor among them has no rows.

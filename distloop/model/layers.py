@@ -77,12 +77,7 @@ def frozen_layers(
 
     Lists of variables say nothing about layers, as in a loop written by hand: with one, no layer is frozen. A
     BatchNormalization without scale and center counts as trained if an expression is found in a path of its statistics.
-
-    Args:
-        layers: at the top of the model.
-        updates: all updates.
-        trained: the variables that they train, by `id`.
-        paths: of the model's variables by `id`.
+    `trained` holds the variables that the updates train, by `id`, `paths` the paths of all.
     """
     patterns = [update.variables for update in updates if isinstance(update.variables, str)]
     if len(patterns) < len(updates):
@@ -141,11 +136,7 @@ class RandomStreams:
     ):
         """Moves the replicas' streams apart: Keras starts them all alike, with equal dropout masks.
 
-        Args:
-            strategy: the strategy in whose scope the variables were created.
-            seeds: as the attribute.
-            recurrent_states: of a model on one replica.
-            turns: the virtual replicas that each replica runs.
+        The seeds were created in the strategy's scope. Each replica runs `turns` virtual replicas.
         """
         self.seeds = list(seeds)
         self._variables = [*seeds, *recurrent_states]

@@ -108,10 +108,7 @@ class Update:
         return replace(self, loss_fn=change(self.loss_fn)) if self.has_loss else self
 
     def select_variables(self, named: Mapping[str, Any]) -> list[Any]:
-        """Returns the variables that the update trains.
-
-        Args:
-            named: all variables of the model by path.
+        """Returns the variables that the update trains, given all variables of the model by path.
 
         Raises:
             ValueError: if there are none, or one is not in the model.
@@ -246,11 +243,7 @@ class ModelSpec:
         return [name for name in now if before.get(name, now[name]) != now[name]]
 
     def with_functions(self, change: Callable[..., Any]) -> "ModelSpec":
-        """Returns this spec with other functions.
-
-        Args:
-            change: returns the function in place of a `loss_fn` or `predict_fn`.
-        """
+        """Returns this spec with what `change` makes of each `loss_fn` and `predict_fn`."""
         spec = copy.copy(self)  # `replace` would call batch_fn twice
         object.__setattr__(spec, "updates", tuple(update.with_loss(change) for update in self.updates))
         if isinstance(self.predict_fn, Mapping):

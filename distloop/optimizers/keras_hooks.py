@@ -142,11 +142,9 @@ def _moments(optimizer: Any, variable: tf.Variable) -> list[tf.Variable]:
 
 
 def scale_learning_rates(optimizer: keras.optimizers.Optimizer, factors: Sequence[tuple[Any, float]]) -> None:
-    """Multiplies the learning rate of some variables, for their weight decay too.
+    """Multiplies the learning rate of some variables by a factor each, for their weight decay too.
 
-    Args:
-        optimizer: a plain Keras optimizer; Keras 3 calls `update_step` and `_apply_weight_decay` for each variable.
-        factors: pairs of a variable and its factor; all other variables keep the learning rate.
+    Keras 3 calls `update_step` and `_apply_weight_decay` for each variable.
     """
     update_step, decay = optimizer.update_step, optimizer._apply_weight_decay
     by_key = {optimizer._var_key(variable): factor for variable, factor in factors}

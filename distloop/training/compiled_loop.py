@@ -142,12 +142,7 @@ class CompiledLoop:
             self._step_starts = tf.Variable(tf.zeros([0], tf.float64), shape=[None], trainable=False)
 
     def trace(self, source: Source, executor: str) -> None:
-        """Traces and optimizes by a run of no steps: errors come before the first step, and speeds are those of steps.
-
-        Args:
-            source: the data.
-            executor: what runs the operations, as for `run`.
-        """
+        """Traces and optimizes by a run of no steps: errors come before the first step, speeds are those of steps."""
         if self._step.locate_nonfinite or self._keeps_batch:
             self._last_batch = shards.LastBatch(source.iterator())
         elif self._step.runs_ahead and shards.RowsAhead.are_possible(source.iterator(), source.layout):

@@ -33,17 +33,9 @@ from distloop.training.forward_backward import ForwardBackward, Summed, note_own
 def call_step_fn(
     update: ForwardBackward, step_fn: StepFn, batch: Batch, layout: BatchLayout, factor: tf.Tensor | None
 ) -> Summed:
-    """Calls an update's `step_fn`; in replica context.
+    """Calls an update's `step_fn` on the global batch, and returns what is to be applied; in replica context.
 
-    Args:
-        update: the pass.
-        step_fn: the function.
-        batch: the global batch.
-        layout: its layout.
-        factor: of the loss, as `ForwardBackward.loss_factor` returns it.
-
-    Returns:
-        What is to be applied.
+    The factor of the loss is that of `ForwardBackward.loss_factor`.
 
     Raises:
         ValueError: if `step_fn` asks for what is not to be had, or returns something else than gradients.
@@ -141,11 +133,9 @@ class GradientStep:
             self._start[id(self._variables[path])] = weight
 
     def _finish(self, returned: Any, assigned: Sequence[Any]) -> Summed:
-        """Returns what is to be applied, after `step_fn` ran.
+        """Returns what is to be applied, after `step_fn` returned.
 
-        Args:
-            returned: by `step_fn`.
-            assigned: the variables that were assigned while it ran, by itself or in a pass.
+        `assigned` are the variables that were assigned while it ran, by itself or in a pass.
         """
         update = self._update
         if self._first is None:
@@ -290,12 +280,7 @@ def _refuse_assigned(variables: Mapping[str, Any], assigned: Sequence[Any], advi
 
 
 def checked(subject: str, returned: Any, expected: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
-    """Returns tensors by path, in the order and of the dtypes of others.
-
-    Args:
-        subject: how a message begins.
-        returned: the tensors by path.
-        expected: tensors of the right shapes, for the same paths.
+    """Returns tensors by path, in the order and of the dtypes of others; `subject` begins a message.
 
     Raises:
         ValueError: if they are not of the same paths and shapes.

@@ -48,12 +48,7 @@ def introduce(
 ) -> None:
     """Writes the overview to TensorBoard.
 
-    Args:
-        writer: the run's writer.
-        state: the state, which is built.
-        settings: the run's settings.
-        forward: the graph of the forward pass, of `ForwardPass`; None: no graph.
-        length: of the run, as `run_length.chosen` returns it.
+    The state is built, the graph of the forward pass is that of `ForwardPass`, the length that of `run_length.chosen`.
 
     Raises:
         OSError: if it cannot be written.
@@ -179,14 +174,9 @@ class ForwardPass:
         self._graph: tf.Graph | None = None
 
     def trace(self, element_spec: Any, batch_size: int | None = None) -> tf.Graph | None:
-        """Returns the graph for batches of a structure.
+        """Returns the graph for batches of a structure, of the batch size if it is known; the state is built.
 
-        Args:
-            element_spec: the structure of a batch; the state is built.
-            batch_size: of a whole batch; None if it is unknown.
-
-        Returns:
-            The graph; None if tracing costs more than its use, or is impossible, which a log line says.
+        None: tracing costs more than its use, or is impossible, which a log line says.
         """
         if self._kind != (kind := (element_spec, batch_size)):
             self._kind, self._graph = kind, self._trace(*kind)
