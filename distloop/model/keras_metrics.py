@@ -114,7 +114,7 @@ class KerasMetrics(Mapping[str, keras.metrics.Metric]):
         Raises:
             ValueError: if arguments of such a metric are ragged.
         """
-        kept = {name: _drop_padding(value, row_weights) for name, value in arguments.items()}
+        kept = {name: tuple(without_padding(list(value), row_weights)) for name, value in arguments.items()}
         for name, value in kept.items():
             if name not in self.gathered:
                 self._metrics[name].update_state(*value)
@@ -299,10 +299,10 @@ def check_arguments(name: str, arguments: Any) -> tuple[Any, ...]:
     return tuple(arguments)
 
 
-def _drop_padding(arguments: tuple[Any, ...], row_weights: tf.Tensor | None) -> tuple[Any, ...]:
-    """Returns arguments and their masks without the rows of weight 0."""
+def without_padding(rows: Any, row_weights: tf.Tensor | None) -> Any:
+    """Returns a structure of tensors, `[b, ...]`, and the masks that Keras put on them without the rows of weight 0."""
     if row_weights is None:
-        return arguments
+        return rows
     are_examples = row_weights > 0
 
     def drop(leaf: Any) -> Any:
@@ -314,7 +314,7 @@ def _drop_padding(arguments: tuple[Any, ...], row_weights: tf.Tensor | None) -> 
             kept._keras_mask = tf.boolean_mask(mask, are_examples)
         return kept
 
-    return tuple(tf.nest.map_structure(drop, list(arguments)))
+    return tf.nest.map_structure(drop, rows)
 
 
 def _is_sum(metric: keras.metrics.Metric) -> bool:

@@ -39,32 +39,26 @@ def keep_losses_apart(layers: Iterable[keras.Layer]) -> None:
             vars(part).update(_losses=_OfThread(list), _loss_ids=_OfThread(set))
 
 
-class _OfThread:
-    """A list or a set with a separate value in each thread."""
+class _OfThread(threading.local):
+    """A list or a set with a separate value in each thread, for which Python calls `__init__`."""
 
     def __init__(self, make: Callable[[], Any]):
-        self._make, self._local = make, threading.local()
-
-    @property
-    def _here(self) -> Any:
-        if not hasattr(self._local, "values"):
-            self._local.values = self._make()
-        return self._local.values
+        self._make, self._values = make, make()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._here, name)
+        return getattr(self._values, name)
 
     def __getitem__(self, index: Any) -> Any:
-        return self._here[index]
+        return self._values[index]
 
     def __contains__(self, value: Any) -> bool:
-        return value in self._here
+        return value in self._values
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._here)
+        return iter(self._values)
 
     def __len__(self) -> int:
-        return len(self._here)
+        return len(self._values)
 
     def __reduce__(self) -> Any:  # a copy of the layer begins without losses
         return self._make, ()

@@ -338,15 +338,10 @@ def _check_predict_fn(predict_fn: Any) -> None:
             "name: give one at least, or leave predict_fn out."
         )
     for name, function in functions.items():
-        if not isinstance(name, str) or not name:
+        if not isinstance(name, str) or not name or not callable(function):
             raise ValueError(
-                f"ModelSpec(predict_fn=...) holds a function under {name!r}; names are strings: give it one that "
-                "says what it predicts."
-            )
-        if not callable(function):
-            raise ValueError(
-                f"ModelSpec(predict_fn=...) holds a {type(function).__name__} under {name!r}, which cannot be called: "
-                "give a function from a batch to outputs."
+                f"ModelSpec(predict_fn=...) holds a {type(function).__name__} under {name!r}; names are strings, and "
+                "say what is predicted: give a function from a batch to outputs under each."
             )
 
 

@@ -103,11 +103,6 @@ def check_precision(model: Any, precision: str) -> None:
         )
 
 
-def needs_loss_scale(name: str) -> bool:
-    """Returns whether gradients under a policy may underflow, so that the loss must be scaled."""
-    return name == "mixed_float16"
-
-
 class LossScaleOptimizer(tf.Module):
     """An optimizer that scales the loss, and skips a step if a gradient on any replica or worker is not finite.
 

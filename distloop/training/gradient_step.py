@@ -23,6 +23,7 @@ from distloop.data.shards import Batch, BatchLayout, batch_size, take_shard
 from distloop.distributed import strategies
 from distloop.errors import explaining_merge_call
 from distloop.model import metrics, variable_writes
+from distloop.model.keras_metrics import without_padding
 from distloop.model.spec import StepFn
 from distloop.model.user_functions import as_tensor
 from distloop.optimizers import gradients
@@ -183,7 +184,7 @@ class OwnStep:
                 f"leave {given[0]} out, or give a loss_fn."
             )
         rows, row_weights = take_shard(batch, layout)
-        self.batch = rows if row_weights is None else _without_padding(rows, row_weights)
+        self.batch = without_padding(rows, row_weights)
         self.loss_scale = tf.constant(1.0) if update.loss_scaler is None else update.loss_scaler.scale_loss(1.0)
         self._update = update
         self._size = batch_size(rows) if row_weights is None else tf.reduce_sum(row_weights)
@@ -257,16 +258,6 @@ class OwnStep:
             new_values=[tf.identity(v) for v in update.overwritten],
             secs=tf.ones([replicas]) if strategies.times_replicas(update.state.strategy) else None,  # nobody looked
         )
-
-
-def _without_padding(rows: Any, row_weights: tf.Tensor) -> Any:
-    """Returns the rows whose weight is not 0."""
-
-    def kept(values: Any) -> Any:
-        mask = tf.ragged.boolean_mask if isinstance(values, tf.RaggedTensor) else tf.boolean_mask
-        return mask(values, row_weights > 0)
-
-    return tf.nest.map_structure(kept, rows)
 
 
 def _refuse_assigned(variables: Mapping[str, Any], assigned: Sequence[Any], advice: str) -> None:
