@@ -39,7 +39,7 @@ def make_state(model_fn: Callable[[], ModelSpec], strategy: tf.distribute.Strate
             strategy,
             config.average_decay or float(bool(config.average_from)),
             config.virtual_replicas,
-            is_loss_scaled=loss_scale.needs_loss_scale(config.precision),
+            is_loss_scaled=config.precision == "mixed_float16",
             shard_optimizer=config.shard_optimizer,
         )
     loss_scale.check_precision(state.model, config.precision)

@@ -577,7 +577,7 @@ A_FUNCTION = "a function from a batch to outputs, or a dict of them by name"
             for value in (None, 3, "fn", {"a": first_output})
         ),
         *(
-            ({"classify": first_output, name: first_output}, [f"holds a function under {name!r}", "names are strings"])
+            ({"classify": first_output, name: first_output}, [f"holds a function under {name!r}; names are strings"])
             for name in (3, None, ("a", "b"), "")
         ),
     ],

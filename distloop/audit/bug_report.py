@@ -31,11 +31,7 @@ _SECRETS = re.compile(r"SECRET|TOKEN|PASSWORD|CREDENTIAL|KEY", re.IGNORECASE)
 
 
 def describe(runs: Sequence[Run]) -> str:
-    """Returns lines of what a bug report needs, a name and a value each.
-
-    Args:
-        runs: whose settings are listed as far as they differ from the defaults.
-    """
+    """Returns lines of what a bug report needs, a name and a value each; of runs, the settings that are no defaults."""
     facts = [*_versions(), *_machine(), *_devices(), *_variables(), *_code()]
     facts += [fact for run in runs for fact in _settings(run)]
     width = max(len(name) for name, _ in facts)

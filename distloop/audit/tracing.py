@@ -95,11 +95,7 @@ def labelled_operations(operations: Iterable[tf.Operation]) -> Iterator[tuple[tf
 def hold_draws(operations: Sequence[tf.Operation]) -> bool:
     """Replaces floating-point random numbers in a graph by a constant, so that whole and halved batches get the same.
 
-    Args:
-        operations: of a graph that is being traced.
-
-    Returns:
-        Whether random numbers are left: whole numbers, and those in functions that the operations call.
+    Returns whether random numbers are left: whole numbers, and those in functions that the operations call.
     """
     held = [op for op in drawing_operations(operations) if op.outputs[0].dtype.is_floating]
     for op in held:

@@ -36,11 +36,7 @@ from distloop.trainer import Trainer
 
 
 def run_instead(trainer: Trainer, data: FitData) -> None:
-    """Runs the audit, the memory estimate or the batch search in place of training, and ends the process.
-
-    Args:
-        trainer: of the call of `fit`.
-        data: the arguments of `fit`.
+    """Runs the audit, the memory estimate or the batch search in place of a call of `fit`, and ends the process.
 
     Raises:
         SystemExit: with code 0, or 1 if an audit found mistakes or a step does not fit into memory.
@@ -60,13 +56,7 @@ def run_instead(trainer: Trainer, data: FitData) -> None:
 
 
 def _as_trained_on(data: FitData, batch_size: int, seed: int) -> FitData:
-    """Returns data that gives the batches which `fit` would train on, without its arguments.
-
-    Args:
-        data: of the call.
-        batch_size: of arrays, if the call gave none.
-        seed: of the run.
-    """
+    """Returns data that gives the batches which `fit` would train on, without its arguments."""
     train = as_dataset(data.train, data.batch_size or batch_size, seed)
     if data.map_batch is not None:
         mapped = functools.partial(_mapped, train, data.map_batch)

@@ -25,16 +25,10 @@ _FILLS = ("Const", "Fill")  # operations that make a tensor of one number, whose
 
 
 def refuse_pairs(outputs: Any, loss_fn: Callable[..., Any], rows: Any, training: bool) -> None:
-    """Checks that no value is a broadcast of [B] against [B, 1]; eagerly, nothing is checked.
+    """Checks that no value that `loss_fn(rows, training)` returned is a broadcast of [B] against [B, 1]; not eagerly.
 
     Whether both axes of a value are those of the batch is seen in a second trace with another number of rows. Only a
     value that looks like such a broadcast causes one.
-
-    Args:
-        outputs: what `loss_fn` returned while it was traced.
-        loss_fn: takes a batch and `training`.
-        rows: its batch.
-        training: its argument.
 
     Raises:
         ValueError: if a value is such a broadcast.

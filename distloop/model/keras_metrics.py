@@ -114,7 +114,7 @@ class KerasMetrics(Mapping[str, keras.metrics.Metric]):
         Raises:
             ValueError: if arguments of such a metric are ragged.
         """
-        kept = {name: _drop_padding(value, row_weights) for name, value in arguments.items()}
+        kept = {name: tuple(without_padding(list(value), row_weights)) for name, value in arguments.items()}
         for name, value in kept.items():
             if name not in self.gathered:
                 self._metrics[name].update_state(*value)
@@ -128,9 +128,7 @@ class KerasMetrics(Mapping[str, keras.metrics.Metric]):
     def update_gathered(self, tensors: Sequence[tf.Tensor], join: Join) -> None:
         """Updates metrics of `gathered` with the rows of all replicas; in replica context, on each of them.
 
-        Args:
-            tensors: the rows of this replica's shard, as `take_rows` returns them.
-            join: puts the arguments together again, as `take_rows` returns it.
+        This replica's rows, and what puts them together again, are those of `take_rows`.
         """
         if tensors and self._strategy.num_replicas_in_sync > 1:
             tensors = gathering.gather_all(tensors, f"The metrics {self.gathered} take the rows of all replicas")
@@ -283,11 +281,7 @@ def take_rows(arguments: Arguments) -> MetricRows:
 
 
 def check_arguments(name: str, arguments: Any) -> tuple[Any, ...]:
-    """Returns the arguments for a metric's `update_state`.
-
-    Args:
-        name: the metric's name, for messages.
-        arguments: what `loss_fn` returned under the name: a tuple of tensors `[b, ...]`.
+    """Returns the arguments for a metric's `update_state`: what `loss_fn` returned under its name, tensors `[b, ...]`.
 
     Raises:
         ValueError: if they are no tuple, or a tensor among them has no rows.
@@ -305,10 +299,10 @@ def check_arguments(name: str, arguments: Any) -> tuple[Any, ...]:
     return tuple(arguments)
 
 
-def _drop_padding(arguments: tuple[Any, ...], row_weights: tf.Tensor | None) -> tuple[Any, ...]:
-    """Returns arguments and their masks without the rows of weight 0."""
+def without_padding(rows: Any, row_weights: tf.Tensor | None) -> Any:
+    """Returns a structure of tensors, `[b, ...]`, and the masks that Keras put on them without the rows of weight 0."""
     if row_weights is None:
-        return arguments
+        return rows
     are_examples = row_weights > 0
 
     def drop(leaf: Any) -> Any:
@@ -320,7 +314,7 @@ def _drop_padding(arguments: tuple[Any, ...], row_weights: tf.Tensor | None) -> 
             kept._keras_mask = tf.boolean_mask(mask, are_examples)
         return kept
 
-    return tuple(tf.nest.map_structure(drop, list(arguments)))
+    return tf.nest.map_structure(drop, rows)
 
 
 def _is_sum(metric: keras.metrics.Metric) -> bool:

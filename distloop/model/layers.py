@@ -39,32 +39,26 @@ def keep_losses_apart(layers: Iterable[keras.Layer]) -> None:
             vars(part).update(_losses=_OfThread(list), _loss_ids=_OfThread(set))
 
 
-class _OfThread:
-    """A list or a set with a separate value in each thread."""
+class _OfThread(threading.local):
+    """A list or a set with a separate value in each thread, for which Python calls `__init__`."""
 
     def __init__(self, make: Callable[[], Any]):
-        self._make, self._local = make, threading.local()
-
-    @property
-    def _here(self) -> Any:
-        if not hasattr(self._local, "values"):
-            self._local.values = self._make()
-        return self._local.values
+        self._make, self._values = make, make()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._here, name)
+        return getattr(self._values, name)
 
     def __getitem__(self, index: Any) -> Any:
-        return self._here[index]
+        return self._values[index]
 
     def __contains__(self, value: Any) -> bool:
-        return value in self._here
+        return value in self._values
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._here)
+        return iter(self._values)
 
     def __len__(self) -> int:
-        return len(self._here)
+        return len(self._values)
 
     def __reduce__(self) -> Any:  # a copy of the layer begins without losses
         return self._make, ()
@@ -77,12 +71,7 @@ def frozen_layers(
 
     Lists of variables say nothing about layers, as in a loop written by hand: with one, no layer is frozen. A
     BatchNormalization without scale and center counts as trained if an expression is found in a path of its statistics.
-
-    Args:
-        layers: at the top of the model.
-        updates: all updates.
-        trained: the variables that they train, by `id`.
-        paths: of the model's variables by `id`.
+    `trained` holds the variables that the updates train, by `id`, `paths` the paths of all.
     """
     patterns = [update.variables for update in updates if isinstance(update.variables, str)]
     if len(patterns) < len(updates):
@@ -141,11 +130,7 @@ class RandomStreams:
     ):
         """Moves the replicas' streams apart: Keras starts them all alike, with equal dropout masks.
 
-        Args:
-            strategy: the strategy in whose scope the variables were created.
-            seeds: as the attribute.
-            recurrent_states: of a model on one replica.
-            turns: the virtual replicas that each replica runs.
+        The seeds were created in the strategy's scope. Each replica runs `turns` virtual replicas.
         """
         self.seeds = list(seeds)
         self._variables = [*seeds, *recurrent_states]

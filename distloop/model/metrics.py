@@ -97,10 +97,6 @@ def is_per_token(value: Any, rows: Any) -> bool:
     """Returns whether a value of `loss_fn` counts tokens: values `[B, T]`, or `[B]` with weights, of a batch of text.
 
     A batch of text has weights `[B, T]` or an entry of integers with two axes; the rows of an image are no tokens.
-
-    Args:
-        value: a tensor `[B, ...]` or a `Weighted`.
-        rows: of the batch.
     """
     values, weights = value if isinstance(value, Weighted) else (value, None)
     shape, weights_shape = (tf.TensorShape(getattr(value, "shape", None)) for value in (values, weights))
@@ -116,15 +112,7 @@ def flatten(tallies: Iterable[Tally]) -> tf.Tensor:
 
 
 def means(names: Sequence[str], tallies: np.ndarray) -> dict[str, float]:
-    """Returns the mean of each tally.
-
-    Args:
-        names: M names.
-        tallies: `[2 * M]`, in the layout of `flatten`.
-
-    Returns:
-        Name -> mean; NaN if its weight is 0.
-    """
+    """Returns the mean of each of M tallies, `[2 * M]` as `flatten` returns them, by name; NaN if its weight is 0."""
     totals, weights = np.reshape(np.asarray(tallies, np.float64), [-1, 2]).T
     with np.errstate(divide="ignore", invalid="ignore"):
         return dict(zip(names, (totals / weights).tolist(), strict=True))
@@ -178,11 +166,7 @@ def check_names(outputs: Any, keras_metrics: Mapping[str, Any], *, needs_loss: b
 
 
 def check_name(name: Any, subject: str) -> None:
-    """Checks the name of a number of the user's.
-
-    Args:
-        name: what was given as the name.
-        subject: how the message begins, as in "loss_fn returned a value".
+    """Checks the name of a number of the user's; `subject` begins the message, as in "loss_fn returned a value".
 
     Raises:
         ValueError: if it is no name, or one of distloop's own.

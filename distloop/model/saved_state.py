@@ -34,11 +34,7 @@ class SavedState:
     """The values of a training state by name."""
 
     def __init__(self, state: TrainState):
-        """Stores the state, which may be built later.
-
-        Args:
-            state: the state to read and restore.
-        """
+        """Stores the state, which may be built later."""
         self._state = state
         self._strategy = state.strategy
         self._far_reader: Any = None  # for `_read_far`
@@ -82,11 +78,7 @@ class SavedState:
         return values if is_needed else {}
 
     def differences(self, values: Mapping[str, tf.Tensor]) -> list[str]:
-        """Returns how a snapshot differs from the state: a missing or unknown name, or another shape, dtype or class.
-
-        Args:
-            values: as `snapshot` returned them, from any process.
-        """
+        """Returns how a snapshot of any process differs from the state: by a name, a shape, a dtype or a class."""
         expected = {name: tensorflow_variable(v) for name, v in self._state.all_variables().items()}
         facts = self._optimizer_facts()
         differences = [
@@ -105,12 +97,9 @@ class SavedState:
         return differences
 
     def restore(self, values: Mapping[str, tf.Tensor]) -> None:
-        """Sets the state to a snapshot of any number of replicas.
+        """Sets the state to a snapshot of any number of replicas, which has no `differences`.
 
         A learning rate continues with its saved value, unless `model_fn` gives another one now than in the saved run.
-
-        Args:
-            values: a snapshot without `differences`.
         """
         facts = self._optimizer_facts()
         has_new_rate = {n.removesuffix(_INITIAL_RATE) for n, fact in facts.items() if n in values and values[n] != fact}

@@ -110,10 +110,7 @@ class Update:
         return replace(self, loss_fn=change(self.loss_fn)) if self.has_loss else self
 
     def select_variables(self, named: Mapping[str, Any]) -> list[Any]:
-        """Returns the variables that the update trains.
-
-        Args:
-            named: all variables of the model by path.
+        """Returns the variables that the update trains, given all variables of the model by path.
 
         Raises:
             ValueError: if there are none, or one is not in the model.
@@ -249,11 +246,7 @@ class ModelSpec:
         return [name for name in now if before.get(name, now[name]) != now[name]]
 
     def with_functions(self, change: Callable[..., Any]) -> "ModelSpec":
-        """Returns this spec with other functions.
-
-        Args:
-            change: returns the function in place of a `loss_fn` or `predict_fn`.
-        """
+        """Returns this spec with what `change` makes of each `loss_fn` and `predict_fn`."""
         spec = copy.copy(self)  # `replace` would call batch_fn twice
         object.__setattr__(spec, "updates", tuple(update.with_loss(change) for update in self.updates))
         if isinstance(self.predict_fn, Mapping):
@@ -348,15 +341,10 @@ def _check_predict_fn(predict_fn: Any) -> None:
             "name: give one at least, or leave predict_fn out."
         )
     for name, function in functions.items():
-        if not isinstance(name, str) or not name:
+        if not isinstance(name, str) or not name or not callable(function):
             raise ValueError(
-                f"ModelSpec(predict_fn=...) holds a function under {name!r}; names are strings: give it one that "
-                "says what it predicts."
-            )
-        if not callable(function):
-            raise ValueError(
-                f"ModelSpec(predict_fn=...) holds a {type(function).__name__} under {name!r}, which cannot be called: "
-                "give a function from a batch to outputs."
+                f"ModelSpec(predict_fn=...) holds a {type(function).__name__} under {name!r}; names are strings, and "
+                "say what is predicted: give a function from a batch to outputs under each."
             )
 
 

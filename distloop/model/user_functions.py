@@ -260,11 +260,7 @@ def _refused(refused: list[str]) -> Iterator[None]:
 
 
 def fixed_sizes(model: Any) -> dict[int, str]:
-    """Returns the numbers of rows that models were made for, each with the name of one.
-
-    Args:
-        model: as for `named_variables`.
-    """
+    """Returns the numbers of rows that the layers of a model were made for, each with the name of one."""
     inputs = [(layer.name, tensor) for layer in top_layers(model) for tensor in getattr(layer, "inputs", None) or ()]
     return {tensor.shape[0]: name for name, tensor in inputs if len(tensor.shape) and tensor.shape[0] is not None}
 
@@ -272,10 +268,7 @@ def fixed_sizes(model: Any) -> dict[int, str]:
 def explaining_fixed_sizes(fn: Callable[..., Any], *, sizes: Mapping[int, str], replicas: int) -> Callable[..., Any]:
     """Returns a function that raises ValueError where `fn` fails by a fixed number of rows, or computes so many.
 
-    Args:
-        fn: takes a replica's rows first.
-        sizes: the result of `fixed_sizes`, with one number at least.
-        replicas: their number.
+    `fn` takes a replica's rows first; `sizes` is a result of `fixed_sizes` that is not empty.
     """
     size, model = next(iter(sizes.items()))
 
@@ -327,10 +320,7 @@ class Reads:
 
     @contextlib.contextmanager
     def recorded(self, rows: Any) -> Iterator[list[Any]]:
-        """Records which entries the operations that the block adds to the graph read; eagerly, nothing is recorded.
-
-        Args:
-            rows: the batch, or a part of it.
+        """Records which entries of a batch the operations that the block adds to the graph read; not eagerly.
 
         Yields:
             A list for what `loss_fn` returned; an entry in it is read, too, such as the weights of `weighted`.
@@ -347,12 +337,9 @@ class Reads:
 
 
 def report_unread(reads: Sequence[Reads], policy: str, *, is_shown: bool) -> None:
-    """Reports the entries that no `loss_fn` of the step reads, if there are any.
+    """Reports the entries that no `loss_fn` of the step reads, if there are any and this process shows anything.
 
-    Args:
-        reads: of each `loss_fn`.
-        policy: "name" prints which ones, "ignore" does nothing, "warn" logs a warning, "refuse" raises a ValueError.
-        is_shown: whether this process prints and warns.
+    The policy "name" prints which ones, "ignore" does nothing, "warn" logs a warning, "refuse" raises a ValueError.
     """
     unread = [path for path in (reads[0].entries if reads else ()) if not any(r.entries.get(path) for r in reads)]
     if not unread:

@@ -41,13 +41,7 @@ def read(variables: Sequence[Any]) -> list[tf.Tensor]:
 
 
 def assign(variables: Sequence[Any], values: Sequence[tf.Tensor], unless: tf.Tensor | None = None) -> None:
-    """Assigns a value to each variable; in replica context.
-
-    Args:
-        variables: the variables.
-        values: one for each.
-        unless: a scalar condition under which the variables keep their values; None: they never do.
-    """
+    """Assigns a value to each variable, unless a scalar condition is true; in replica context."""
     for variable, value in zip(variables, values, strict=True):
         with tf.device(tensorflow_variable(variable).device):
             variable.assign(value if unless is None else tf.where(unless, variable, value))
@@ -55,13 +49,10 @@ def assign(variables: Sequence[Any], values: Sequence[tf.Tensor], unless: tf.Ten
 
 @contextlib.contextmanager
 def recorded_writes(candidates: Sequence[Any]) -> Iterator[list[Any]]:
-    """Records which variables the operations traced in this block may write; call in replica context.
+    """Records which candidates the operations traced in this block may write; call in replica context.
 
     Eagerly, all replicas must treat the same variables alike, and a step's writes are unknown before it runs: each
     candidate that is not trainable counts as written, and a trainable one if its value changed on any replica.
-
-    Args:
-        candidates: the variables to look for.
 
     Yields:
         A list, filled on exit with the candidates that are written.

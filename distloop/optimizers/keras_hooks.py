@@ -142,11 +142,9 @@ def _moments(optimizer: Any, variable: tf.Variable) -> list[tf.Variable]:
 
 
 def scale_learning_rates(optimizer: keras.optimizers.Optimizer, factors: Sequence[tuple[Any, float]]) -> None:
-    """Multiplies the learning rate of some variables, for their weight decay too.
+    """Multiplies the learning rate of some variables by a factor each, for their weight decay too.
 
-    Args:
-        optimizer: a plain Keras optimizer; Keras 3 calls `update_step` and `_apply_weight_decay` for each variable.
-        factors: pairs of a variable and its factor; all other variables keep the learning rate.
+    Keras 3 calls `update_step` and `_apply_weight_decay` for each variable.
     """
     update_step, decay = optimizer.update_step, optimizer._apply_weight_decay
     by_key = {optimizer._var_key(variable): factor for variable, factor in factors}
@@ -184,18 +182,25 @@ def slots_that_begin_as_weights(optimizer: Any) -> list[Any]:
 
 def update_on_variable_devices(optimizer: keras.optimizers.Optimizer) -> None:
     """Places an optimizer's operations on each variable's device; without a strategy Keras uses the default device."""
-    update_step, decay = optimizer.update_step, optimizer._apply_weight_decay
-
-    def update_on_device(gradient: Any, variable: Any, *rest: Any) -> Any:
-        with tf.device(variable.device):
-            return update_step(gradient, variable, *rest)
+    _update_step_on_devices(optimizer)
+    decay = optimizer._apply_weight_decay
 
     def decay_on_devices(variables: Sequence[Any]) -> None:
         for variable in variables:
             with tf.device(tensorflow_variable(variable).device):
                 decay([variable])
 
-    optimizer.update_step, optimizer._apply_weight_decay = update_on_device, decay_on_devices
+    optimizer._apply_weight_decay = decay_on_devices
+
+
+def _update_step_on_devices(optimizer: keras.optimizers.Optimizer) -> None:
+    update_step = optimizer.update_step
+
+    def update_on_device(gradient: Any, variable: Any, *rest: Any) -> None:
+        with tf.device(tensorflow_variable(variable).device):
+            update_step(gradient, variable, *rest)
+
+    optimizer.update_step = update_on_device
 
 
 def keras_variable(stored: tf.Variable, name: str, path: str) -> keras.Variable:
@@ -218,13 +223,8 @@ def update_in_place_of(optimizer: keras.optimizers.Optimizer, pairs: Sequence[tu
     def use_for_part(variable: Any) -> Any:
         return use_weight_decay(by_key.get(optimizer._var_key(variable), variable))
 
-    update_step = optimizer.update_step
-
-    def update_on_device(gradient: Any, variable: Any, learning_rate: Any) -> None:
-        with tf.device(tensorflow_variable(variable).device):
-            update_step(gradient, variable, learning_rate)
-
-    optimizer._use_weight_decay, optimizer.update_step = use_for_part, update_on_device
+    optimizer._use_weight_decay = use_for_part
+    _update_step_on_devices(optimizer)
 
 
 class ReplacedCalls:

@@ -181,13 +181,8 @@ def resolve(
 ) -> None:
     """Puts steps in the place of durations in the schedules of optimizers, which may be in other optimizers, too.
 
-    Calls `on_change` if what a step reads once, when it is traced, is another than at the call before.
-
-    Args:
-        optimizers: of the run.
-        units: of the run.
-        on_change: traces the step anew.
-        count_tokens: returns the variable that counts tokens, for schedules in those.
+    Calls `on_change`, which traces the step anew, if what a step reads once, when it is traced, is another than at the
+    call before. `count_tokens` returns the variable that counts tokens, for schedules in those.
 
     Raises:
         ValueError: as for `RunSchedule.resolve`.

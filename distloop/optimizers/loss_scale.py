@@ -34,11 +34,7 @@ _SEARCH_STEPS = 10
 
 @contextlib.contextmanager
 def policy(name: str) -> Iterator[None]:
-    """Enters a scope with another global dtype policy of Keras; layers take it when they are created.
-
-    Args:
-        name: a policy, such as "float32" or "mixed_bfloat16".
-    """
+    """Enters a scope with another global dtype policy of Keras; layers take it when they are created."""
     before = keras.config.dtype_policy()
     keras.config.set_dtype_policy(name)
     try:
@@ -84,10 +80,6 @@ def follow_policy(layers: Iterable[keras.Layer]) -> None:
 def check_precision(model: Any, precision: str) -> None:
     """Warns if no layer computes in the precision of a run, and refuses another that the user has set in Keras.
 
-    Args:
-        model: as for `named_variables`.
-        precision: of the run.
-
     Raises:
         ValueError: if Keras's global policy or floatx is neither float32 nor a mixed one, and no layer has it.
     """
@@ -110,11 +102,6 @@ def check_precision(model: Any, precision: str) -> None:
             precision,
             compute,
         )
-
-
-def needs_loss_scale(name: str) -> bool:
-    """Returns whether gradients under a policy may underflow, so that the loss must be scaled."""
-    return name == "mixed_float16"
 
 
 @checks_kinds

@@ -5,35 +5,44 @@
 What one setting allows by itself stands at its field in `config`.
 """
 
+import dataclasses
 import re
 from collections.abc import Callable
 from typing import Any
 
 from distloop.settings import durations
 
+# Settings that need a workdir, and why. A name stands for each value but the default, `name=value` for one value.
+_IN_A_WORKDIR = {
+    "copy_every": "where a run goes on from its copies in memory",
+    "max_secs": "so the run would be lost",
+    "on_divergence=rollback": "so there is no checkpoint to go back to",
+    "profile": "so the profile would be lost",
+}
 
-def check(config: Any) -> None:
-    """Checks the settings of a `Config` against each other.
+# Two settings that exclude each other, and why.
+_PAIRS = [
+    ("steps", "epochs", "a run has one length: set either to 0"),
+    ("until", "steps", "a run has one length: give one of them"),
+    ("until", "epochs", "a run has one length: give one of them"),
+    ("clip_norm", "clip_variable_norm", "gradients are clipped in one way: set either to 0"),
+    ("clip_norm", "clip_value", "gradients are clipped in one way: set either to 0"),
+    ("clip_variable_norm", "clip_value", "gradients are clipped in one way: set either to 0"),
+    ("average_from", "average_decay", "there is one average of the weights: leave either out"),
+    ("overfit_batches", "limit_train_batches", "each selects the batches to train on: set either to 0"),
+    ("locate_nonfinite", "on_nonfinite=skip", "a skipped step is not diagnosed: leave either out"),
+    ("eager", "jit_compile", "eager runs the step without the graph that jit_compile needs: set either to False"),
+    ("eager", "locate_nonfinite", "eager runs the step without the graph that is searched: set either to False"),
+    ("num_stages", "strategy=mirrored", "mirroring copies the whole network to each device: give strategy=none"),
+    ("num_stages", "executor=serial", "stages would wait for each other: give executor=auto"),
+    ("num_stages", "jit_compile", "XLA compiles for one device: leave either out"),
+    ("num_stages", "shard_optimizer", "a stage's slots are on its device alone already: leave shard_optimizer out"),
+    ("virtual_replicas", "jit_compile", "XLA promises no bits: leave either out"),
+    ("virtual_replicas", "microbatches=auto", "bits would depend on a device's memory: give a number of microbatches"),
+]
 
-    Raises:
-        ValueError: if two of them contradict each other.
-    """
-    for is_wrong, message in _CONTRADICTIONS:
-        if is_wrong(config):
-            raise ValueError(message.format(config=config))
-
-
-def _is_no_pattern(text: str) -> bool:
-    """Returns whether a text is no regular expression."""
-    try:
-        re.compile(text)
-    except re.error:
-        return True
-    return False
-
-
-# Each row: a condition that is an error, and its message.
-_CONTRADICTIONS: list[tuple[Callable[[Any], Any], str]] = [
+# A condition that is an error, and its message.
+_OTHERS: list[tuple[Callable[[Any], Any], str]] = [
     (
         lambda config: config.workdir != config.local_workdir and config.copy_every,
         "copy_every={config.copy_every} was given with workdir={config.workdir!r}, and copies in memory need one on a "
@@ -50,7 +59,7 @@ _CONTRADICTIONS: list[tuple[Callable[[Any], Any], str]] = [
         "as block.",
     ),
     (
-        lambda config: config.replica_batch_size and config.batch_size,
+        lambda config: config.replica_batch_size and config.batch_size,  # the default, too, where it was given
         "batch_size={config.batch_size} and replica_batch_size={config.replica_batch_size} were both given; one "
         "follows from the other and the number of replicas: leave either out, or set it to 0.",
     ),
@@ -59,99 +68,22 @@ _CONTRADICTIONS: list[tuple[Callable[[Any], Any], str]] = [
         "batch_size=0 was given; a batch has 1 example or more: give batch_size or replica_batch_size.",
     ),
     (
-        lambda config: config.steps and config.epochs,
-        "steps={config.steps} and epochs={config.epochs} were both given; a run has one length: set either to 0.",
-    ),
-    (
-        lambda config: sum(map(bool, (config.clip_norm, config.clip_variable_norm, config.clip_value))) > 1,
-        "clip_norm={config.clip_norm:g}, clip_variable_norm={config.clip_variable_norm:g} and clip_value="
-        "{config.clip_value:g} were given; gradients are clipped in one way: set the others to 0.",
-    ),
-    (
-        lambda config: config.average_from and config.average_decay,
-        "average_from={config.average_from} and average_decay={config.average_decay:g} were both given; there is one "
-        "average of the weights: leave either out.",
-    ),
-    (
         lambda config: config.average_from and durations.parse(config.average_from).unit == "secs",
         "average_from={config.average_from!r} was given, a time, and weights depend on steps alone: give steps, "
         "epochs, examples or percents.",
-    ),
-    (
-        lambda config: config.copy_every and not config.workdir,
-        "copy_every={config.copy_every} was given without workdir, where a run goes on from its copies in memory: give "
-        "workdir, or copy_every=0.",
-    ),
-    (
-        lambda config: config.until and (config.steps or config.epochs),
-        "until={config.until!r} was given beside steps={config.steps} and epochs={config.epochs}; a run has one "
-        "length: give one of them.",
     ),
     (
         lambda config: str(config.until).endswith("%"),
         "until={config.until!r} was given, a share of the length that it sets: give steps, epochs, examples or a time.",
     ),
     (
-        lambda config: config.locate_nonfinite and config.on_nonfinite == "skip",
-        "locate_nonfinite=True and on_nonfinite=skip contradict each other; a skipped step is not diagnosed: give "
-        "on_nonfinite=raise to locate, or locate_nonfinite=False to skip.",
-    ),
-    (
-        lambda config: config.overfit_batches and config.limit_train_batches,
-        "overfit_batches={config.overfit_batches} and limit_train_batches={config.limit_train_batches} were both "
-        "given; each selects the batches to train on: set either to 0.",
-    ),
-    (
-        lambda config: config.eager and config.jit_compile,
-        "eager=True and jit_compile=True contradict each other; eager runs the step without the graph that jit_compile "
-        "needs: set either to False.",
-    ),
-    (
-        lambda config: config.eager and config.locate_nonfinite,
-        "eager=True and locate_nonfinite=True contradict each other; eager runs the step without the graph that "
-        "locate_nonfinite needs: set either to False.",
-    ),
-    (
-        lambda config: config.on_divergence == "rollback" and not config.workdir,
-        "on_divergence=rollback was given without a workdir, so there is no checkpoint to go back to: give a workdir "
-        "too.",
-    ),
-    (
         lambda config: config.init_rename and not config.init_from,
         "init_rename={config.init_rename!r} was given without init_from, whose names it is for: add it.",
-    ),
-    (
-        lambda config: config.max_secs and not config.workdir,
-        "max_secs={config.max_secs:g} was given without a workdir, so the run would be lost: give a workdir too.",
-    ),
-    (
-        lambda config: config.profile and not config.workdir,
-        "profile={config.profile!r} was given without a workdir, so the profile would be lost: give a workdir too.",
-    ),
-    (
-        lambda config: config.strategy == "mirrored" and config.num_stages > 1,
-        "strategy=mirrored and num_stages={config.num_stages} contradict each other; mirroring copies the whole "
-        "network to each device: give strategy=none for stages on the devices of this machine.",
     ),
     (
         lambda config: config.num_devices and 1 < config.num_stages != config.num_devices,
         "num_stages={config.num_stages} and num_devices={config.num_devices} were given; each stage takes one device: "
         "leave num_devices out, or give num_devices={config.num_stages}.",
-    ),
-    (
-        lambda config: config.num_stages > 1 and config.executor == "serial",
-        "executor=serial and num_stages={config.num_stages} contradict each other; stages would wait for each other: "
-        "give executor=auto.",
-    ),
-    (
-        lambda config: config.num_stages > 1 and config.jit_compile,
-        "jit_compile=True and num_stages={config.num_stages} were given, but XLA compiles for one device: leave either "
-        "out.",
-    ),
-    (
-        lambda config: config.num_stages > 1 and config.shard_optimizer,
-        "shard_optimizer=True and num_stages={config.num_stages} were given; the slots of a stage are on its device "
-        "alone already: leave shard_optimizer out.",
     ),
     (
         lambda config: config.virtual_replicas.bit_count() > 1,
@@ -169,18 +101,44 @@ _CONTRADICTIONS: list[tuple[Callable[[Any], Any], str]] = [
         "bits of a gradient depend on the threads within an operation, of which there is 1 then: leave either out.",
     ),
     (
-        lambda config: config.virtual_replicas and config.jit_compile,
-        "virtual_replicas={config.virtual_replicas} and jit_compile=True were given, but XLA promises no bits: leave "
-        "either out.",
-    ),
-    (
-        lambda config: config.virtual_replicas and config.microbatches == "auto",
-        "virtual_replicas={config.virtual_replicas} and microbatches=auto were given, but the bits would depend on a "
-        "device's memory: give a number of microbatches.",
-    ),
-    (
         lambda config: config.strategy == "none" and config.num_devices > 1 and config.num_stages == 1,
         "strategy=none and num_devices={config.num_devices} contradict each other; without a strategy there is one "
         "device: give strategy=mirrored or num_devices=1.",
     ),
 ]
+
+
+def check(config: Any) -> None:
+    """Checks the settings of a `Config` against each other.
+
+    Raises:
+        ValueError: if two of them contradict each other.
+    """
+    for is_wrong, message in _OTHERS:
+        if is_wrong(config):
+            raise ValueError(message.format(config=config))
+    defaults = {field.name: field.metadata["default"] for field in dataclasses.fields(config)}
+
+    def given(setting: str) -> str:
+        """Returns `name=value` of a setting of the tables above, or nothing if it was not given."""
+        name, _, wanted = setting.partition("=")
+        value = getattr(config, name)
+        if not (str(value) == wanted if wanted else value != defaults[name]):
+            return ""
+        return f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}"
+
+    for setting, reason in _IN_A_WORKDIR.items():
+        if given(setting) and not config.workdir:
+            raise ValueError(f"{given(setting)} was given without a workdir, {reason}: give a workdir, too.")
+    for one, other, reason in _PAIRS:
+        if given(one) and given(other):
+            raise ValueError(f"{given(one)} and {given(other)} were both given; {reason}.")
+
+
+def _is_no_pattern(text: str) -> bool:
+    """Returns whether a text is no regular expression."""
+    try:
+        re.compile(text)
+    except re.error:
+        return True
+    return False

@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import textwrap
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from absl import flags
@@ -122,11 +122,6 @@ def run_settings(config: Config) -> dict[str, Any]:
     return shown_settings(config) | json.loads(json.dumps(values, default=str))
 
 
-def secret_names() -> set[str]:
-    """Returns the names of secret flags as `facts` has them, such as `--token`."""
-    return {f"--{prefix}{name}" for name in filter(_is_secret, _secrets) for prefix in ("", "no")}
-
-
 def shown_arguments(arguments: Sequence[str]) -> list[str]:
     """Returns the arguments of a command line, with `***` in place of secret values, and without passwords of URLs."""
     shown, is_value = [], False
@@ -207,18 +202,9 @@ def as_json(config: Config) -> str:
 
 
 def facts(config: Config) -> dict[str, str]:
-    """Returns, by name, the values that must be equal on all workers: every setting, and the flags of `flags.txt`.
-
-    The values of a flag that was repeated are in one text. Secret values are `***`.
-    """
-    lines = [line.partition("=") for line in _own_flag_lines(config, with_secrets=True) if line.startswith("--")]
-    values = {f"--{name}": str(value) for name, value in vars(config).items()}
-    own: dict[str, list[str]] = {}
-    for name, _, value in lines:
-        own.setdefault(name, []).append(value)
-    values |= {name: ", ".join(parts) for name, parts in own.items()}
-    hidden = secret_names()
-    return {name: HIDDEN if name in hidden else _without_secrets(value) for name, value in values.items()}
+    """Returns the values that must be equal on all workers, by the name of the flag: as `run_settings`, as texts."""
+    values = {f"--{name}": value for name, value in run_settings(config).items()}
+    return {name: ", ".join(map(str, v)) if isinstance(v, list) else str(v) for name, v in values.items()}
 
 
 def hyperparameters(config: Config) -> dict[str, bool | float | str]:
@@ -226,12 +212,12 @@ def hyperparameters(config: Config) -> dict[str, bool | float | str]:
 
     Left out are settings that change no weights: devices, where files go, when to log, evaluate and save, ...
     """
-    settings = fields()
-    shown = shown_settings(config)
-    metadata = {name: field.metadata for name, field in settings.items()}
-    names = {name for name in settings if metadata[name]["group"] not in _NOT_OF_TRIALS} | {"init_from"}
-    names = {name for name in names - {"workdir", "max_secs"} if getattr(config, name) != metadata[name]["default"]}
-    values = {name: shown[name] for name in settings if name in names | {"seed"}}
+    shown, values = shown_settings(config), {}
+    for name, field in fields().items():
+        is_of_trial = field.metadata["group"] not in _NOT_OF_TRIALS and name not in ("workdir", "max_secs")
+        is_changed = getattr(config, name) != field.metadata["default"]
+        if name == "seed" or is_changed and (is_of_trial or name == "init_from"):
+            values[name] = shown[name]
     for flag in _own_flags(config):
         value = HIDDEN if _is_secret(flag.name) else flag.value
         values[flag.name] = value if isinstance(value, bool | int | float) else _without_secrets(str(value))
@@ -300,21 +286,12 @@ _PLACEHOLDERS: dict[Any, str] = {int: "N", float: "X", str: "TEXT", int | str: "
 
 def _flag_lines(config: Config) -> list[str]:
     """Returns the lines of `flags.txt`, one `--name=value` each; a comment for a secret flag."""
-    is_parsed, hidden = flags.FLAGS.is_parsed(), set(filter(_is_secret, _secrets))
-    values = {name: value for name, value in vars(config).items() if name in flags.FLAGS or not is_parsed}
-    texts = {name: _without_secrets(f"--{name}={value}") for name, value in values.items()}
-    return [line for name, text in texts.items() for line in _lines(name, text, hidden)] + _own_flag_lines(config)
-
-
-def _own_flag_lines(config: Config, *, with_secrets: bool = False) -> list[str]:
-    """Returns the lines of the flags that are no settings; secret values are in them only if they are asked for."""
-    lines = list[str]()
-    hidden = set() if with_secrets else set(filter(_is_secret, _secrets))
-    shown = without_credentials if with_secrets else _without_secrets
+    is_parsed = flags.FLAGS.is_parsed()
+    names = [name for name in vars(config) if name in flags.FLAGS or not is_parsed]
+    texts = {name: f"--{name}={getattr(config, name)}" for name in names}
     for flag in _own_flags(config):
-        text = flag.serialize() if flag.serializer else f"--{flag.name}={flag.value}"
-        lines += _lines(flag.name, shown(text), hidden)
-    return lines
+        texts[flag.name] = flag.serialize() if flag.serializer else f"--{flag.name}={flag.value}"
+    return [line for name, text in texts.items() for line in _lines(name, _without_secrets(text))]
 
 
 def _own_flags(config: Config) -> list[flags.Flag[Any]]:
@@ -346,9 +323,9 @@ def _shown(value: Any) -> Any:
     return _without_secrets(value) if isinstance(value, str) else value
 
 
-def _lines(name: str, text: str, hidden: Collection[str]) -> list[str]:
+def _lines(name: str, text: str) -> list[str]:
     """Splits the text of a flag into lines: one, or for a flag that may be repeated none or several."""
-    if name in hidden:
+    if _is_secret(name):
         return [f"# --{name}={HIDDEN}, which is secret: give it by hand"]
     lines = text.splitlines()
     if all(line.startswith(f"--{name}=") for line in lines):

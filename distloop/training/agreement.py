@@ -29,13 +29,7 @@ from distloop.variables import named_variables
 def require_same_run(
     state: TrainState, last_step: float, evaluations: Sequence[Action], actions: Sequence[Action]
 ) -> None:
-    """Compares a call of `fit` between the workers; all of them call it.
-
-    Args:
-        state: what is trained.
-        last_step: the step to end with; inf: the run ends by time.
-        evaluations: of the run.
-        actions: the user's.
+    """Compares a call of `fit` between the workers; all of them call it. The last step is inf if the run ends by time.
 
     Raises:
         ValueError: on every worker, if one differs.

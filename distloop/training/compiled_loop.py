@@ -142,12 +142,7 @@ class CompiledLoop:
             self._step_starts = tf.Variable(tf.zeros([0], tf.float64), shape=[None], trainable=False)
 
     def trace(self, source: Source, executor: str) -> None:
-        """Traces and optimizes by a run of no steps: errors come before the first step, and speeds are those of steps.
-
-        Args:
-            source: the data.
-            executor: what runs the operations, as for `run`.
-        """
+        """Traces and optimizes by a run of no steps: errors come before the first step, speeds are those of steps."""
         self._prepare(source)
         if not self._eager:
             with tf.experimental.function_executor_type(executor):

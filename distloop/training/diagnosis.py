@@ -73,11 +73,7 @@ def explain(
 ) -> str:
     """Returns one sentence: what in a step was not finite or jumped, the likely cause, and what to do.
 
-    Args:
-        train_step: the step that failed.
-        step: its number.
-        diagnosis: its `Outcome.diagnosis`.
-        last: its batch, to run the step again; None: the cause is guessed.
+    `diagnosis` is that of the step's `Outcome`. Given its batch, the step runs again, else the cause is guessed.
     """
     reports = _read(train_step, _of_all_workers(train_step, diagnosis))
     is_watched = train_step.loss_jump is not None

@@ -168,12 +168,7 @@ class Differentiation:
     def by_path(
         self, rows: Any, factor: tf.Tensor | None, *, training: bool
     ) -> tuple[dict[str, tf.Tensor | None], dict[str, metrics.Tally]]:
-        """Computes the gradients over some rows, to check the user's code.
-
-        Args:
-            rows: `[b, ...]`.
-            factor: of the loss; None: 1.
-            training: the argument for `loss_fn`.
+        """Computes the gradients over all of some rows, `[b, ...]`, to check the user's code; the factor cancels out.
 
         Returns:
             By path, the gradient of `sum(w * loss)`, or None if the loss does not depend on the variable; and the tally

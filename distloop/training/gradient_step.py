@@ -23,6 +23,7 @@ from distloop.data.shards import Batch, BatchLayout, batch_size, take_shard
 from distloop.distributed import strategies
 from distloop.errors import explaining_merge_call
 from distloop.model import metrics, variable_writes
+from distloop.model.keras_metrics import without_padding
 from distloop.model.spec import StepFn
 from distloop.model.user_functions import as_tensor
 from distloop.optimizers import gradients
@@ -33,17 +34,9 @@ from distloop.training.forward_backward import ForwardBackward, Summed, note_own
 def call_step_fn(
     update: ForwardBackward, step_fn: StepFn, batch: Batch, layout: BatchLayout, factor: tf.Tensor | None
 ) -> Summed:
-    """Calls an update's `step_fn`; in replica context.
+    """Calls an update's `step_fn` on the global batch, and returns what is to be applied; in replica context.
 
-    Args:
-        update: the pass.
-        step_fn: the function.
-        batch: the global batch.
-        layout: its layout.
-        factor: of the loss, as `ForwardBackward.loss_factor` returns it.
-
-    Returns:
-        What is to be applied.
+    The factor of the loss is that of `ForwardBackward.loss_factor`.
 
     Raises:
         ValueError: if `step_fn` asks for what is not to be had, or returns something else than gradients.
@@ -141,11 +134,9 @@ class GradientStep:
             self._start[id(self._variables[path])] = weight
 
     def _finish(self, returned: Any, assigned: Sequence[Any]) -> Summed:
-        """Returns what is to be applied, after `step_fn` ran.
+        """Returns what is to be applied, after `step_fn` returned.
 
-        Args:
-            returned: by `step_fn`.
-            assigned: the variables that were assigned while it ran, by itself or in a pass.
+        `assigned` are the variables that were assigned while it ran, by itself or in a pass.
         """
         update = self._update
         if self._first is None:
@@ -193,7 +184,7 @@ class OwnStep:
                 f"leave {given[0]} out, or give a loss_fn."
             )
         rows, row_weights = take_shard(batch, layout)
-        self.batch = rows if row_weights is None else _without_padding(rows, row_weights)
+        self.batch = without_padding(rows, row_weights)
         self.loss_scale = tf.constant(1.0) if update.loss_scaler is None else update.loss_scaler.scale_loss(1.0)
         self._update = update
         self._size = batch_size(rows) if row_weights is None else tf.reduce_sum(row_weights)
@@ -269,16 +260,6 @@ class OwnStep:
         )
 
 
-def _without_padding(rows: Any, row_weights: tf.Tensor) -> Any:
-    """Returns the rows whose weight is not 0."""
-
-    def kept(values: Any) -> Any:
-        mask = tf.ragged.boolean_mask if isinstance(values, tf.RaggedTensor) else tf.boolean_mask
-        return mask(values, row_weights > 0)
-
-    return tf.nest.map_structure(kept, rows)
-
-
 def _refuse_assigned(variables: Mapping[str, Any], assigned: Sequence[Any], advice: str) -> None:
     """Raises ValueError if a trained variable was assigned."""
     ids = {id(variable) for variable in assigned}
@@ -290,12 +271,7 @@ def _refuse_assigned(variables: Mapping[str, Any], assigned: Sequence[Any], advi
 
 
 def checked(subject: str, returned: Any, expected: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
-    """Returns tensors by path, in the order and of the dtypes of others.
-
-    Args:
-        subject: how a message begins.
-        returned: the tensors by path.
-        expected: tensors of the right shapes, for the same paths.
+    """Returns tensors by path, in the order and of the dtypes of others; `subject` begins a message.
 
     Raises:
         ValueError: if they are not of the same paths and shapes.

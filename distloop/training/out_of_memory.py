@@ -35,11 +35,7 @@ def explain_step(
 ) -> tf.errors.ResourceExhaustedError:
     """Returns the error of a train step with one sentence: what was in memory, and the settings to try.
 
-    Args:
-        error: of TensorFlow.
-        state: what is trained.
-        step: the number of the step that failed, or of the one that its loop began with.
-        microbatches: the parts in which each replica computes its batch.
+    `step` is the number of the step that failed, or of the one that its loop began with.
     """
     advice = f"microbatches={2 * microbatches} or more (it is {microbatches}; auto searches)"
     advice += f", {_half_precision(state)}a smaller batch, or optimizers with fewer slots"
@@ -51,11 +47,7 @@ def explain_pass(
 ) -> tf.errors.ResourceExhaustedError:
     """Returns the error of a pass that changes no weight with one sentence: what was in memory, and what to try.
 
-    Args:
-        error: of TensorFlow.
-        state: the model.
-        doing: what was done: "evaluating".
-        batch_size: of the data; None: it is unknown.
+    `doing` says what was done, as in "evaluating". The batch size of the data may be unknown.
     """
     advice = f"smaller batches, which change no result, or {_half_precision(state)}more devices"
     batches = f" batches of {batch_size} rows" if batch_size else ""

@@ -22,14 +22,9 @@ _LOG_STEPS = 100  # between two logs of a run that is not as long as epochs
 
 
 def chosen(config: Config, step: int, *, steps: int | None, epochs: int | None, until: int | str | None) -> int | str:
-    """Returns the length of a run as a duration; a dry run ends with the next step.
+    """Returns the length of a run as a duration; a dry run ends with the next of `step` steps done.
 
-    Args:
-        config: its `steps`, `epochs` and `until` count if `fit` was given none of them.
-        step: number of steps done.
-        steps: what `fit` was given.
-        epochs: what `fit` was given.
-        until: what `fit` was given.
+    The `steps`, `epochs` and `until` of the config count if `fit` was given none of them.
 
     Raises:
         ValueError: if not exactly one of them is given, or it is no length.

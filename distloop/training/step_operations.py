@@ -56,15 +56,10 @@ def are_finite(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
 def find_origin(
     results: Iterable[tf.Tensor], tensors: Sequence[tf.Tensor], verdicts: Sequence[bool]
 ) -> tf.Operation | None:
-    """Returns the first operation with finite inputs and an output that made a result not finite.
+    """Returns the first operation with finite inputs and an output that made a result not finite; None: all are finite.
 
-    Args:
-        results: symbolic tensors, at which the search starts.
-        tensors: the tensors of the graph that were checked, in order.
-        verdicts: for each, whether it was finite.
-
-    Returns:
-        The operation, or None if every result is finite.
+    The search starts at the results. `tensors` are those of the graph that were checked, in order, `verdicts` whether
+    each was finite.
     """
     bad = {id(tensor) for tensor, is_finite in zip(tensors, verdicts, strict=True) if not is_finite}
     position = {id(tensor): i for i, tensor in enumerate(tensors)}
@@ -86,10 +81,7 @@ def find_origin(
 def describe(op: tf.Operation, layers: Iterable[Any], *, has_direction: bool = True) -> str:
     """Returns an operation's type, layer, direction (forward or backward pass) and the user's line.
 
-    Args:
-        op: of a graph that was traced with Keras layers in it.
-        layers: Keras layers that it may belong to.
-        has_direction: whether the direction is of interest.
+    It may belong to one of some Keras layers; the direction is left out where it is of no interest.
     """
     words = [op.type]
     if (layer := _layer_of(op, layers)) is not None:
@@ -127,10 +119,9 @@ def _layer_of(op: tf.Operation, layers: Iterable[Any]) -> Any:
 
 @contextlib.contextmanager
 def unsaved_draws_refused(state: TrainState) -> Iterator[None]:
-    """Raises a ValueError if the operations traced in this block draw such numbers; eagerly, nothing is checked.
+    """Raises a ValueError if the operations traced in this block draw numbers that no checkpoint of a state can repeat.
 
-    Args:
-        state: whose variables checkpoints hold.
+    Eagerly, nothing is checked.
     """
     if tf.executing_eagerly():
         yield
@@ -147,12 +138,7 @@ def unsaved_draws_refused(state: TrainState) -> Iterator[None]:
 
 
 def unsaved_draws(operations: Iterable[tf.Operation], state: TrainState) -> Iterator[tf.Operation]:
-    """Yields the operations that draw from a state that no checkpoint holds, those in called functions included.
-
-    Args:
-        operations: of a graph.
-        state: whose variables checkpoints hold.
-    """
+    """Yields the operations that draw from a state that no checkpoint holds, those in called functions included."""
     saved: set[int] | None = None
     for op in with_called(operations):
         if DRAWS_FROM_KERNEL.fullmatch(op.type):

@@ -104,7 +104,7 @@ def test_a_torn_copy_is_named_and_the_checkpoint_before_it_is_used(tmp_path, mem
 
 
 def test_without_a_workdir_or_a_directory_in_memory_copies_are_refused(tmp_path, monkeypatch):
-    refused(lambda: distloop.Config(copy_every="30 s"), "copy_every=30 s", "without workdir", "copy_every=0")
+    refused(lambda: distloop.Config(copy_every="30 s"), "copy_every=30 s", "without a workdir", "give a workdir")
     monkeypatch.setattr(memory_copies, "MEMORY", str(tmp_path / "none"))
     refused(lambda: fit(tmp_path / "run"), "no", "none", "copy_every=0")
 
