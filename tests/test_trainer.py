@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 import distloop
+from distloop.training import overview
 from tests import forked
 from tests.problems import (
     FILES_OF_A_RUN,
@@ -384,7 +385,7 @@ def test_a_run_begins_with_what_it_trains_on_and_ends_with_its_numbers(tmp_path,
         "distloop: averaged weights, decay 0.9: evaluate, predict and export use them",
         "distloop: microbatches 2",
         f"distloop: workdir {workdir}",
-        f"distloop: tensorboard --logdir '{workdir}'",
+        f"distloop: {overview._tensorboard()} --logdir '{workdir}'",
     ]
     assert lines[8] == "step 0/4  tracing the train step ..."
     assert lines[9] == "distloop: entries of each batch that no loss_fn reads: weight (loaded all the same)"

@@ -27,6 +27,7 @@ from distloop.distributed.devices import HOST
 from distloop.model.saved_state import SavedState
 from distloop.model.state import TrainState
 from distloop.monitoring.console import speaker
+from distloop.monitoring.tensorboard import SummaryWriter
 from distloop.optimizers import learning_rates
 from distloop.optimizers.gradients import Clipping
 from distloop.settings.config import Config
@@ -76,7 +77,8 @@ def find_learning_rate(
     The rate grows by the same factor each step, and the test ends when the smoothed loss exceeds 4 times its least
     value. The suggestion is the rate at which the smoothed loss falls fastest, as fastai's `steep` (Howard and Gugger
     2020, arXiv:2002.04688); its slope is taken over a tenth of the steps, so it does not follow the noise of single
-    batches.
+    batches. With a workdir, TensorBoard shows `loss` and `smoothed_loss` as the run `learning_rate`, over 100 times the
+    decimal logarithm of the rate: -300 is 1e-3.
 
     Weights, optimizer, averages, random streams, counts and the position in the data are restored bit for bit. On
     several workers, all must call it.
@@ -119,10 +121,8 @@ def find_learning_rate(
     smoothed = smooth(losses)
     steepest = steepest_fall(losses, window=max(1, steps // 10))
     result = RateTest(rates, losses, smoothed, None if steepest is None else float(rates[steepest]))
-    text = "No learning rate is suggested: the loss never fell by more than its noise."
-    if result.suggestion is not None:
-        text = f"Suggested learning rate: {result.suggestion:.2g}, from where on the loss falls fastest."
-    speaker(is_chief=workers.is_chief(state.strategy), console=settings.console)(text)
+    if workers.is_chief(state.strategy):
+        _report(result, settings)
     return result
 
 
@@ -343,3 +343,16 @@ def _advise(suggestion: int, current: int, reason: str) -> str:
         f"take --batch_size={suggestion}, and a learning rate {linear:g} times as high with SGD, {root:.3g} times with "
         f"Adam; {reason}."
     )
+
+
+def _report(result: RateTest, settings: Config) -> None:
+    """Prints the suggestion and writes the curve for TensorBoard."""
+    text = "No learning rate is suggested: the loss never fell by more than its noise."
+    if result.suggestion is not None:
+        text = f"Suggested learning rate: {result.suggestion:.2g}, from where on the loss falls fastest."
+    speaker(is_chief=True, console=settings.console)(text)
+    if settings.workdir and settings.workdir == settings.local_workdir:
+        with contextlib.closing(SummaryWriter(settings.workdir, ["learning_rate"])) as writer:
+            for rate, loss, smoothed in zip(result.rates, result.losses, result.smoothed, strict=True):
+                numbers = {"learning_rate/loss": float(loss), "learning_rate/smoothed_loss": float(smoothed)}
+                writer.write(round(100 * math.log10(rate)), numbers)

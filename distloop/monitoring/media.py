@@ -22,6 +22,7 @@ from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.compat.proto.types_pb2 import DT_DOUBLE, DT_STRING
 from tensorboard.plugins.audio import metadata as audio
+from tensorboard.plugins.graph import metadata as graphs
 from tensorboard.plugins.histogram import metadata as histograms
 from tensorboard.plugins.image import metadata as images
 from tensorboard.plugins.pr_curve import summary as pr_curves
@@ -330,6 +331,18 @@ class ConfusionMatrix(Media):
         draw.text((margin, 4), title, "black", font)
         draw.text((4, margin - 8), "label", "black", font, anchor="ls")
         return _encode_image(picture)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerGraph(Media):
+    """The layers of a Keras model, which the graph page shows as its conceptual graph."""
+
+    json: str  # from `model.to_json()`
+
+    def encode(self) -> Encoded:
+        """Returns the JSON for the graph plugin."""
+        data = SummaryMetadata.PluginData(plugin_name=graphs.PLUGIN_NAME_KERAS_MODEL, content=b"1")
+        return _tensor(DT_STRING, [], string_val=[self.json.encode()]), SummaryMetadata(plugin_data=data)
 
 
 def _tensor(dtype: Any, shape: Sequence[int], **values: Any) -> TensorProto:

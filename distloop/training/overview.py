@@ -8,9 +8,12 @@ The graph of the forward pass counts floating-point operations, too.
 
 import collections
 import dataclasses
+import json
 import os
 import platform
 import shlex
+import shutil
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -26,16 +29,17 @@ from distloop.log import log
 from distloop.model.state import TrainState
 from distloop.monitoring import records
 from distloop.monitoring.console import say, show_parts, show_split
-from distloop.monitoring.media import Media, Text
+from distloop.monitoring.media import LayerGraph, Media, Text
 from distloop.monitoring.tensorboard import SummaryWriter
 from distloop.optimizers.gradients import Clipping
 from distloop.settings import flags
 from distloop.settings.config import Config
 from distloop.training import run_length
 from distloop.urls import absolute
-from distloop.variables import count_parameters, named_variables, top_layers
+from distloop.variables import count_parameters, named_variables, tensorflow_variable, top_layers
 
 _MAX_ROWS = 200  # of the model's table
+_MOST_VALUES = 2**20  # of a variable, in its mean
 _MAX_NODES = 5000  # of a graph: TensorBoard cannot draw more in a reasonable time
 _MAX_BYTES = 1024  # of a constant in a graph
 # Tracing takes about 2 ms per variable and cannot be interrupted; with this many it stays below 0.3 s.
@@ -60,9 +64,12 @@ def introduce(
         "run/model": Text(describe_model(state)),
         "run/environment": Text(describe_environment(state, settings)),
     }
+    if incidents := describe_incidents(settings.local_workdir):
+        texts["run/incidents"] = Text(incidents)
     graph = None
     if settings.graph == "always" or (settings.graph == "auto" and int(state.step) == 0):
         graph = None if forward is None else drawable(forward)
+        texts |= layer_graphs(state.model)
     writer.begin(flags.hyperparameters(settings), texts, make_charts(settings), graph)
 
 
@@ -98,6 +105,21 @@ def make_charts(settings: Config) -> dict[str, dict[str, str]]:
     return charts
 
 
+def layer_graphs(models: Any) -> dict[str, LayerGraph]:
+    """Returns the layers of Sequential and functional models by tag: `keras`, of several models `keras/<name>`."""
+    graphs = {}
+    for path, model in keras.tree.flatten_with_path(models):
+        if not isinstance(model, keras.Model):
+            continue
+        try:
+            content = model.to_json()
+            if json.loads(content)["config"].get("layers"):  # a subclassed model has none
+                graphs["/".join(["keras", *map(str, path)])] = LayerGraph(content)
+        except Exception as error:  # a layer without a config: the model trains all the same
+            log.info("There is no graph of the layers for TensorBoard: %s", error)
+    return graphs
+
+
 def describe_config(settings: Config) -> str:
     """Returns a table of all settings, first those that differ from their defaults."""
     shown = flags.shown_settings(settings)
@@ -120,12 +142,22 @@ def describe_model(state: TrainState) -> str:
     for path, variable in list(named.items())[:_MAX_ROWS]:
         updates, dtype = ", ".join(trained.get(id(variable), ["no"])), tf.as_dtype(variable.dtype)
         row = [path, list(variable.shape), dtype.name, updates, f"{counts[path]:,}"]
-        row += [records.show_bytes(counts[path] * dtype.size), *([devices.get(id(variable), "")] if devices else [])]
-        rows.append(row)
+        row += [records.show_bytes(counts[path] * dtype.size), *_moments(variable, counts[path])]
+        rows.append([*row, devices.get(id(variable), "")] if devices else row)
     more = f"\n\nand {len(named) - _MAX_ROWS} more variables" if len(named) > _MAX_ROWS else ""
     total = f"{state.num_parameters():,} trained parameters of {sum(counts.values()):,} in {len(named)} variables"
-    head = ["variable", "shape", "dtype", "trained", "count", "size"] + ["device"] * bool(devices)
+    head = ["variable", "shape", "dtype", "trained", "count", "size", "mean", "deviation"] + ["device"] * bool(devices)
     return f"{total}\n\n{_table(head, rows)}{more}"
+
+
+def _moments(variable: Any, count: int) -> tuple[str, str]:
+    """Returns the mean and the standard deviation of a variable's values now; of a large one, of its first values."""
+    plain = tensorflow_variable(variable)
+    if not count or not (plain.dtype.is_floating or plain.dtype.is_integer):
+        return "", ""
+    rows = plain[: max(1, _MOST_VALUES * plain.shape[0] // count)] if count > _MOST_VALUES else plain
+    values = np.asarray(rows, np.float64)
+    return records.show_number(values.mean()), records.show_number(values.std())
 
 
 def describe_environment(state: TrainState, settings: Config) -> str:
@@ -147,6 +179,13 @@ def describe_environment(state: TrainState, settings: Config) -> str:
         ("system", platform.platform()),
     ]
     return _table(["", ""], rows)
+
+
+def describe_incidents(workdir: str) -> str:
+    """Returns a table of the divergences after which the run went back; empty if there are none."""
+    rows = records.read_rows_if_any(os.path.join(workdir, "incidents.jsonl"), instead="TensorBoard lacks the incidents")
+    names = ["step", "batch", "action", "checkpoint", "left_out", "reason"]
+    return _table(names, [[row.get(name, "") for name in names] for row in rows]) if rows else ""
 
 
 def peak_flops(state: TrainState, settings: Config) -> float | None:
@@ -297,8 +336,16 @@ def console_lines(state: TrainState, settings: Config, source: Source) -> list[s
         if source.resume:
             lines.append(f"data {type(source.data).__name__}: {source.resume}")
         lines.append(f"workdir {absolute(settings.workdir)}")
-        lines.append(f"tensorboard --logdir {shlex.quote(settings.local_workdir)}")
+        lines.append(f"{_tensorboard()} --logdir {shlex.quote(settings.local_workdir)}")
     return lines
+
+
+def _tensorboard() -> str:
+    """Returns the command that starts TensorBoard; an environment that is not activated has none on the PATH."""
+    if shutil.which("tensorboard") or not sys.executable:
+        return "tensorboard"
+    relative = os.path.relpath(sys.executable)
+    return f"{shlex.quote(sys.executable if relative.startswith(os.pardir) else relative)} -m tensorboard.main"
 
 
 def report_whole_tables(updates: Iterable[Any], state: TrainState, *, is_shown: bool) -> None:

@@ -1,9 +1,12 @@
 """Tuning: what it suggests, and that it changes nothing."""
 
+import glob
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import distloop
 from distloop.audit import tuning
@@ -107,9 +110,21 @@ def test_of_two_updates_the_named_one_gets_the_rates_and_has_the_curve(monkeypat
 
 
 @pytest.mark.slow
+def test_tensorboard_shows_the_curve_over_the_logarithm_of_the_rate(tmp_path):
+    result = distloop.find_learning_rate(trainer_of(workdir=tmp_path), batches(), lowest=1e-4, highest=1e-2, steps=5)
+    (path,) = glob.glob(str(tmp_path / "learning_rate" / "*"))
+    events = EventAccumulator(path).Reload()
+    assert set(events.Tags()["scalars"]) == {"Metrics/loss", "Metrics/smoothed_loss"}
+    shown = events.Scalars("Metrics/loss")
+    assert [e.step for e in shown] == [-400, -350, -300, -250, -200]
+    assert [e.value for e in shown] == pytest.approx(result.losses)
+
+
+@pytest.mark.slow
 def test_a_loss_that_never_falls_gives_no_suggestion(capsys):
-    result = distloop.find_learning_rate(trainer_of(console="lines"), batches(), lowest=1e3, highest=1e6, steps=4)
+    result = distloop.find_learning_rate(trainer_of(), batches(), lowest=1e3, highest=1e6, steps=4)
     assert result.suggestion is None
+    tuning._report(result, distloop.Config())
     assert "distloop: No learning rate is suggested: the loss never fell by more" in capsys.readouterr().out
 
 

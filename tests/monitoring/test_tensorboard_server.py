@@ -112,6 +112,7 @@ def test_tensorboard_shows_every_kind(sweep, site, is_fast):
         assert ask(f"plugin/audio/individualAudio?{sound['query']}&x=")[:4] == b"RIFF"
         assert ask("plugin/pr_curves/pr_curves", run=run, tag="shown/curve")[run][0]["true_positives"][0] == 2
         assert re.search(rb"net\w*/hidden\w*/MatMul", ask("plugin/graphs/graph", run="a"))
+        assert b"hidden" in ask("plugin/graphs/graph", run="a", tag="keras", conceptual="true")
         charts = {c["title"]: c for part in ask("plugin/custom_scalars/layout")["category"] for c in part["chart"]}
         for title, names in {"loss": {"Metrics/loss"}, "metrics": {"Metrics/accuracy", "Metrics/shown/half"}}.items():
             (pattern,) = charts[title]["multiline"]["tag"]

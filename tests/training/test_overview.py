@@ -1,11 +1,15 @@
 """Tests what TensorBoard is told of a run before its first step."""
 
+import json
+import os
 import re
+import shlex
 from types import SimpleNamespace
 
 import keras
 import pytest
 import tensorflow as tf
+from tensorboard.plugins.graph.keras_util import keras_model_to_graph_def
 
 import distloop
 from distloop import fit
@@ -52,6 +56,13 @@ def test_the_environment_has_versions_and_devices():
     text = overview.describe_environment(trainer_of().state, problems.on(2))
     assert f"| `TensorFlow` | `{tf.__version__}` |" in text and "| `replicas` | `2` |" in text
     assert overview._table(["a"], [["x|y`z\nw"]]).splitlines()[-1] == "| `x\\|y'z w` |"  # no value breaks it
+
+
+def test_incidents_are_told(tmp_path):
+    assert overview.describe_incidents(str(tmp_path)) == ""
+    row = {"step": 5, "batch": 4, "reason": "it jumped", "action": "rollback", "checkpoint": 2, "left_out": 4}
+    (tmp_path / "incidents.jsonl").write_text(json.dumps(row) + "\n")
+    assert "| `5` | `4` | `rollback` | `2` | `4` | `it jumped` |" in overview.describe_incidents(str(tmp_path))
 
 
 def test_the_graph_has_the_layers_by_name_and_no_large_constants_and_is_left_out_if_it_is_too_large(monkeypatch):
@@ -141,3 +152,24 @@ def test_the_layout_has_charts_for_what_the_run_reports():
     assert titles(clip_norm=1.0) - titles() == {"share of the steps that were clipped"}
     assert titles(precision="mixed_float16") - titles() == {"loss scale"}
     assert "update norm" in titles(histograms_every=5)
+
+
+def test_the_layers_of_keras_models_are_a_graph_of_their_own():
+    models = {"a": keras.Sequential([keras.Input((8,)), keras.layers.Dense(4, name="first")]), "b": tf.Module()}
+    ((tag, graph),) = overview.layer_graphs(models).items()
+    assert tag == "keras/a" and keras_model_to_graph_def(json.loads(graph.json)).node[1].name.endswith("/first")
+
+    class Subclass(keras.Model):
+        pass
+
+    assert overview.layer_graphs(Subclass()) == {}
+    assert [*overview.layer_graphs(models["a"])] == ["keras"]
+
+
+def test_the_command_for_tensorboard_works_where_none_is_on_the_path(monkeypatch):
+    monkeypatch.setattr(overview.shutil, "which", lambda name: f"/usr/bin/{name}")
+    assert overview._tensorboard() == "tensorboard"
+    monkeypatch.setattr(overview.shutil, "which", lambda name: None)
+    for python, shown in ((os.path.abspath(".venv/bin/python"), ".venv/bin/python"), ("/opt/my python",) * 2):
+        monkeypatch.setattr(overview.sys, "executable", python)
+        assert overview._tensorboard() == f"{shlex.quote(shown)} -m tensorboard.main"
