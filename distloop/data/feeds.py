@@ -3,7 +3,7 @@
     feed = make_feed(data)                          # None: it is none of these
     dataset = feed.dataset(first=1000)              # a tf.data.Dataset from batch 1000 on
 
-Each kind of data is read from any batch on, as directly as possible. It does not know replicas.
+Each kind of data is read from any batch on, as directly as possible.
 """
 
 import concurrent.futures

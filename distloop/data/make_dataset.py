@@ -3,7 +3,6 @@
     train = make_dataset({"x": x, "label": labels}, 64, shuffle=True, seed=0)
 
 `map_fn` is applied to the rows of a batch inside tf.data where TensorFlow can trace it, else to single rows in Python.
-It does not know replicas or positions in the data.
 """
 
 import dataclasses

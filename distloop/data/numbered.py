@@ -3,7 +3,7 @@
     train = NumberedDataset(reader, Order(num_rows=len(reader), batch_size=64), None)
     train.starting_at(1_000_000)        # as fast as train.starting_at(0)
 
-It does not know replicas; `Share` says which rows of a batch are read here.
+`Share` says which rows of a batch a worker reads.
 """
 
 import functools

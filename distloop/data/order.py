@@ -3,7 +3,7 @@
     order = Order(num_rows=60_000, batch_size=128, seed=0, is_shuffled=True)
     rows, epochs = order.rows(tf.constant(1_000_000, tf.int64))      # [b], [b]
 
-Nothing is remembered from batch to batch, so any batch costs the same. It does not know what an example is.
+Nothing is remembered from batch to batch, so any batch costs the same.
 """
 
 import dataclasses

@@ -3,8 +3,7 @@
     facts = facts_of(num_batches=100, batch_size=32)            # of a tf.data.Dataset or batches that Python makes
     position = convert_batches({"batches": 250, **facts_then}, facts)
 
-Data by number has an order that does not depend on its batches, so its position is exact. It does not know how data is
-read.
+Data by number has an order that does not depend on its batches, so its position is exact.
 """
 
 import math

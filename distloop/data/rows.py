@@ -74,7 +74,7 @@ class ArrayRows:
             raise ValueError(f"Arrays of {sorted(lengths)} rows were given; they need the same number, 1 at least.")
         self._num_rows = lengths.pop()
         self._on_disk = [column for column in self._columns if isinstance(column, DiskColumn)]
-        self._pack = functools.partial(_pack, structure)
+        self._pack = functools.partial(tf.nest.pack_sequence_as, structure)
         self.is_in_memory = not self._on_disk
         specs = [c.spec if isinstance(c, DiskColumn) else tf.TensorSpec(c.shape[1:], c.dtype) for c in self._columns]
         self.spec = self._pack(specs)
@@ -219,7 +219,7 @@ class SourceRows:
                 shapes = tf.ensure_shape(next(tensors), [None, spec.shape.rank])
                 entry.set_shape([None])
                 entries.append(Uneven(entry, tf.cumsum(tf.reduce_prod(shapes, 1)), shapes, spec))
-        return _pack(self.spec, entries)
+        return tf.nest.pack_sequence_as(self.spec, entries)
 
     def _read(self, rows: np.ndarray, width: int = -1, seeds: np.ndarray | None = None) -> list[np.ndarray]:
         try:
@@ -381,8 +381,3 @@ def _column(array: Any) -> Any:
             "dict of sources, or a distloop.Mixture of several."
         )
     return tensor
-
-
-def _pack(structure: Any, entries: list[Any]) -> Any:
-    """Returns a structure with other leaves."""
-    return tf.nest.pack_sequence_as(structure, entries) if tf.nest.is_nested(structure) else entries[0]

@@ -4,7 +4,7 @@
     batch = next_batch(source.iterator(), source.layout)
 
 One iterator on the host gives the global batches. Each replica slices its rows by its own id (`shards.take_shard`), so
-the rows keep their order on any number of replicas. It does not know what a step does with a batch.
+the rows keep their order on any number of replicas.
 """
 
 import dataclasses

@@ -3,7 +3,7 @@
     mixture = Mixture({"web": web, "books": books}, {"web": 0.7, "books": 0.3})
     train = make_dataset(mixture, 64, shuffle=True, seed=0)
 
-The order of the stream is that of `mixed_order`. It does not know batches.
+The order of the stream is that of `MixedOrder`.
 """
 
 import hashlib

@@ -3,7 +3,7 @@
     packed = pack(texts, 2048, lengths=lengths)
     train = make_dataset(packed, 8, shuffle=True, seed=0)
 
-Which sequences are in a row is planned once, from their lengths. It does not know batches.
+Which sequences are in a row is planned once, from their lengths.
 """
 
 import hashlib
