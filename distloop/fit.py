@@ -22,7 +22,7 @@ from distloop.actions.built_in import CheckReplicas, DataSeen, Goodput, Pipeline
 from distloop.actions.evaluate import Evaluate, earlier_rows
 from distloop.actions.gradient_noise import GradientNoise
 from distloop.actions.keep import KeptTensors
-from distloop.actions.memory import note_held
+from distloop.actions.memory import MemoryUse
 from distloop.actions.save import SaveCosts, make_saves, require_metrics
 from distloop.actions.stop_early import SyncStop
 from distloop.actions.tells import Tells
@@ -106,7 +106,7 @@ class Fit:
         self._say = speaker(self._is_chief, self.config.console)
         workdir, verify = self.config.local_workdir, self.checkpoints.directory.verify
         self._goodput = Goodput(workdir, self.clock.seconds, self._is_chief, verify)
-        self._notes: list[Action] = [KeptTensors(self.state), *([self._goodput] if workdir else [])]
+        self._notes: list[Action] = [KeptTensors(self.state), *([MemoryUse(workdir), self._goodput] if workdir else [])]
         self._plan = Plan(self.units, is_chief=self._is_chief)
         every, updates = self.config.gradient_noise_every, [update.name for update in self.state.spec.updates]
         self._noise = [GradientNoise(every, updates)] if every else []
@@ -369,7 +369,6 @@ def _open_files(fit: Fit, workdir: str, evals: Sequence[str]) -> list[Any]:
     try:
         restore_secs = fit.checkpoints.costs.pop("restore_secs", None)
         _begin_in(workdir, fit.state, restore_secs, fit._tells.takes)
-        note_held(workdir, fit.state)
         summaries = SummaryWriter(workdir, evals, fit._step)
         overview.introduce(summaries, fit.state, fit.config, fit._forward, fit.units.length)
         again = fit._loop.open_boundary is not None or (fit.config.eval_first and fit._step == 0)

@@ -27,8 +27,9 @@ log, that went to steps that count: not to steps that a later start did again,
 nor to saving, starting, restoring, tracing, or waiting for a start.
 
 It also shows, by device, the memory of weights, optimizer slots and averages as
-they are placed, and of activations and gradients if `--memory` estimated them
-in this workdir ("-": it did not).
+they are placed, of activations and gradients if `--memory` estimated them in
+this workdir ("-": it did not); and what the run took at most: of a GPU, or on
+CPUs by how much the process grew, traced functions included.
 
 `--tell` has a run that trains act after its next step; whoever may write to the
 workdir may tell it. A resumed run acts at the same step again.
@@ -144,7 +145,7 @@ def _as_json(runs: Sequence[Run]) -> Any:
         | {
             "workdir": absolute(run.path),
             "goodput": ledger.goodput(run.time_spent),
-            "memory": None if run.memory is None else {"devices": run.memory},
+            "memory": None if run.memory is None else run.memory._asdict(),
             "metrics": {name: of_metric(series) for name, series in run.series.items()},
         }
         for run in runs
@@ -293,16 +294,25 @@ def _time(runs: Sequence[Run]) -> Table:
 
 
 def _memory(runs: Sequence[Run]) -> Table:
-    """Returns the table of bytes by device: of variables, and of what `--memory` estimated."""
+    """Returns the table of bytes by device: of variables, of what `--memory` estimated, and what a run took."""
     memories = [(run.name, run.memory) for run in runs if run.memory is not None]
-    found = {part for _, memory in memories for held in memory.values() for part in held}
+    found = {part for _, memory in memories for held in memory.devices.values() for part in held}
     parts = [*(part for part in ledger.PARTS if part in found), *sorted(found.difference(ledger.PARTS))]
     rows = []
     for name, memory in memories:
-        for device, held in memory.items():
-            known = [_show_known(held.get(part), show_bytes) for part in parts]
-            rows.append([name, device, *known, show_bytes(sum(held.values()))])
-    return Table("Memory", ["run", "device", *parts, "together"], rows)
+        taken, together = dict(memory.taken), sum(sum(held.values()) for held in memory.devices.values())
+        if len(memory.devices) == 1 and ledger.HOST in taken:
+            (device,) = memory.devices
+            taken = {device: taken[ledger.HOST]}
+        for device, held in memory.devices.items():
+            known = [show_bytes(held[part]) if part in held else "-" for part in parts]
+            rows.append(
+                [name, device, *known, show_bytes(sum(held.values())), _show_known(taken.get(device), show_bytes)]
+            )
+        if ledger.HOST in taken:  # virtual CPUs share its memory
+            known = ["-" for _ in parts]
+            rows.append([name, "host", *known, show_bytes(together), show_bytes(taken[ledger.HOST])])
+    return Table("Memory", ["run", "device", *parts, "together", "taken"], rows)
 
 
 def _settings(runs: Sequence[Run]) -> Table:

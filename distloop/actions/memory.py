@@ -1,4 +1,4 @@
-"""Memory: the bytes that variables hold, that the process took, and that are available.
+"""Memory: the bytes that variables hold and the process took, and the action that notes them.
 
     held_by_device(state)      # {"CPU:0": {"weights": 41_000_000, "optimizer slots": 82_000_000}, ...}
     peaks()                    # {"host_memory_gb": 1.2}
@@ -17,6 +17,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from distloop.actions.action import Action, Report
 from distloop.distributed import devices
 from distloop.monitoring import ledger
 from distloop.variables import layers_by_path, tensorflow_variable
@@ -138,11 +139,45 @@ def available_gb() -> float:
     return max(0, available) / 1e9
 
 
-def note_held(workdir: str, state: Any) -> None:
-    """Writes `memory.json`: what variables hold, and what `--memory` has estimated in the workdir, as activations."""
-    held, known = held_by_device(state), ledger.read_memory(workdir) or {}
-    for device, parts in held.items():
-        estimated = known.get(device, {})
-        parts |= {part: estimated[part] for part in ledger.ESTIMATED if part in estimated}
-    if held != known:
-        ledger.write_memory(workdir, held)
+class MemoryUse(Action):
+    """Writes `memory.json` before the first step, and once more when `fit` ends; it is called at no boundary.
+
+    What `--memory` estimated in the same workdir, such as the activations, stays in it. So does what an earlier call of
+    `fit` took, if that was more.
+    """
+
+    every = 0
+    phase = "logging"
+    chief_only = True
+
+    def __init__(self, workdir: str):
+        """Stores the workdir of the run."""
+        self._workdir = workdir
+        self._gb_before = 0.0
+
+    def __call__(self, report: Report) -> None:
+        """Does nothing."""
+
+    def on_start(self, report: Report) -> None:
+        """Writes what is held."""
+        self._gb_before = peaks()["host_memory_gb"]
+        self._write(report, has_ended=False)
+
+    def on_end(self, report: Report) -> None:
+        """Writes what is held and was taken: the peak of each GPU, or on CPUs how much the process has grown."""
+        self._write(report, has_ended=True)
+
+    def _write(self, report: Report, has_ended: bool) -> None:
+        held = held_by_device(report.state)
+        earlier = ledger.read_memory(self._workdir) or ledger.Memory({}, {})
+        for device, parts in held.items():
+            known = earlier.devices.get(device, {})
+            parts |= {part: known[part] for part in ledger.ESTIMATED if part in known}
+        taken = ledger.taken_on(earlier, held)
+        if has_ended:
+            for device in ledger.measured_devices(held):
+                is_host = device == ledger.HOST
+                used_gb = peaks()["host_memory_gb"] - self._gb_before if is_host else device_peak_gb(device)
+                taken[device] = max(int(1e9 * used_gb), taken.get(device, 0))
+        if (memory := ledger.Memory(held, taken)) != earlier:
+            ledger.write_memory(self._workdir, memory)

@@ -157,7 +157,8 @@ def print_and_exit(trainer: Trainer, data: FitData) -> None:
         for line in str(estimate).splitlines():
             say(line)
         if (workdir := trainer.config.workdir) and workdir == trainer.config.local_workdir:
-            ledger.write_memory(workdir, estimate.devices)
+            taken = ledger.taken_on(ledger.read_memory(workdir), estimate.devices)  # by a run that has begun
+            ledger.write_memory(workdir, ledger.Memory(estimate.devices, taken))
     raise SystemExit(0 if estimate.fits else 1)
 
 

@@ -9,7 +9,7 @@ import distloop
 from distloop.actions import memory
 from distloop.audit.memory_estimate import Peak, peak_of
 from distloop.distributed import strategies
-from distloop.monitoring import run_files
+from distloop.monitoring import ledger, run_files
 from tests.problems import assert_equal, classification, classifier, everything, on
 
 WIDTH, ROWS = 256, 64
@@ -107,13 +107,15 @@ def test_memory_prints_the_estimate_and_ends_before_training(monkeypatch, capsys
     assert ended.value.code == 0 and trainer.step == 0
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["memory.json"]  # for the report
     (planned,) = run_files.load_all([str(tmp_path)])
-    assert planned.status == "planned" and planned.memory["CPU:0"]["weights"] > 0
+    assert planned.status == "planned" and planned.memory.devices["CPU:0"]["weights"] > 0
     assert "Estimated memory of each device, where a step of 4 rows needs most:" in printed
     assert "B  activations" in printed and "GB that are available" in printed
+    ledger.write_memory(planned.path, planned.memory._replace(taken={"host": 7}))  # as a run does at its end
     available(monkeypatch, 0.0)
     with pytest.raises(SystemExit) as ended:
         trainer.fit(classification(8), batch_size=4, steps=1)
     assert ended.value.code == 1
+    assert ledger.read_memory(planned.path) == planned.memory._replace(taken={"host": 7})
 
 
 def peak(fn, *shapes):
