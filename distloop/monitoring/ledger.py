@@ -103,9 +103,7 @@ def note_progress(workdir: str, *, time: float, step: int, secs: Mapping[str, fl
     Raises:
         OSError: if it cannot be written.
     """
-    with open(temporary := os.path.join(workdir, f".{PROGRESS}"), "w", encoding="utf-8") as file:
-        json.dump({"time": time, "step": step, "secs": dict(secs)}, file)
-    os.replace(temporary, os.path.join(workdir, PROGRESS))  # without waiting for the disk: it is no state of the run
+    records.replace_json(os.path.join(workdir, PROGRESS), {"time": time, "step": step, "secs": dict(secs)})
 
 
 def read_progress(workdir: str, warn: Callable[[str], None] = log.warning) -> dict[str, Any] | None:

@@ -339,6 +339,19 @@ def format_row(row: Mapping[str, Any]) -> bytes:
     return _ENCODER.encode(row).encode() + b"\n"
 
 
+def replace_json(path: str, value: Any) -> None:
+    """Replaces a file by a value as JSON, without waiting for the disk: it survives this process, not a power cut.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    directory, name = os.path.split(path)
+    temporary = os.path.join(directory, f".{name}")
+    with open(temporary, "w", encoding="utf-8") as file:
+        json.dump(value, file)
+    os.replace(temporary, path)
+
+
 def parse_row(line: bytes) -> dict[str, Any] | None:
     """Returns the row of a line; None if it is not an object with a `step`, such as half a row."""
     try:
