@@ -145,10 +145,10 @@ def test_a_pipe_gets_one_line_per_metric_and_run_the_best_first(sweep, shown):
         [metric, run] for metric, runs in (("loss", "ba"), ("test/accuracy", "ab"), ("size", "ab")) for run in runs
     ]
     assert [rows[i][2:] for i in (0, 1, 2, 5)] == [
-        ["nan", "0.5", "100", "0.5", "0.5", "▁!"],  # last, best, at step, least, largest, curve
-        ["0.6667", "0.6667", "300", "0.6667", "2", "█▃▁"],
-        ["0.75", "0.75", "300", "0.25", "0.75", "▁▅█"],
-        ["2", "-", "-", "1", "2", "▁▅"],
+        ["nan", "0.5", "100", "0.5", "0.5"],  # last, best, at step, least, largest
+        ["0.6667", "0.6667", "300", "0.6667", "2"],
+        ["0.75", "0.75", "300", "0.25", "0.75"],
+        ["2", "-", "-", "1", "2"],
     ]
 
 
@@ -200,11 +200,11 @@ def test_a_closed_pipe_is_no_error(sweep):
     assert not result.stderr
 
 
-def test_ascii_terminals_get_ascii_curves(sweep):
+def test_a_name_that_a_terminal_cannot_encode_is_no_error(sweep):
     (sweep / "a").rename(sweep / "ä")
     result = run(sweep, env={"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"})
     assert result.returncode == 0 and not result.stderr
-    assert b"?    complete" in result.stdout and b"#-_" in result.stdout
+    assert b"?    complete" in result.stdout
 
 
 # On a terminal.
@@ -215,7 +215,7 @@ def test_a_terminal_is_never_too_narrow(sweep, terminal, columns):
     (sweep / "a").rename(sweep / "a_run_with_a_very_long_name_as_sweeps_have_them_with_everything_in_it")
     lines = plain(terminal(sweep, columns=columns)).splitlines()
     assert max(map(len, lines)) <= columns
-    for whole in ("0.6667", "interrupted", "200/300", "3200", "█▃▁"):
+    for whole in ("0.6667", "interrupted", "200/300", "3200"):
         assert any(whole in line for line in lines)
 
 
@@ -227,14 +227,13 @@ def test_long_names_are_wrapped(sweep, terminal):
     assert "".join(parts) == f"{name}b" and len(parts) > 2
 
 
-def test_a_metric_is_the_headline_of_its_runs(sweep, terminal):
+def test_numbers_are_below_each_other(sweep, terminal):
     lines = [line.rstrip() for line in plain(terminal(sweep)).splitlines()]
     start = lines.index("Metrics")
-    assert lines[start + 1 : start + 5] == [
-        "  run    last    best  at step   least  largest  curve",
-        "loss",
-        "  b       nan     0.5      100     0.5      0.5  ▁!",
-        "  a    0.6667  0.6667      300  0.6667        2  █▃▁",
+    assert lines[start + 1 : start + 4] == [
+        "metric         run    last    best  at step   least  largest",
+        "loss           b       nan     0.5      100     0.5      0.5",
+        "loss           a    0.6667  0.6667      300  0.6667        2",
     ]
 
 
