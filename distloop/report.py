@@ -85,7 +85,7 @@ _STYLES = {
 # What `--json` has of each run as it is.
 _JSON_NAMES = (
     *("name", "status", "step", "until", "stop_reason", "training_secs", "elapsed_secs", "silent_secs"),
-    *("steps_per_sec", "examples_per_sec", "flops_per_example", "device_hours", "seen", "starts", "time_spent"),
+    *("steps_per_sec", "examples_per_sec", "device_hours", "seen", "starts", "time_spent"),
     *("incidents", "settings"),
 )
 
@@ -223,9 +223,6 @@ def _write_files(runs: Sequence[Run], options: argparse.Namespace) -> None:
 def _runs(runs: Sequence[Run]) -> Table:
     speeds = ["training", "steps/s", "examples/s"]
     header = ["run", "status", "step", *speeds, "busy", "examples", "epochs", "device-hours", "silent"]
-    flops = {run.name: run.flops_per_example for run in runs}
-    are_known = any(number is not None for number in flops.values())
-    header += ["FLOPs/example"] * are_known
     rows = [
         [
             run.name,
@@ -239,7 +236,6 @@ def _runs(runs: Sequence[Run]) -> Table:
             _show_known(run.seen.get("epochs_seen")),
             _show_known(run.device_hours),
             "-" if run.status in ("complete", "stopped") else show_secs(run.silent_secs),
-            *[_show_known(flops[run.name])] * are_known,
         ]
         for run in runs
     ]
@@ -306,14 +302,10 @@ def _memory(runs: Sequence[Run]) -> Table:
 
 
 def _settings(runs: Sequence[Run]) -> Table:
-    """Returns the table of settings that differ, transposed if that has fewer columns."""
+    """Returns the table of settings that differ."""
     different = run_files.different_settings(runs)
-    rows = [[name, *map(_show_value, values)] for name, values in different.items()]
-    header = ["setting", *(run.name for run in runs)]
-    if len(rows) < len(runs):
-        header, *rows = [list(column) for column in zip(header, *rows, strict=True)]
-        header[0] = "run"
-    return Table("Settings that differ", header, rows if different else [])
+    rows = [[run.name, *map(_show_value, values)] for run, *values in zip(runs, *different.values(), strict=True)]
+    return Table("Settings that differ", ["run", *different], rows if different else [])
 
 
 def _show_known(value: float | None, show: Callable[[float], str] = show_number) -> str:

@@ -108,18 +108,6 @@ def test_a_pipe_gets_one_line_per_run(sweep, shown):
     assert (first, second) == (a | common, b | common)
 
 
-def test_the_operations_of_an_example_are_those_of_the_last_row_that_has_them(tmp_path, shown):
-    rows = [
-        {"step": 1, "model_flops_per_sec": 9e6, "examples_per_sec": 3.0},
-        {"step": 2, "model_flops_per_sec": 8e6, "examples_per_sec": 4.0},
-        {"step": 3, "loss": 0.5},
-    ]
-    write_run(tmp_path / "a", rows)
-    write_run(tmp_path / "b", [{"step": 1, "loss": 0.5}])
-    assert [row["FLOPs/example"] for row in table(shown(tmp_path), "run")] == ["2000000", "-"]
-    assert "FLOPs" not in shown(tmp_path / "b")
-
-
 def test_device_hours_are_those_of_all_starts_with_the_steps_that_were_lost_and_without_pauses(tmp_path, shown):
     path = write_run(tmp_path / "a", [{"step": 100, "loss": 1.0}, {"step": 200, "loss": 1.0}], age_secs=0)
     (row,) = (row for row in read_metrics(path) if row["step"] == 100)
@@ -169,13 +157,13 @@ def test_incidents_are_listed(sweep, shown):
 def test_settings_that_differ_are_shown_side_by_side_and_of_a_single_run_none(sweep, shown):
     write_run(sweep / "c", [{"step": 9}], {"steps": 9, "seed": 0, "init_from": "", "hidden": 16})
     assert shown(sweep / "a", sweep / "b").endswith("\n\nrun  hidden\na    16\nb    64\n\n")
-    assert table(shown(sweep), "setting") == [
-        {"setting": "steps", "a": "300", "b": "300", "c": "9"},
-        {"setting": "hidden", "a": "16", "b": "64", "c": "16"},
-        {"setting": "init_from", "a": "-", "b": "-", "c": "''"},
+    assert table(shown(sweep), "run", "steps") == [
+        {"run": "a", "steps": "300", "hidden": "16", "init_from": "-"},
+        {"run": "b", "steps": "300", "hidden": "64", "init_from": "-"},
+        {"run": "c", "steps": "9", "hidden": "16", "init_from": "''"},
     ]
     out = shown(sweep / "a")
-    assert "setting" not in out and "hidden" not in out and "what" not in out
+    assert "hidden" not in out and "what" not in out
 
 
 def test_a_run_without_metrics_is_shown(tmp_path, shown):

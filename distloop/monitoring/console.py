@@ -31,7 +31,6 @@ from distloop.monitoring.text_tables import is_terminal
 _SILENT_SECS = 30.0  # after which a line shows the progress where there is no display
 _DRAW_SECS = 0.1  # the least time between two drawings, which take 1.7 ms each
 _MAX_METRICS = 20  # in the closing summary
-_MAX_IN_LINE = 12  # metrics in a line above the display
 _BAR_WIDTHS = (8, 40)
 
 
@@ -131,11 +130,7 @@ class Console:
             return
         if any(self._is_eval(name) for name in shown):
             self._start_display()
-            named = list(shown.values())
-            if len(named) > _MAX_IN_LINE:
-                evals = [text for name, text in shown.items() if self._is_eval(name)][:_MAX_IN_LINE]
-                named = [*evals, f"and {len(named) - len(evals)} more"]
-            self._console.print("  ".join([*about, *named]), markup=False)
+            self._console.print("  ".join([*about, *shown.values()]), markup=False)
         names = sorted((name for name in shown if not self._is_eval(name)), key=lambda name: not name.endswith("loss"))
         training = [shown[name] for name in names]  # the terminal's width cuts it off
         self._shown = ([*self._progress(step), *speed, *left, *self._bottleneck], training)

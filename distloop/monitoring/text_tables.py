@@ -17,7 +17,7 @@ from rich.text import Text
 from distloop.log import printable
 
 # Columns of text, aligned to the left.
-_LEFT = ("run", "status", "device", "metric", "setting", "what", "why", "cost", "from")
+_LEFT = ("run", "status", "device", "metric", "what", "why", "cost", "from")
 _GAP = 2  # spaces between columns
 _MIN_NAME, _MIN_WORDS = 12, 24  # the least widths that names and other text are wrapped to
 

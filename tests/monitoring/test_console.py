@@ -189,13 +189,6 @@ def test_the_display_fits_into_two_lines(terminal, monkeypatch, columns):
     assert lines[-1].startswith("gan/loss 0.5  metric_0 0") and lines[-1].endswith("…")
 
 
-def test_an_evaluation_of_many_metrics_leaves_a_short_line_on_a_terminal(terminal):
-    console = Console(10, 0, terminal, evals=["test"])
-    console.write(5, {"loss": 1.0} | {f"test/m{i}": 1.0 for i in range(20)})
-    console.close()
-    assert "step 5/10  test/m0 1  " in plain(terminal) and "test/m11 1  and 9 more" in plain(terminal)
-
-
 def test_the_bar_stands_before_the_first_step_and_moves_between_writes(terminal, clock):
     console = Console(300, 0, terminal)
     console.show_progress(0, "tracing the train step ...")
