@@ -45,10 +45,11 @@ class NotebookConsole(Console):
         self._cell.draw()
 
 
-class _Cell(io.TextIOBase):
+class _Cell(io.StringIO):
     """A file whose last lines are one output of a cell, drawn in place."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._text = ""
         self._handle: Any = None
         self._drawn_at = 0.0  # seconds of the monotonic clock

@@ -7,7 +7,7 @@ It does not know what a table is about.
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple, TextIO
+from typing import Literal, NamedTuple, TextIO
 
 import rich.console
 import rich.table
@@ -56,9 +56,9 @@ def show(table: Table, console: rich.console.Console) -> None:
             console.print(Text(table.title, style="bold underline"))
         grid = rich.table.Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style="dim")
         for i in part:
-            justify = "left" if table.header[i] in _LEFT or i == 0 else "right"
-            is_whole = longest[i] == least[i]
-            grid.add_column(Text(table.header[i]), justify=justify, overflow="fold", no_wrap=is_whole)
+            name, is_whole = table.header[i], longest[i] == least[i]
+            justify: Literal["left", "right"] = "left" if name in _LEFT or i == 0 else "right"
+            grid.add_column(Text(name), justify=justify, overflow="fold", no_wrap=is_whole)
         for row in table.rows:
             grid.add_row(*(Text(row[i], style=table.styles.get((table.header[i], row[i]), "")) for i in part))
         console.print(grid)
