@@ -292,11 +292,12 @@ class Fit:
             save(report, best_steps)
 
     def _open_writers(self) -> list[Any]:
-        writers: list[Any] = [self._history, *([self._deliveries] if self._is_chief and self.writers else [])]
+        writers: list[Any] = [self._history]
         if not self._is_chief:
             return writers
         workdir, evals = self.config.local_workdir, [evaluation.name for evaluation in self.evaluations]
         writers += _open_files(self, workdir, evals) if workdir else []
+        writers += [self._deliveries] if self.writers else []  # after `metrics.jsonl`, from which they read
         if self.config.console != "quiet":
             run, may_draw = self.units.run, self.config.console == "auto"
             options: dict[str, Any] = {"evals": evals, "secs_left": max(0.0, run.secs - self._loop.secs)}

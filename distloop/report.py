@@ -16,8 +16,7 @@ It shows for each run the status, steps, training time (without tracing,
 evaluations, saves and pauses), speed, examples and epochs that it has trained
 on, with the shares of a mixture, and the hours that devices were held over all
 starts (with tracing, evaluations and saves); for each metric the last value,
-the best and its step, the least and largest, and a curve; incidents; settings
-that differ.
+the best and its step, the least and largest; incidents; settings that differ.
 
 "busy" is the share of the time in which the GPUs, or without GPUs the cores,
 computed at the last log.
@@ -54,7 +53,6 @@ columns.
 import argparse
 import dataclasses
 import json
-import math
 import signal
 import sys
 import tempfile
@@ -62,17 +60,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import rich.console
-from rich.cells import cell_len
 
 from distloop.actions.tells import tell
 from distloop.installed import import_part
 from distloop.log import printable
 from distloop.monitoring import ledger, records, run_files, text_tables
-from distloop.monitoring.curves import Picture, draw_lines
+from distloop.monitoring.curves import Picture
 from distloop.monitoring.directory import fetch_reports
 from distloop.monitoring.records import show_bytes, show_number
 from distloop.monitoring.run_files import Run, Series
-from distloop.monitoring.text_tables import GAP, INDENT, Table
+from distloop.monitoring.text_tables import Table
 from distloop.monitoring.timing import largest_shares, show_secs, show_share
 from distloop.urls import absolute, expand, require_disk
 
@@ -88,7 +85,7 @@ _STYLES = {
 # What `--json` has of each run as it is.
 _JSON_NAMES = (
     *("name", "status", "step", "until", "stop_reason", "training_secs", "elapsed_secs", "silent_secs"),
-    *("steps_per_sec", "examples_per_sec", "flops_per_example", "device_hours", "seen", "starts", "time_spent"),
+    *("steps_per_sec", "examples_per_sec", "device_hours", "seen", "starts", "time_spent"),
     *("incidents", "settings"),
 )
 
@@ -124,9 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps(_as_json(runs), indent=2, allow_nan=False))
         return 0
     console = rich.console.Console(highlight=False)
-    width = console.width if text_tables.is_terminal(console) else math.inf
-    metrics = _metrics(runs, width, console.options.ascii_only)
-    for table in (_runs(runs), metrics, _incidents(runs), _time(runs), _memory(runs), _settings(runs)):
+    for table in (_runs(runs), _metrics(runs), _incidents(runs), _time(runs), _memory(runs), _settings(runs)):
         if table.rows:
             text_tables.show(table, console)
     return 0
@@ -228,9 +223,6 @@ def _write_files(runs: Sequence[Run], options: argparse.Namespace) -> None:
 def _runs(runs: Sequence[Run]) -> Table:
     speeds = ["training", "steps/s", "examples/s"]
     header = ["run", "status", "step", *speeds, "busy", "examples", "epochs", "device-hours", "silent"]
-    flops = {run.name: run.flops_per_example for run in runs}
-    are_known = any(number is not None for number in flops.values())
-    header += ["FLOPs/example"] * are_known
     rows = [
         [
             run.name,
@@ -244,28 +236,22 @@ def _runs(runs: Sequence[Run]) -> Table:
             _show_known(run.seen.get("epochs_seen")),
             _show_known(run.device_hours),
             "-" if run.status in ("complete", "stopped") else show_secs(run.silent_secs),
-            *[_show_known(flops[run.name])] * are_known,
         ]
         for run in runs
     ]
     return Table("Runs", header, rows, styles=_STYLES)
 
 
-def _metrics(runs: Sequence[Run], width: float, is_ascii: bool) -> Table:
-    """Returns the table of metrics; its curves take the rest of `width`, between 10 and 32 characters."""
+def _metrics(runs: Sequence[Run]) -> Table:
+    """Returns the table of metrics."""
     header = ["metric", "run", "last", "best", "at step", "least", "largest"]
-    rows, curves = [], []
+    rows = []
     for name, group in run_files.by_metric(runs):
         for run, series in group:
             value, step = series.best or (None, None)
             numbers = [_show_known(number) for number in (series.last, value, series.least, series.largest)]
             rows.append([name, run.name, *numbers[:2], "-" if step is None else str(step), *numbers[2:]])
-    taken = sum(max(map(cell_len, column)) + GAP for column in list(zip(header, *rows, strict=True))[1:])
-    length = int(min(max(width - taken - INDENT, 10), 32))
-    for _, group in run_files.by_metric(runs):
-        curves += draw_lines([series for _, series in group], length, is_ascii=is_ascii)
-    full = [[*row, curve] for row, curve in zip(rows, curves, strict=True)]
-    return Table("Metrics", [*header, "curve"], full, is_grouped=True, styles=_STYLES)
+    return Table("Metrics", header, rows, num_names=2, styles=_STYLES)
 
 
 def _incidents(runs: Sequence[Run]) -> Table:
@@ -312,18 +298,14 @@ def _memory(runs: Sequence[Run]) -> Table:
         if ledger.HOST in taken:  # virtual CPUs share its memory
             known = ["-" for _ in parts]
             rows.append([name, "host", *known, show_bytes(together), show_bytes(taken[ledger.HOST])])
-    return Table("Memory", ["run", "device", *parts, "together", "taken"], rows)
+    return Table("Memory", ["run", "device", *parts, "together", "taken"], rows, num_names=2)
 
 
 def _settings(runs: Sequence[Run]) -> Table:
-    """Returns the table of settings that differ, transposed if that has fewer columns."""
+    """Returns the table of settings that differ."""
     different = run_files.different_settings(runs)
-    rows = [[name, *map(_show_value, values)] for name, values in different.items()]
-    header = ["setting", *(run.name for run in runs)]
-    if len(rows) < len(runs):
-        header, *rows = [list(column) for column in zip(header, *rows, strict=True)]
-        header[0] = "run"
-    return Table("Settings that differ", header, rows if different else [])
+    rows = [[run.name, *map(_show_value, values)] for run, *values in zip(runs, *different.values(), strict=True)]
+    return Table("Settings that differ", ["run", *different], rows if different else [])
 
 
 def _show_known(value: float | None, show: Callable[[float], str] = show_number) -> str:

@@ -108,18 +108,6 @@ def test_a_pipe_gets_one_line_per_run(sweep, shown):
     assert (first, second) == (a | common, b | common)
 
 
-def test_the_operations_of_an_example_are_those_of_the_last_row_that_has_them(tmp_path, shown):
-    rows = [
-        {"step": 1, "model_flops_per_sec": 9e6, "examples_per_sec": 3.0},
-        {"step": 2, "model_flops_per_sec": 8e6, "examples_per_sec": 4.0},
-        {"step": 3, "loss": 0.5},
-    ]
-    write_run(tmp_path / "a", rows)
-    write_run(tmp_path / "b", [{"step": 1, "loss": 0.5}])
-    assert [row["FLOPs/example"] for row in table(shown(tmp_path), "run")] == ["2000000", "-"]
-    assert "FLOPs" not in shown(tmp_path / "b")
-
-
 def test_device_hours_are_those_of_all_starts_with_the_steps_that_were_lost_and_without_pauses(tmp_path, shown):
     path = write_run(tmp_path / "a", [{"step": 100, "loss": 1.0}, {"step": 200, "loss": 1.0}], age_secs=0)
     (row,) = (row for row in read_metrics(path) if row["step"] == 100)
@@ -145,10 +133,10 @@ def test_a_pipe_gets_one_line_per_metric_and_run_the_best_first(sweep, shown):
         [metric, run] for metric, runs in (("loss", "ba"), ("test/accuracy", "ab"), ("size", "ab")) for run in runs
     ]
     assert [rows[i][2:] for i in (0, 1, 2, 5)] == [
-        ["nan", "0.5", "100", "0.5", "0.5", "▁!"],  # last, best, at step, least, largest, curve
-        ["0.6667", "0.6667", "300", "0.6667", "2", "█▃▁"],
-        ["0.75", "0.75", "300", "0.25", "0.75", "▁▅█"],
-        ["2", "-", "-", "1", "2", "▁▅"],
+        ["nan", "0.5", "100", "0.5", "0.5"],  # last, best, at step, least, largest
+        ["0.6667", "0.6667", "300", "0.6667", "2"],
+        ["0.75", "0.75", "300", "0.25", "0.75"],
+        ["2", "-", "-", "1", "2"],
     ]
 
 
@@ -169,13 +157,13 @@ def test_incidents_are_listed(sweep, shown):
 def test_settings_that_differ_are_shown_side_by_side_and_of_a_single_run_none(sweep, shown):
     write_run(sweep / "c", [{"step": 9}], {"steps": 9, "seed": 0, "init_from": "", "hidden": 16})
     assert shown(sweep / "a", sweep / "b").endswith("\n\nrun  hidden\na    16\nb    64\n\n")
-    assert table(shown(sweep), "setting") == [
-        {"setting": "steps", "a": "300", "b": "300", "c": "9"},
-        {"setting": "hidden", "a": "16", "b": "64", "c": "16"},
-        {"setting": "init_from", "a": "-", "b": "-", "c": "''"},
+    assert table(shown(sweep), "run", "steps") == [
+        {"run": "a", "steps": "300", "hidden": "16", "init_from": "-"},
+        {"run": "b", "steps": "300", "hidden": "64", "init_from": "-"},
+        {"run": "c", "steps": "9", "hidden": "16", "init_from": "''"},
     ]
     out = shown(sweep / "a")
-    assert "setting" not in out and "hidden" not in out and "what" not in out
+    assert "hidden" not in out and "what" not in out
 
 
 def test_a_run_without_metrics_is_shown(tmp_path, shown):
@@ -200,11 +188,11 @@ def test_a_closed_pipe_is_no_error(sweep):
     assert not result.stderr
 
 
-def test_ascii_terminals_get_ascii_curves(sweep):
+def test_a_name_that_a_terminal_cannot_encode_is_no_error(sweep):
     (sweep / "a").rename(sweep / "ä")
     result = run(sweep, env={"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"})
     assert result.returncode == 0 and not result.stderr
-    assert b"?    complete" in result.stdout and b"#-_" in result.stdout
+    assert b"?    complete" in result.stdout
 
 
 # On a terminal.
@@ -215,7 +203,7 @@ def test_a_terminal_is_never_too_narrow(sweep, terminal, columns):
     (sweep / "a").rename(sweep / "a_run_with_a_very_long_name_as_sweeps_have_them_with_everything_in_it")
     lines = plain(terminal(sweep, columns=columns)).splitlines()
     assert max(map(len, lines)) <= columns
-    for whole in ("0.6667", "interrupted", "200/300", "3200", "█▃▁"):
+    for whole in ("0.6667", "interrupted", "200/300", "3200"):
         assert any(whole in line for line in lines)
 
 
@@ -227,14 +215,13 @@ def test_long_names_are_wrapped(sweep, terminal):
     assert "".join(parts) == f"{name}b" and len(parts) > 2
 
 
-def test_a_metric_is_the_headline_of_its_runs(sweep, terminal):
+def test_numbers_are_below_each_other(sweep, terminal):
     lines = [line.rstrip() for line in plain(terminal(sweep)).splitlines()]
     start = lines.index("Metrics")
-    assert lines[start + 1 : start + 5] == [
-        "  run    last    best  at step   least  largest  curve",
-        "loss",
-        "  b       nan     0.5      100     0.5      0.5  ▁!",
-        "  a    0.6667  0.6667      300  0.6667        2  █▃▁",
+    assert lines[start + 1 : start + 4] == [
+        "metric         run    last    best  at step   least  largest",
+        "loss           b       nan     0.5      100     0.5      0.5",
+        "loss           a    0.6667  0.6667      300  0.6667        2",
     ]
 
 

@@ -26,12 +26,11 @@ from distloop.log import printable
 from distloop.monitoring import timing
 from distloop.monitoring.records import ABOUT_THE_RUN, show_number
 from distloop.monitoring.run_files import Series
-from distloop.monitoring.text_tables import Table, is_terminal, show
+from distloop.monitoring.text_tables import is_terminal
 
 _SILENT_SECS = 30.0  # after which a line shows the progress where there is no display
 _DRAW_SECS = 0.1  # the least time between two drawings, which take 1.7 ms each
-_MAX_METRICS = 20  # in the closing table
-_MAX_IN_LINE = 12  # metrics in a line above the display
+_MAX_METRICS = 20  # in the closing summary
 _BAR_WIDTHS = (8, 40)
 
 
@@ -92,8 +91,7 @@ class Console:
         self._series: dict[str, Series] = {}  # of evaluations
         self._console = rich.console.Console(file=stream, highlight=False, force_jupyter=False)
         self._live: rich.live.Live | None = None
-        self._is_terminal = is_terminal(self._console)
-        if may_draw and self._is_terminal:
+        if may_draw and is_terminal(self._console):
             # Drawn by write() and show_progress(): needs no thread.
             self._live = rich.live.Live(
                 console=self._console,
@@ -132,11 +130,7 @@ class Console:
             return
         if any(self._is_eval(name) for name in shown):
             self._start_display()
-            named = list(shown.values())
-            if len(named) > _MAX_IN_LINE:
-                evals = [text for name, text in shown.items() if self._is_eval(name)][:_MAX_IN_LINE]
-                named = [*evals, f"and {len(named) - len(evals)} more"]
-            self._console.print("  ".join([*about, *named]), markup=False)
+            self._console.print("  ".join([*about, *shown.values()]), markup=False)
         names = sorted((name for name in shown if not self._is_eval(name)), key=lambda name: not name.endswith("loss"))
         training = [shown[name] for name in names]  # the terminal's width cuts it off
         self._shown = ([*self._progress(step), *speed, *left, *self._bottleneck], training)
@@ -179,48 +173,35 @@ class Console:
         """
         seconds = clock.seconds()
         total = sum(seconds.values())
-        rows = self._closing_rows()
-        left_out = f"and {len(rows) - _MAX_METRICS} more" if len(rows) > _MAX_METRICS else ""
         duration = f"{total:.0f} s" if total < 60 else timing.show_secs(total)
         if self._step < self._steps < math.inf:
             end = f"Ended at step {self._step} of {self._steps} after {duration}"
         else:
             resumed = f" from step {self._began}" if self._began else ""
             end = f"Finished {self._step - self._began} steps{resumed} in {duration}"
-        if self._is_terminal:
-            print(f"distloop: {end}", file=self._console.file)
-            metrics = [*rows[:_MAX_METRICS], *([[left_out, "", "", ""]] if left_out else [])]
-            shares = timing.largest_shares(seconds).items()
-            times = [[name, f"{seconds[name]:.1f}", timing.show_share(share)] for name, share in shares]
-            show(Table("", ["metric", "last", "best", "at step"], metrics), self._console)
-            show(Table("", ["time", "secs", "share"], times), self._console)
-        else:
-            lines = [end]
-            lines += [f"{name} {last}{f', best {best} at step {at}' if best else ''}" for name, last, best, at in rows]
-            lines[_MAX_METRICS + 1 :] = [left_out] if left_out else []
-            for text in [*lines, *filter(None, [timing.show_shares(seconds)])]:
-                print(f"distloop: {text}", file=self._console.file)
-        if busy := {name: v for name, v in self._last.items() if name.endswith("pu_utilization")}:
-            names = {"cpu_utilization": "CPU", "gpu_utilization": "GPUs"}
-            each = [f"{names.get(n) or n.rpartition('/')[0]} {timing.show_share(v)}" for n, v in busy.items()]
-            self._console.print(f"distloop: busy at the last log: {', '.join(each)}", markup=False, soft_wrap=True)
-        if advice := clock.advice(against_waiting):
-            # On a terminal lines are wrapped between words; elsewhere each stays whole, for grep.
-            self._console.print(f"distloop: {advice}", markup=False, soft_wrap=not self._is_terminal)
+        metrics = self._closing_metrics()
+        lines = [end, *metrics[:_MAX_METRICS]]
+        lines += [f"and {len(metrics) - _MAX_METRICS} more"] if len(metrics) > _MAX_METRICS else []
+        lines += filter(None, [timing.show_shares(seconds), clock.advice(against_waiting)])
+        for text in lines:
+            print(f"distloop: {text}", file=self._console.file)
         self._console.file.flush()
 
-    def _closing_rows(self) -> list[list[str]]:
-        """Returns for each metric its name, last value, best value and the best value's step, as text.
+    def _closing_metrics(self) -> list[str]:
+        """Returns a line for each metric: its last value, and the best with its step if the name says what is better.
 
-        The last two are empty if the metric has no best. Evaluations come first: the end of a long list is cut off.
+        Evaluations come first: the end of a long list is cut off.
         """
-        rows = []
+        lines = []
         for name, series in self._series.items():
-            best, at = (show_number(series.best[0]), str(series.best[1])) if series.best else ("", "")
-            rows.append([name, show_number(series.last), best, at])
+            best = f", best {show_number(series.best[0])} at step {series.best[1]}" if series.best else ""
+            lines.append(f"{printable(name, '')} {show_number(series.last)}{best}")
         training = {name: value for name, value in self._last.items() if not self._is_eval(name)}
-        rows += [[name, show_number(v), "", ""] for name, v in training.items() if self._is_shown(name, v)]
-        return [[printable(name, ""), *rest] for name, *rest in rows]
+        return lines + [
+            f"{printable(name, '')} {show_number(value)}"
+            for name, value in training.items()
+            if self._is_shown(name, value)
+        ]
 
     def _progress(self, step: int) -> list[str]:
         """Returns the words about how far the run is; the share of its steps is for the display alone."""

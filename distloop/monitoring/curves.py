@@ -1,11 +1,10 @@
-"""Curves of runs: the history that `fit` returns, and pictures by matplotlib or as lines of characters.
+"""Curves of runs: the history that `fit` returns, and pictures by matplotlib.
 
     result = trainer.fit(train, steps=500, evals={"test": test})
     result["test/accuracy"]                     # the last number
     result.history["loss"], result.steps["loss"]
     result.plot().save("curves.svg")            # in a notebook, result.plot() alone shows it
     Picture({"loss": {"a": series, "b": other_series}}).save("runs.png")
-    lines = draw_lines([run.series["loss"] for run in runs], 32)       # one line per run, all on one scale
 
 It needs no TensorFlow, and imports matplotlib for a picture alone.
 """
@@ -13,7 +12,7 @@ It needs no TensorFlow, and imports matplotlib for a picture alone.
 import io
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from distloop.monitoring.records import ABOUT_THE_RUN, show_number
@@ -23,9 +22,6 @@ _MAX_ROWS = 10_000  # of one metric; then every other one is dropped
 _MAX_SHOWN = 8  # numbers in a representation
 _LOG_RANGE = 100  # positive values get a logarithmic scale if the largest exceeds the least by this factor
 _FEW_POINTS = 25  # up to which they are marked
-
-_BARS, _ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-~=+*#"
-_NOT_FINITE = "!"
 
 
 class Picture:
@@ -62,7 +58,8 @@ class Picture:
                 color, dashes = styles[name]
                 marker = "." if len(curve.steps) < _FEW_POINTS else None
                 (lines[name],) = axes.plot(curve.steps, curve.values, color=color, linestyle=dashes, marker=marker)
-            if _is_wide([value for curve in curves.values() for value in curve.finite]):
+            values = [value for curve in curves.values() for value in curve.finite]
+            if values and min(values) > 0 and max(values) > _LOG_RANGE * min(values):
                 axes.set_yscale("log")
         labels = [name.replace("$", r"\$") for name in lines]
         self.figure.legend(list(lines.values()), labels, loc="outside lower center", ncols=2)
@@ -151,46 +148,3 @@ class History(dict[str, float]):
 def is_of_the_model(name: str) -> bool:
     """Returns whether a number is about the model rather than the run."""
     return name.rpartition("/")[2] not in {*ABOUT_THE_RUN, "skipped_steps"}
-
-
-def _is_wide(values: Sequence[float]) -> bool:
-    return bool(values) and min(values) > 0 and max(values) > _LOG_RANGE * min(values)
-
-
-def draw_lines(group: Sequence[Series], length: int, *, is_ascii: bool = False) -> list[str]:
-    """Returns one line of characters per run for the same metric, all on one scale and along the same steps.
-
-    Each character shows the mean over its range of steps, or `!` if a value in the range is not finite. A value counts
-    for all steps since the previous value, as the means of training do.
-
-    Args:
-        group: the metric's series, one per run.
-        length: the most characters of a line.
-        is_ascii: True: use no block characters.
-    """
-    bars = _ASCII_BARS if is_ascii else _BARS
-    values = [value for series in group for value in series.finite]
-    scale = math.log if _is_wide(values) else float
-    low, high = scale(min(values, default=1.0)), scale(max(values, default=1.0))
-    last_step = max(1, *(series.steps[-1] for series in group))
-    length = min(length, max(len(series.steps) for series in group))
-
-    def bar(cell: list[float]) -> str:
-        mean = sum(cell) / len(cell)
-        if not math.isfinite(mean):
-            return _NOT_FINITE
-        return bars[min(int((scale(mean) - low) / (high - low) * len(bars)), len(bars) - 1)] if high > low else bars[0]
-
-    return ["".join(map(bar, _cells(series, last_step, length))) for series in group]
-
-
-def _cells(series: Series, last_step: int, length: int) -> list[list[float]]:
-    """Returns the values that count for each of `length` ranges of steps, up to the series' last step."""
-    cells: list[list[float]] = []
-    for step, value in zip(series.steps, series.values, strict=True):
-        end = max(0, step * length - 1) // last_step
-        new = [[value] for _ in range(len(cells), end + 1)]
-        if not new:
-            cells[-1].append(value)
-        cells += new
-    return cells

@@ -5,13 +5,13 @@
         deliveries.write(500, {"loss": 0.12}, time.time())
         deliveries.flush()
 
-`writers.json` in the workdir holds the last row that each writer has taken, as of some seconds ago: a writer may keep
-later ones in a buffer, which a kill takes. After a kill these come again, from the run or from `metrics.jsonl`. One
-thread calls the writers, so they hold up neither steps nor saves.
+The rows are read from `metrics.jsonl`; of a run without a workdir, the last ones are kept in memory. `writers.json` in
+the workdir holds the last row that each writer has taken, as of some seconds ago: a writer may keep later ones in a
+buffer, which a kill takes. After a kill these come again. One thread calls the writers, so they hold up neither steps
+nor saves.
 """
 
 import contextlib
-import json
 import math
 import os
 import queue
@@ -21,14 +21,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distloop.log import log
-from distloop.monitoring.records import as_metrics, read_json, rows_between
+from distloop.monitoring.records import as_metrics, read_json, replace_json, rows_between
 from distloop.monitoring.writers import RunFile, name_of
 
 if TYPE_CHECKING:
     from distloop.monitoring.media import Media
 
 _BUFFER_SECS = 20.0  # that a writer may keep a row, at most, before it is safe from a kill; wandb: 15
-_MAX_ROWS, _MAX_MEDIA = 10_000, 20  # the last rows, and the last rows with media, that are kept for a writer that fails
+_MAX_ROWS, _MAX_MEDIA = 10_000, 20  # the last rows, and the media of the last rows, that are kept in memory
 _OPEN_SECS = 30.0  # that a run waits until new writers are open
 _CLOSE_SECS = 60.0  # that the end of a run waits for the writers
 _FILES_SECS = 600.0  # that it waits if the run has left files
@@ -50,17 +50,25 @@ class _Delivery:
             `is_open`, whether it was opened, and not closed at the end of the run with all its files; `run`.
         step: of the last row that it took.
         is_new: whether it was never opened for this run.
-        failure: why it could not be opened, or why the last row failed; None: it takes rows.
     """
 
     def __init__(self, writer: Any, note: dict[str, Any], save: Callable[[], None]):
         """Stores the writer, its note, and what writes the notes."""
         self.name, self.note, self.step = name_of(writer), note, note["step"]
         self.is_new = self.step < 0 and not note["is_open"]
-        self.failure: BaseException | None = None
-        self._writer, self._save, self._is_open = writer, save, False
+        self._writer, self._save = writer, save
+        self._is_open = self._is_failing = False
         self._taken, self._noted_at = self.step, time.monotonic()  # the last row when notes were written, and when
         self._media_step = -1  # of the last media
+
+    def open(self, settings: Mapping[str, Any]) -> None:
+        """Opens the writer."""
+        if hasattr(self._writer, "open"):
+            self.note["id"] = self._writer.open(settings, self.note["id"])
+        if (last_step := getattr(self._writer, "last_step", None)) is not None:
+            self.step = self._taken = self.note["step"] = int(last_step)
+        self._is_open = self.note["is_open"] = True
+        self._save()
 
     def catch_up(self, settings: Mapping[str, Any], rows_after: Callable[[int], Sequence[_Row]]) -> None:
         """Opens the writer, and hands over all rows, in order, up to the first that it does not take.
@@ -69,37 +77,24 @@ class _Delivery:
             settings: for `Writer.open`.
             rows_after: returns the rows of the run after a step.
         """
-        failed = "cannot be opened"
         try:
             if not self._is_open:
-                self._open(settings)
+                self.open(settings)
             for row in rows_after(self.step):
-                failed = f"failed at step {row.step}"
                 self._hand_over(row)
-        except BaseException as error:  # of a writer that leaves, too: it is in the thread
-            if self.failure is None and not self.is_new:
+        except BaseException as error:  # here, too
+            if not self._is_failing:
+                what = f"failed after step {self.step}" if self._is_open else "cannot be opened"
                 text = "%s %s (%s): the run goes on, and its rows are kept until it takes them."
-                log.error(text, self.name, failed, _show(error))
-            self.failure = error
+                log.error(text, self.name, what, _show(error))
+            self._is_failing = True
             return
-        if self.failure is not None:
+        if self._is_failing:
             log.warning("%s takes rows again.", self.name)
-        self.failure = None
+        self._is_failing = False
         if self.step > self._taken and time.monotonic() - self._noted_at >= _BUFFER_SECS:
             self.note["step"], self._taken, self._noted_at = self._taken, self.step, time.monotonic()
             self._save()
-
-    def _open(self, settings: Mapping[str, Any]) -> None:
-        writer, note = self._writer, self.note
-        if note["id"] is None and hasattr(writer, "new_run_id"):
-            note["id"] = writer.new_run_id()
-            self._save()
-        if hasattr(writer, "open"):
-            note["id"] = writer.open(settings, note["id"])
-        if (last_step := getattr(writer, "last_step", None)) is not None:
-            self.step = self._taken = note["step"] = int(last_step)
-        self._is_open, self.is_new, note["is_open"] = True, False, True
-        self._save()
 
     def _hand_over(self, row: _Row) -> None:
         """Hands over a row, after its media; those that fail hold up no rows."""
@@ -146,11 +141,7 @@ class Deliveries:
     path = "writers.json"
 
     def __init__(
-        self,
-        writers: Sequence[Any],
-        workdir: str,
-        run: str = "",
-        left_files: Callable[[], Sequence[RunFile]] = tuple,
+        self, writers: Sequence[Any], workdir: str, run: str = "", left_files: Callable[[], Sequence[RunFile]] = tuple
     ):
         """Reads the notes.
 
@@ -166,13 +157,12 @@ class Deliveries:
         for name in map(name_of, writers):
             self._notes.setdefault(name, {"step": -1, "id": None, "is_open": False})
         self._deliveries = [_Delivery(writer, self._notes[name_of(writer)], self._save) for writer in writers]
-        self._rows: list[_Row] = []  # that a writer lacks
-        self._in_file = 0  # the step up to which rows are in `metrics.jsonl` alone
-        self._media: Mapping[str, Media] = {}  # of the next row
-        self._files: Sequence[RunFile] = ()
-        self._error: BaseException | None = None  # that ended the run
+        self._rows: list[_Row] = []  # the last ones, of a run without a workdir
+        self._last_step = -1  # of all rows of the run
+        self._media: dict[int, Mapping[str, Media]] = {}  # the last ones, by step
+        self._refused: list[tuple[_Delivery, BaseException]] = []  # new writers that cannot be opened, and why
         self._has_tried = threading.Event()  # to open new writers
-        self._calls: queue.SimpleQueue[bool] = queue.SimpleQueue()  # of `flush`; False: the last one
+        self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()  # None: rows; the arguments of `_Delivery.close`
 
     @contextlib.contextmanager
     def open(self, step: int, settings: Mapping[str, Any], *, is_over: bool = False) -> Iterator["Deliveries"]:
@@ -186,90 +176,87 @@ class Deliveries:
         Raises:
             ValueError: if a writer without rows of this run cannot be opened.
         """
-        if not self._deliveries:
-            yield self
-            return
-        self._in_file, self._settings = step, settings
+        self._last_step, self._settings = step, settings
         if is_over:
             lacking = [delivery for delivery in self._deliveries if self._rows_after(delivery.step)]
             self._deliveries = [each for each in self._deliveries if each.note["is_open"] or each in lacking]
+        if not self._deliveries:
+            yield self
+            return
         thread = threading.Thread(target=self._work, daemon=True, name="distloop writers")
         thread.start()
+        files: list[RunFile] = []
+        ended_by: BaseException | None = None
         try:
             self._require_open(step)
             self.flush()
             yield self
-            self._files = [file for file in self._left_files() if os.path.exists(file.path)]
+            files = [file for file in self._left_files() if os.path.exists(file.path)]
         except BaseException as error:
-            self._error = error
+            ended_by = error
             raise
         finally:
-            self._close(thread)
+            self._close(thread, files, ended_by)
 
     def _work(self) -> None:
         """Opens the writers, hands over rows when there may be some, and closes the writers; the thread."""
-        for delivery in self._deliveries:
-            if delivery.is_new:
-                delivery.catch_up(self._settings, lambda step: ())
+        for delivery in [delivery for delivery in self._deliveries if delivery.is_new]:
+            try:
+                delivery.open(self._settings)
+            except BaseException as error:  # of a writer that leaves the program, too: it is in the thread
+                self._refused.append((delivery, error))
         self._has_tried.set()
-        while self._calls.get():
+        while (end := self._calls.get()) is None:
             for delivery in self._deliveries:
                 delivery.catch_up(self._settings, self._rows_after)
         for delivery in self._deliveries:
-            delivery.close(self._files, self._error)
+            delivery.close(*end)
 
     def _require_open(self, step: int) -> None:
         """Waits for writers that are new to the run; one that takes long, or has rows, holds up no run."""
-        has_tried = self._has_tried.wait(_OPEN_SECS)
-        if not has_tried:
+        if not self._has_tried.wait(_OPEN_SECS):
             text = "New writers are not open after %g seconds: the run goes on, and its rows are kept until they are."
             log.error(text, _OPEN_SECS)
+        elif self._refused:
+            delivery, error = self._refused[0]
+            refused = [each for each, _ in self._refused]
+            self._deliveries = [each for each in self._deliveries if each not in refused]
+            raise ValueError(
+                f"The writer {delivery.name} cannot be opened ({_show(error)}): correct it, or leave it out of "
+                "fit(writers=...)."
+            ) from error
         for delivery in self._deliveries:
-            if delivery.is_new and not has_tried:
-                delivery.is_new = False  # an error is logged then
-            elif delivery.is_new:
-                self._deliveries = [other for other in self._deliveries if other is not delivery]
-                raise ValueError(
-                    f"The writer {delivery.name} cannot be opened ({_show(delivery.failure)}): correct it, or leave it "
-                    "out of fit(writers=...)."
-                ) from delivery.failure
             if delivery.step > 0 == step:
                 text = "%s has the rows up to step %d and gets those after it; remove %r to begin anew."
                 log.warning(text, delivery.name, delivery.step, self._path)
 
     def show(self, step: int, media: "Mapping[str, Media]", when: float) -> None:
-        """Takes media, which change no more, for the row that comes next."""
-        self._media = media
+        """Takes media, which change no more, for the row of the same step."""
+        self._media = dict([*self._media.items(), (step, media)][-_MAX_MEDIA:])
 
     def write(self, step: int, metrics: Mapping[str, float], when: float) -> None:
         """Adds a row; it reaches the writers after the next flush, at the latest."""
-        numbers = {name: float(value) for name, value in metrics.items()}
-        self._rows.append(_Row(int(step), numbers, when, self._media))
-        self._media = {}
+        self._last_step = int(step)
+        if not self._workdir:
+            row = _Row(int(step), {name: float(value) for name, value in metrics.items()}, when)
+            self._rows = [*self._rows[-_MAX_ROWS:], row]  # another list, as the thread may be reading the one before
 
     def flush(self) -> None:
-        """Has the thread hand over the rows, and waits for no writer; forgets rows that all writers have."""
-        least = min((delivery.step for delivery in self._deliveries), default=math.inf)
-        rows = [row for row in self._rows if row.step > least]
-        if len(rows) > _MAX_ROWS:
-            self._in_file = rows[-_MAX_ROWS - 1].step
-        old = [row._replace(media={}) for row in rows[-_MAX_ROWS:-_MAX_MEDIA]]
-        self._rows = old + rows[-_MAX_MEDIA:]  # another list, as the thread may be reading the one before
-        self._calls.put(True)
+        """Has the thread hand over the rows, which `metrics.jsonl` has by now; waits for no writer."""
+        self._calls.put(None)
 
     def discard(self, step: int) -> None:
-        """Forgets the rows from a step on that no writer has taken; they are written again."""
-        self._rows = [row for row in self._rows if row.step < step]
-        self._in_file = min(self._in_file, step - 1)
+        """Forgets the rows from a step on; they are written again."""
+        self._rows, self._last_step = [row for row in self._rows if row.step < step], step - 1
 
     def close(self) -> None:
         """Does nothing: the writers stay open if the run goes back to a checkpoint."""
 
-    def _close(self, thread: threading.Thread) -> None:
+    def _close(self, thread: threading.Thread, files: Sequence[RunFile], error: BaseException | None) -> None:
         """Waits until the writers have their rows and files and are closed, and logs what they lack."""
         self.flush()
-        self._calls.put(False)
-        secs = _LEAVE_SECS if self._error is not None else _FILES_SECS if self._files else _CLOSE_SECS
+        self._calls.put((files, error))
+        secs = _LEAVE_SECS if error is not None else _FILES_SECS if files else _CLOSE_SECS
         thread.join(secs)
         for delivery in self._deliveries:
             if count := len(self._rows_after(delivery.step)):
@@ -279,20 +266,17 @@ class Deliveries:
 
     def _rows_after(self, step: int) -> list[_Row]:
         """Returns the rows of the run after a step, in order, as far as this process or `metrics.jsonl` has them."""
-        kept = self._rows  # before `_in_file`: a flush may move rows from one to the other meanwhile
-        path, until = os.path.join(self._workdir, "metrics.jsonl"), self._in_file
-        earlier = map(as_metrics, rows_between(path, step, until) if self._workdir and step < until else ())
-        rows = [_Row(int(row.pop("step")), row, row.pop("time", math.nan)) for row in earlier]
-        return rows + [row for row in kept if row.step > max([step, *(row.step for row in rows[-1:])])]
+        rows = [row for row in self._rows if row.step > step]
+        if self._workdir and step < self._last_step:
+            read = map(as_metrics, rows_between(os.path.join(self._workdir, "metrics.jsonl"), step, self._last_step))
+            rows = [_Row(int(row.pop("step")), row, row.pop("time", math.nan)) for row in read]
+        return [row._replace(media=self._media.get(row.step, {})) for row in rows]
 
     def _save(self) -> None:
-        """Writes the notes; the system call survives this process, and who writes rows notices a disk that fails."""
-        notes = {name: note | {"run": self._run} for name, note in self._notes.items()}
-        with contextlib.suppress(OSError):
-            if self._path:
-                with open(temporary := f"{self._path}.tmp", "w", encoding="utf-8") as file:
-                    json.dump(notes, file)
-                os.replace(temporary, self._path)
+        """Writes the notes; who writes rows notices a disk that fails."""
+        if self._path:
+            with contextlib.suppress(OSError):
+                replace_json(self._path, {name: note | {"run": self._run} for name, note in self._notes.items()})
 
 
 def _read_notes(path: str, run: str) -> dict[str, dict[str, Any]]:
@@ -309,6 +293,6 @@ def _read_notes(path: str, run: str) -> dict[str, dict[str, Any]]:
     return {name: note for name, note in notes.items() if name not in copied}
 
 
-def _show(error: BaseException | None) -> str:
+def _show(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text:.200}" if text else type(error).__name__

@@ -10,7 +10,6 @@ the time of the last row that was there. TensorFlow is not imported.
 """
 
 import contextlib
-import json
 import math
 import os
 import time as clock
@@ -18,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from distloop.atomic_files import replacing, start_time
+from distloop.atomic_files import start_time
 from distloop.log import log
 from distloop.monitoring import records
 from distloop.monitoring.records import last_row
@@ -103,9 +102,7 @@ def note_progress(workdir: str, *, time: float, step: int, secs: Mapping[str, fl
     Raises:
         OSError: if it cannot be written.
     """
-    with open(temporary := os.path.join(workdir, f".{PROGRESS}"), "w", encoding="utf-8") as file:
-        json.dump({"time": time, "step": step, "secs": dict(secs)}, file)
-    os.replace(temporary, os.path.join(workdir, PROGRESS))  # without waiting for the disk: it is no state of the run
+    records.replace_json(os.path.join(workdir, PROGRESS), {"time": time, "step": step, "secs": dict(secs)})
 
 
 def read_progress(workdir: str, warn: Callable[[str], None] = log.warning) -> dict[str, Any] | None:
@@ -196,9 +193,7 @@ def write_memory(workdir: str, memory: Memory) -> None:
     """Writes `memory.json`; an error is logged, and the report will lack it."""
     try:
         os.makedirs(workdir, exist_ok=True)
-        with replacing(os.path.join(workdir, MEMORY)) as temporary:
-            with open(temporary, "w", encoding="utf-8") as file:
-                json.dump(memory._asdict(), file, indent=2)
+        records.replace_json(os.path.join(workdir, MEMORY), memory._asdict())
     except OSError as error:
         log.warning("The report will lack the memory of this run: %s.", error.strerror or error)
 

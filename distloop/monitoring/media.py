@@ -311,6 +311,7 @@ class ConfusionMatrix(Media):
         shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
         side = 80 if len(names) <= 30 else 24  # pixels per cell; numbers fit into large cells only
         font, small = ImageFont.load_default(32 if side == 80 else 20), ImageFont.load_default(20)
+        upright = ImageFont.TransposedFont(font, Image.Transpose.ROTATE_90)
         title = "predicted, in % of a label"
         margin = 3 * _LINE + max(round(font.getlength(name)) for name in names)
         end = margin + side * len(names) + 8
@@ -319,7 +320,8 @@ class ConfusionMatrix(Media):
         for i, name in enumerate(names):
             middle = margin + side * i + side // 2
             draw.text((margin - 8, middle), name, "black", font, anchor="rm")
-            _draw_upright(picture, (middle, margin - 8), name, font)
+            _, _, width, height = upright.getbbox(name)
+            draw.text((middle - width // 2, margin - 8 - height), name, "black", upright)
             for j, share in enumerate(shares[i]):
                 left, top = margin + side * j, margin + side * i
                 shade = (round(255 - 225 * share), round(255 - 150 * share), round(255 - 75 * share))
@@ -385,14 +387,6 @@ def _grid(pictures: Sequence[Image.Image], captions: Sequence[str]) -> Image.Ima
         if i < len(captions):
             draw.text((left + 2, top + factor * height + 4), captions[i], "black", font)
     return grid
-
-
-def _draw_upright(picture: Image.Image, bottom: tuple[int, int], text: str, font: Any) -> None:
-    """Draws a text that reads from below, centered above a point."""
-    height = round(1.3 * font.size)
-    strip = Image.new("RGB", (round(font.getlength(text)) + 2, height), "white")
-    ImageDraw.Draw(strip).text((0, height // 2), text, "black", font, anchor="lm")
-    picture.paste(strip.rotate(90, expand=True), (bottom[0] - height // 2, bottom[1] - strip.width))
 
 
 def _encode_image(picture: Image.Image, content: bytes = b"") -> Encoded:

@@ -11,7 +11,8 @@ gets a value that it can use, a warning that names the file, or a ValueError.
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from distloop import urls
@@ -86,7 +87,6 @@ ABOUT_THE_RUN = OF_THE_MACHINE | {*GROUPS["optimizer"], *GROUPS["data"], *GROUPS
 
 _ENCODER = json.JSONEncoder(allow_nan=False)
 _BLOCK_BYTES = 65_536  # read at a time, from the end of a file
-_LINES_AT_ONCE = 1000  # that are parsed
 _MOST_LEVELS = 100  # of values within values; Python's recursion ends at 1000
 _T = TypeVar("_T")
 
@@ -150,12 +150,8 @@ def parse_json(data: bytes, read: Callable[[Any], _T]) -> _T:
     """
     try:
         value = json.loads(data)
-        if data.count(b"[") + data.count(b"{") > _MOST_LEVELS:
-            level = [value]
-            for _ in range(_MOST_LEVELS):
-                level = [inner for outer in level for inner in _values_in(outer)]
-            if level:
-                raise RecursionError
+        if data.count(b"[") + data.count(b"{") > _MOST_LEVELS and _levels(value) > _MOST_LEVELS:
+            raise RecursionError
         return read(value)
     except RecursionError:
         raise ValueError("its values are nested too deeply") from None
@@ -163,8 +159,9 @@ def parse_json(data: bytes, read: Callable[[Any], _T]) -> _T:
         raise ValueError(f"it lacks what it should hold, {type(error).__name__}: {error}") from error
 
 
-def _values_in(value: Any) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+def _levels(value: Any) -> int:
+    inner: Iterable[Any] = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + max(map(_levels, inner), default=0)
 
 
 def read_json(
@@ -255,24 +252,7 @@ def read_rows_if_any(path: str, *, instead: str, warn: Callable[[str], None] = l
 
 
 def _parse_rows(content: bytes) -> list[dict[str, Any]]:
-    lines, rows = content.splitlines(), list[Any]()
-    for i in range(0, len(lines), _LINES_AT_ONCE):
-        some = lines[i : i + _LINES_AT_ONCE]
-        rows += _parse_together(some) or map(parse_row, some)
-    return [row for row in rows if row is not None]
-
-
-def _parse_together(lines: Sequence[bytes]) -> list[Any]:
-    """Returns the rows of lines, which then share their names; none if a line is no row of numbers and texts alone."""
-    text = b",".join(lines)
-    if text.count(b"{") + text.count(b"[") != len(lines) or not all(line.startswith(b"{") for line in lines):
-        return []
-    try:
-        rows = json.loads(b"[%b]" % text)
-    except ValueError:
-        return []
-    are_rows = len(rows) == len(lines) and all(isinstance(row, dict) and is_count(row.get("step")) for row in rows)
-    return rows if are_rows else []
+    return [row for row in map(parse_row, content.splitlines()) if row is not None]
 
 
 def rows_between(path: str, after: int, until: int) -> list[dict[str, Any]]:
@@ -307,18 +287,13 @@ def drop_rows(path: str, after: int) -> None:
 def lines_from_end(path: str) -> Iterator[bytes]:
     """Yields the lines of a file, the last one first."""
     with open(path, "rb") as file:
-        end, length = file.seek(0, os.SEEK_END), _BLOCK_BYTES
-        while end:
-            start = max(0, end - length)
+        start, line_end = file.seek(0, os.SEEK_END), b""
+        while start:
+            end, start = start, max(0, start - _BLOCK_BYTES)
             file.seek(start)
-            lines = file.read(end - start).splitlines(keepends=True)
-            if start and len(lines) == 1:  # a longer line, of which this is the end
-                length *= 4
-                continue
-            for line in reversed(lines[1 if start else 0 :]):  # the first may begin before the block
-                yield line
-                end -= len(line)
-            end = end if start else 0
+            lines = (file.read(end - start) + line_end).splitlines(keepends=True)
+            line_end = lines.pop(0) if start else b""  # the first may begin before the block
+            yield from reversed(lines)
 
 
 def append_row(path: str, row: Mapping[str, Any]) -> None:
@@ -340,13 +315,26 @@ def format_row(row: Mapping[str, Any]) -> bytes:
     return _ENCODER.encode(row).encode() + b"\n"
 
 
+def replace_json(path: str, value: Any) -> None:
+    """Replaces a file by a value as JSON, without waiting for the disk: it survives this process, not a power cut.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    directory, name = os.path.split(path)
+    temporary = os.path.join(directory, f".{name}")
+    with open(temporary, "w", encoding="utf-8") as file:
+        json.dump(value, file)
+    os.replace(temporary, path)
+
+
 def parse_row(line: bytes) -> dict[str, Any] | None:
     """Returns the row of a line; None if it is not an object with a `step`, such as half a row."""
     try:
         row = parse_json(line, as_object)
     except ValueError:
         return None
-    return row if is_count(row.get("step")) else None
+    return {sys.intern(name): value for name, value in row.items()} if is_count(row.get("step")) else None
 
 
 def is_count(value: Any) -> bool:

@@ -181,14 +181,6 @@ class Run:
         return sum(steps for steps, _, _ in self._windows.values()) / self.training_secs if self._windows else None
 
     @property
-    def flops_per_example(self) -> float | None:
-        """Floating-point operations that training on one example takes, of the last row that tells; None: none does."""
-        for row in reversed(self.rows):
-            if row.get("examples_per_sec") and "model_flops_per_sec" in row:
-                return row["model_flops_per_sec"] / row["examples_per_sec"]
-        return None
-
-    @property
     def examples_per_sec(self) -> float | None:
         """Examples per second of training time; None: unknown."""
         examples = sum(examples for _, _, examples in self._windows.values())

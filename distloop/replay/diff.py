@@ -9,7 +9,6 @@ TensorFlow is imported where two checkpoints differ, to name the first variable 
 
 import contextlib
 import dataclasses
-import json
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -117,21 +116,16 @@ def _settings(paths: Sequence[str], manifests: Sequence[Mapping[int, Any]]) -> d
 
 
 def _compare_rows(paths: Sequence[str], found: Difference) -> None:
-    """Finds the first row that differs, times and what belongs to the machine apart; reads both files side by side."""
-    with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(open(os.path.join(path, "metrics.jsonl"), encoding="utf-8")) for path in paths]
-        rows = [map(json.loads, (line for line in file if line.endswith("}\n"))) for file in files]  # whole ones
-        a, b = next(rows[0], None), next(rows[1], None)
-        while a is not None and b is not None:
-            steps = a["step"], b["step"]
-            if steps[0] == steps[1]:
-                found.num_rows += 1
-                names = [name for name in a if name in b and a[name] != b[name]]
-                if names := [name for name in names if name.rpartition("/")[2] not in _TIMES]:
-                    found.step, found.numbers = steps[0], {name: (a[name], b[name]) for name in names}
-                    return
-            a = next(rows[0], None) if steps[0] <= steps[1] else a
-            b = next(rows[1], None) if steps[1] <= steps[0] else b
+    """Finds the first row that differs, times and what belongs to the machine apart."""
+    files = [os.path.join(path, "metrics.jsonl") for path in paths]
+    first, second = ({row["step"]: row for row in records.read_rows(file)} for file in files)
+    for step in sorted(first.keys() & second.keys()):
+        found.num_rows += 1
+        a, b = first[step], second[step]
+        names = [name for name in a if name in b and a[name] != b[name]]
+        if names := [name for name in names if name.rpartition("/")[2] not in _TIMES]:
+            found.step, found.numbers = step, {name: (a[name], b[name]) for name in names}
+            return
 
 
 def manifests_of(path: str) -> dict[int, Any]:

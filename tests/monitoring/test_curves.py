@@ -1,4 +1,4 @@
-"""What `fit` returns, and curves as a picture and as lines of characters."""
+"""What `fit` returns, and curves as a picture."""
 
 import importlib.util
 import json
@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from distloop.monitoring.curves import History, Picture, draw_lines
+from distloop.monitoring.curves import History, Picture
 from distloop.monitoring.run_files import Series
 
 
@@ -92,44 +92,6 @@ def test_rows_of_a_step_that_is_trained_again_are_dropped_and_a_long_history_is_
     assert len(long.steps["loss"]) <= 8 and long.steps["loss"][-1] == 20 and long.history["loss"][-1] == 20.0
 
 
-NAN = math.nan
-
-
-def draw(*groups, length=8, **settings):
-    """Draws lists of values, measured at each step from 1, or of (step, value)."""
-    pairs = [[v if isinstance(v, tuple) else (i + 1, v) for i, v in enumerate(values)] for values in groups]
-    series = [Series("loss", *map(list, zip(*group, strict=True))) for group in pairs]
-    return draw_lines(series, length, **settings)
-
-
-@pytest.mark.parametrize(
-    ("groups", "settings", "lines"),
-    [
-        ([[0, 1, 2, 3, 4, 5, 6, 7]], {}, ["▁▂▃▄▅▆▇█"]),
-        ([[7.0, 0.0, -7.0]], {}, ["█▅▁"]),
-        ([[0, 1, 2, 3, 4, 5, 6, 7, NAN]], {"length": 9, "is_ascii": True}, ["_.-~=+*#!"]),
-        ([[0, 1, 2, 3], [3, 3]], {}, ["▁▃▆█", "██"]),  # runs share one scale and one axis of steps
-        ([[0, 4, 6, 10, 2, 2]], {"length": 3}, ["▂▇▂"]),  # the mean of a range of steps
-        ([[0, 1, 2, 3], [(2, 3), (4, 0)]], {}, ["▁▃▆█", "██▁▁"]),  # a value counts for the steps before it
-        ([[(0, 1), (4, 0)]], {}, ["█▁"]),
-        ([[0, NAN, 0, 0, 8, 8, NAN, NAN]], {"length": 4}, ["!▁█!"]),
-        ([[NAN, NAN], [NAN]], {}, ["!!", "!"]),
-        ([[0.5, 0.5], [0.5]], {}, ["▁▁", "▁"]),
-        ([[1, 10, 100, 1000]], {}, ["▁▃▆█"]),  # a wide range of positive values has a logarithmic scale
-        ([[0, 10, 100, 1000]], {}, ["▁▁▁█"]),
-    ],
-)
-def test_a_line_goes_from_the_lowest_bar_to_the_highest(groups, settings, lines):
-    assert draw(*groups, **settings) == lines
-
-
-@pytest.mark.parametrize("count", [1, 2, 7, 31, 32, 33, 100, 1001])
-@pytest.mark.parametrize("every", [1, 7])
-def test_a_complete_run_fills_its_line(count, every):
-    (line,) = draw([(every * (i + 1), i) for i in range(count)], length=32)
-    assert len(line) == min(count, 32) and line[0] == "▁" and (count == 1 or line[-1] == "█")
-
-
 def test_a_picture_without_matplotlib_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ValueError, match=r"need matplotlib, which is not installed: pip install 'distloop\[plot\]'"):
@@ -139,7 +101,7 @@ def test_a_picture_without_matplotlib_says_what_to_install(monkeypatch):
 @needs_matplotlib
 def test_a_picture_may_have_any_names_a_logarithmic_scale_for_values_of_a_wide_range_and_no_curves(tmp_path):
     curves = {"a$\\x$": Series("", list(range(1, 30)), [2.0**-i for i in range(1, 30)]), "_b": Series("", [1], [0.5])}
-    odd = {"": Series("", [1, 2], [NAN, math.inf]), "none": Series("", [], [])}
+    odd = {"": Series("", [1, 2], [math.nan, math.inf]), "none": Series("", [], [])}
     picture = Picture({"loss": curves, "f1 $\\x$": odd})
     assert "<svg" in picture._repr_svg_()
     assert names_in(picture) == [r"a\$\x\$", "_b", "", "none"]

@@ -82,26 +82,27 @@ def settle(opened):
     done, deliveries = threading.Event(), opened._deliveries
     last = types.SimpleNamespace(catch_up=lambda *_: done.set() if opened._calls.empty() else None)
     opened._deliveries = [*deliveries, last]
-    opened._calls.put(True)
+    opened.flush()
     assert done.wait(30)
     opened._deliveries = deliveries
 
 
+def write(opened, steps, workdir):
+    """Writes rows, to the workdir's own file first, if there is one."""
+    for step in steps:
+        row = step, {"loss": step / 7, "bad": float("nan")}, 1e9 + step
+        if workdir:
+            with contextlib.closing(JsonWriter(f"{workdir}/metrics.jsonl", step - 1, goes_on=True)) as json_writer:
+                json_writer.write(*row)
+        opened.write(*row)
+        opened.flush()
+
+
 def deliver(writers, steps, workdir="", start=0, error=None, **options):
     with Deliveries(writers, str(workdir)).open(start, {}, **options) as opened:
-        for step in steps:
-            opened.write(step, {"loss": step / 7}, 1e9 + step)
-            opened.flush()
+        write(opened, steps, workdir)
         if error:
             raise error
-
-
-def write_metrics(workdir, steps):
-    """Writes the workdir's own rows."""
-    json_writer = JsonWriter(str(workdir / "metrics.jsonl"))
-    for step in steps:
-        json_writer.write(step, {"loss": step / 7, "bad": float("nan")}, 1e9 + step)
-    json_writer.close()
 
 
 PROGRAM = """
@@ -156,6 +157,7 @@ def run(workdir, is_buffered, draw):  # is killed between two steps, in the writ
                 os.replace(f"{checkpoint}.{os.getpid()}", checkpoint)
             if step == killed_at and draw.random() < 0.7:
                 os._exit(9)
+        json_writer.close()
 
 for seed in range(12):
     workdir = f"{sys.argv[1]}/{seed}"
@@ -193,13 +195,12 @@ def test_a_writer_that_fails_gets_the_row_again_and_its_failure_is_one_line(caps
     deliver([writer, other], range(1, 7))
     assert writer.steps == other.steps == [1, 2, 3, 4, 5, 6]
     lines = capsys.readouterr().err.splitlines()
-    failure = "Rows failed at step 3 (ConnectionError: no route): the run goes on, and its rows are kept"
+    failure = "Rows failed after step 2 (ConnectionError: no route): the run goes on, and its rows are kept"
     assert any(line.startswith(f"distloop: error: {failure}") for line in lines)
     assert "Rows takes rows again." in lines[-1] and len(lines) <= 4
 
 
 def test_rows_that_were_never_taken_are_counted_and_come_with_the_next_call(tmp_path, capsys):
-    write_metrics(tmp_path, range(1, 7))
     deliver([Rows(fails_at=[3] * 100)], range(1, 7), tmp_path)
     assert "Rows lacks 4 rows after step 2." in capsys.readouterr().err
     again, newcomer, complete = Rows(), Rows("newcomer"), Rows()
@@ -215,7 +216,7 @@ def test_a_writer_is_told_its_run_again_and_is_called_from_one_thread(tmp_path):
     first, second = Rows(), Rows()
     deliver([first], [1, 2], tmp_path)
     with Deliveries([second], str(tmp_path)).open(2, {"steps": 4}) as opened:
-        opened.write(3, {}, 0.0)
+        write(opened, [3], tmp_path)
     assert first.opened + second.opened == [({}, None), ({"steps": 4}, "the run")]
     assert len(second.threads) == 1 and threading.get_ident() not in second.threads and second.num_closed == 1
 
@@ -312,20 +313,11 @@ def test_a_writer_that_takes_long_to_open_holds_up_no_run_and_gets_its_rows(is_n
     else:
         deliver([Rows()], [1], tmp_path)
     with Deliveries([writer], str(tmp_path)).open(0 if is_new else 1, {}) as opened:
-        for step in (2, 3):
-            opened.write(step, {}, 0.0)
-            opened.flush()
+        write(opened, [2, 3], tmp_path)
         assert not writer.opened and writer.steps == []
         may_open.set()
     assert writer.steps == [2, 3]
     assert ("New writers are not open after 0.1 seconds: the run goes on" in capsys.readouterr().err) is is_new
-
-
-def test_a_run_that_a_writer_has_not_begun_has_an_id_before_it_does(tmp_path):
-    with pytest.raises(ValueError, match="cannot be opened"):
-        deliver([Rows(new_run_id=lambda: "new", open=raising(RuntimeError("killed")))], [1], tmp_path)
-    deliver([writer := Rows(new_run_id=lambda: "another")], [1], tmp_path)
-    assert writer.opened[0][1] == "new"
 
 
 def test_a_copied_workdir_begins_a_run_of_its_own_at_each_writer(tmp_path, caplog):
@@ -346,50 +338,21 @@ def test_a_writer_that_hangs_does_not_keep_a_run_from_leaving(monkeypatch, capsy
 
 
 def test_a_writer_that_lost_rows_gets_them_again_from_the_workdir(tmp_path):
-    write_metrics(tmp_path, range(1, 5))
     deliver([Rows()], range(1, 5), tmp_path)
     deliver([forgetful := Rows(last_step=1)], [5], tmp_path, start=4)
     assert forgetful.steps == [2, 3, 4, 5]
 
 
-@pytest.fixture
-def few_rows_are_kept(monkeypatch):
+def test_a_run_without_a_workdir_keeps_the_last_rows_and_media_for_a_writer_that_fails(monkeypatch, capsys):
     monkeypatch.setattr(deliveries, "_MAX_ROWS", 3)
-    monkeypatch.setattr(deliveries, "_MAX_MEDIA", 1)
-
-
-def test_rows_that_are_too_many_to_keep_for_a_writer_that_fails_come_from_the_workdir(tmp_path, few_rows_are_kept):
-    writer = Rows(fails_at=[2] * 1000)
-    with Deliveries([writer], str(tmp_path)).open(0, {}) as opened:
+    monkeypatch.setattr(deliveries, "_MAX_MEDIA", 2)
+    writer = Gallery(fails_at=[1] * 1000 + list(range(2, 10)) * 1000)
+    with Deliveries([writer], "").open(0, {}) as opened:
         for step in range(1, 10):
+            opened.show(step, {"note": Text("x")}, 0.0)
             opened.write(step, {"loss": step / 7}, 1e9 + step)
-            write_metrics(tmp_path, [step])
-            opened.flush()
-        settle(opened)
         writer.fails_at.clear()
-    assert writer.steps == list(range(1, 10)) and len(opened._rows) <= 3
-
-
-def test_rows_that_a_flush_leaves_to_a_workdir_being_read_are_not_lost(tmp_path, few_rows_are_kept, monkeypatch):
-    def add(steps):
-        for step in steps:
-            opened.write(step, {"loss": step / 7}, 1e9)
-        write_metrics(tmp_path, steps)
-        opened.flush()
-
-    def rows_between(path, after, until, read=deliveries.rows_between):
-        rows = read(path, after, until)
-        if later:
-            add(later.pop())
-        return rows
-
-    with Deliveries([Rows(fails_at=[1] * 1000)], str(tmp_path)).open(0, {}) as opened:
-        add(range(1, 6))
-        settle(opened)  # the thread reads no more
-        later = [range(6, 11)]
-        monkeypatch.setattr(deliveries, "rows_between", rows_between)
-        steps = [row.step for row in opened._rows_after(0)]
-    assert steps == list(range(1, len(steps) + 1)) and len(steps) >= 5
+    assert writer.steps == [6, 7, 8, 9] and [step for step, *_ in writer.media] == [8, 9]
 
 
 def test_a_file_comes_at_the_end_of_a_run_and_again_when_a_writer_did_not_take_it_or_close(tmp_path, capsys):

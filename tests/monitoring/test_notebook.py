@@ -23,7 +23,7 @@ def outputs(monkeypatch):
     return drawn
 
 
-def test_a_run_in_a_cell_is_one_output_with_a_table_and_a_curve(outputs, capsys, monkeypatch):
+def test_a_run_in_a_cell_is_one_output_of_its_last_lines(outputs, capsys, monkeypatch):
     monkeypatch.setattr(notebook, "_DRAW_SECS", 0.0)
     console = notebook.make_console(300, 0, evals=["test"], may_draw=True)
     for step in range(20, 320, 20):
@@ -32,12 +32,12 @@ def test_a_run_in_a_cell_is_one_output_with_a_table_and_a_curve(outputs, capsys,
     console.close()
     console.summarize(timing.Clock())
     (drawn,) = outputs
-    last = drawn[-1]["text/html"]
-    assert len(drawn) > 30 and last.count("<tr>") == 1 + 10 + 1 and "<td>█▄▃▂▂▁▁▁▁▁▁▁▁▁▁</td>" in last
-    assert "<td>300</td><td>0.003333</td><td>0.5</td>" in last and "<th>step</th><th>loss</th>" in last
-    assert "steps_per_sec" not in last
-    assert "Finished 300 steps in" in drawn[-1]["text/plain"] and "test/loss 0.5, best 0.5 at step 20" in last
-    assert capsys.readouterr().out == ""
+    assert len(drawn) > 15 and drawn[0]["text/plain"] == "step 10/300  tracing\n"
+    *_, last, finished, _, _, time = drawn[-1]["text/plain"].splitlines()
+    assert last.startswith("step 300/300  loss 0.003333  test/loss 0.5  9 steps/s")
+    assert finished.startswith("distloop: Finished 300 steps in") and time.startswith("distloop: time:")
+    assert "test/loss 0.5, best 0.5 at step 20" in drawn[-1]["text/plain"]
+    assert len(drawn[-1]["text/plain"].splitlines()) <= 25 and capsys.readouterr().out == ""
 
 
 def test_drawings_are_half_a_second_apart(outputs):

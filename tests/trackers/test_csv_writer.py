@@ -1,5 +1,6 @@
 """A CSV file of rows: whole at any time, each row once over kills, and with columns that come later."""
 
+import contextlib
 import csv
 import os
 import pathlib
@@ -9,6 +10,7 @@ import sys
 import pytest
 
 import distloop
+from distloop.actions.write import JsonWriter
 from distloop.monitoring.deliveries import Deliveries
 from distloop.trackers import csv_writer
 
@@ -23,6 +25,9 @@ def read(path):
 def deliver(path, rows, workdir="", start=0):
     with Deliveries([distloop.CsvWriter(path)], str(workdir)).open(start, {}) as opened:
         for step, numbers in rows:
+            if workdir:
+                with contextlib.closing(JsonWriter(f"{workdir}/metrics.jsonl", step - 1, goes_on=True)) as json_writer:
+                    json_writer.write(step, numbers)
             opened.write(step, numbers, 1e9 + step)
 
 
@@ -64,15 +69,18 @@ def test_a_resumed_run_goes_on_in_its_file_and_a_new_one_keeps_the_earlier(tmp_p
 PROGRAM = """
 import os, signal, sys, threading, time
 import distloop
+from distloop.actions.write import JsonWriter
 from distloop.monitoring.deliveries import Deliveries
 path, workdir, secs = sys.argv[1:]
 for attempt in range(1000):
     if not (process := os.fork()):
         with Deliveries([distloop.CsvWriter(path)], workdir).open(0, {}) as opened:
             threading.Timer(float(secs) * attempt, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            json_writer = JsonWriter(workdir + "/metrics.jsonl", 0, goes_on=True)
             for step in range(1, 301):  # from the beginning, as if no checkpoint had been there
-                opened.write(step, {"loss": step / 7, f"column {step // 50}": 1.0}, 1e9)
-                opened.flush()
+                for file in (json_writer, opened):
+                    file.write(step, {"loss": step / 7, f"column {step // 50}": 1.0}, 1e9)
+                    file.flush()
         os._exit(0)
     if os.waitpid(process, 0)[1] == 0:
         break
