@@ -66,7 +66,7 @@ _MODULES = {
     "keep": "actions.keep",
     "make_dataset": "data.make_dataset",
     "make_schedule": "optimizers.learning_rates",
-    "notebook_launch": "notebook",
+    "notebook_launch": "launcher.notebook",
     "open_records": "records.record_files",
     "pack": "mixtures.packing",
     "prepare": "distributed.strategies",
@@ -117,6 +117,7 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not run the code
     from distloop.exports.action import Export as Export
     from distloop.keras_models.compiled_model import from_keras as from_keras
     from distloop.keras_models.supervised import supervised as supervised
+    from distloop.launcher.notebook import notebook_launch as notebook_launch
     from distloop.mixtures.mixtures import Mixture as Mixture
     from distloop.mixtures.packing import pack as pack
     from distloop.model.metrics import weighted as weighted
@@ -133,7 +134,6 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not run the code
     from distloop.monitoring.media import Video as Video
     from distloop.monitoring.records import read_metrics as read_metrics
     from distloop.monitoring.writers import Writer as Writer
-    from distloop.notebook import notebook_launch as notebook_launch
     from distloop.optimizers.learning_rates import make_schedule as make_schedule
     from distloop.optimizers.learning_rates import scale_learning_rate as scale_learning_rate
     from distloop.optimizers.loss_scale import LossScaleOptimizer as LossScaleOptimizer

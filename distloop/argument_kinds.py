@@ -18,14 +18,12 @@ import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-import numpy as np
-
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _ERRORS = (TypeError, AttributeError)  # of Python, for a value of the wrong kind
 # Annotations that are looked at, with their name in a sentence and the types that they stand for.
 _KINDS: Mapping[Any, tuple[str, tuple[type, ...]]] = {
-    bool: ("True or False", (bool, np.bool_, numbers.Integral)),
+    bool: ("True or False", (bool, numbers.Integral)),
     int: ("a whole number", (numbers.Integral,)),
     float: ("a number", (numbers.Real,)),
     str: ("a string", (str, os.PathLike)),
@@ -88,6 +86,8 @@ def _find(
     except TypeError:  # Python says which argument is missing or unknown
         return None
     for name, value in given.items():
+        if hasattr(value, "item") and not isinstance(value, Iterable):  # a scalar of NumPy
+            value = value.item()
         parameter = signature.parameters[name]
         is_one = parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         if is_one and not (_accepts(parameter.annotation, value, is_certain) or (is_certain and value is None)):

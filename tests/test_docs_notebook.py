@@ -9,7 +9,7 @@ import types
 import pytest
 
 import distloop
-from distloop import notebook
+from distloop.launcher import notebook
 
 
 def double(value):
@@ -42,7 +42,7 @@ def launched(monkeypatch):
 def test_the_result_of_the_chief_is_returned(launched):
     assert distloop.notebook_launch(double, (21,), workers=3) == 42
     ((*_, launcher, workers, parent, _, module, _),) = launched
-    assert (launcher, workers, module) == ("distloop.launch", "--workers=3", "distloop.notebook")
+    assert (launcher, workers, module) == ("distloop.launch", "--workers=3", "distloop.launcher.notebook")
     assert parent == f"--parent={os.getpid()}"
 
 

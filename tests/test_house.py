@@ -19,7 +19,7 @@ EXPERIMENTS = sorted((ROOT / "experiments").rglob("*.py"))
 
 # Imports point down this list, which is the map in WORKSPACE.md; within a folder they run in no circle.
 ORDER = [
-    ["__init__", "testing", "smoke", "launch", "notebook", "report"],
+    ["__init__", "testing", "smoke", "launch", "report"],
     ["launcher"],
     # parts, which can be taken away: tests/test_without_parts.py
     "audit bucket mixtures records recompute replay pipeline sharding tables trackers exports".split(),
@@ -60,7 +60,6 @@ MODULES = {module_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 WITHOUT_TENSORFLOW = {
     "__init__",
     "launch",
-    "notebook",
     "report",
     "argument_kinds",
     "log",
@@ -76,7 +75,7 @@ WITHOUT_TENSORFLOW |= {
 WITHOUT_TENSORFLOW |= {
     f"distributed.{name}" for name in ("environment", "heartbeat", "liveness", "star", "notes", "output", "preemption")
 }
-WITHOUT_TENSORFLOW |= {f"launcher.{name}" for name in "elastic processes ray_actors".split()}
+WITHOUT_TENSORFLOW |= {f"launcher.{name}" for name in "elastic notebook processes ray_actors".split()}
 WITHOUT_TENSORFLOW |= {"urls", *(f"bucket.{name}" for name in "directory tree upload".split())}
 JUNK_DRAWERS = {"utils", "util", "common", "base", "core", "helpers", "helper", "manager", "handler", "wrapper", "misc"}
 

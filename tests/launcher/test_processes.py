@@ -597,7 +597,7 @@ def test_who_failed_is_named_even_if_one_that_noticed_it_is_seen_at_the_same_tim
 
 KERNEL = """
 import sys
-from distloop import notebook
+from distloop.launcher import notebook
 
 def train(path):
     import os, signal, subprocess, time

@@ -55,7 +55,7 @@ def notebook_launch(fn: Callable[..., Any], args: tuple[Any, ...] = (), *, worke
         with open(os.path.join(directory, _FUNCTION), "wb") as file:
             file.write(_pickle(fn, args))
         launch = [sys.executable, "-m", "distloop.launch", f"--workers={workers}", f"--parent={os.getpid()}"]
-        return _read_result(directory, _run([*launch, "-m", "distloop.notebook", directory]))
+        return _read_result(directory, _run([*launch, "-m", "distloop.launcher.notebook", directory]))
 
 
 def _pickle(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
