@@ -239,7 +239,7 @@ class Deliveries:
         self._last_step = int(step)
         if not self._workdir:
             row = _Row(int(step), {name: float(value) for name, value in metrics.items()}, when)
-            self._rows = [*self._rows[-_MAX_ROWS:], row]  # another list, as the thread may be reading the one before
+            self._rows = [*self._rows, row][-_MAX_ROWS:]  # another list, as the thread may be reading the one before
 
     def flush(self) -> None:
         """Has the thread hand over the rows, which `metrics.jsonl` has by now; waits for no writer."""

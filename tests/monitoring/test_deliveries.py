@@ -352,7 +352,7 @@ def test_a_run_without_a_workdir_keeps_the_last_rows_and_media_for_a_writer_that
             opened.show(step, {"note": Text("x")}, 0.0)
             opened.write(step, {"loss": step / 7}, 1e9 + step)
         writer.fails_at.clear()
-    assert writer.steps == [6, 7, 8, 9] and [step for step, *_ in writer.media] == [8, 9]
+    assert writer.steps == [7, 8, 9] and [step for step, *_ in writer.media] == [8, 9]
 
 
 def test_a_file_comes_at_the_end_of_a_run_and_again_when_a_writer_did_not_take_it_or_close(tmp_path, capsys):
