@@ -81,7 +81,7 @@ _MODULES = {
     "weighted": "model.metrics",
 }
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = sorted(_MODULES)
 

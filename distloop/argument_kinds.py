@@ -1,4 +1,4 @@
-"""Argument kinds: names the argument of a public function or class that is of another kind than its annotation says.
+"""Argument kinds: names the argument of a public function that is of another kind than its annotation allows.
 
     @checks_kinds
     def open_records(files: str | Sequence[str], ...): ...
