@@ -182,10 +182,17 @@ class Console:
         metrics = self._closing_metrics()
         lines = [end, *metrics[:_MAX_METRICS]]
         lines += [f"and {len(metrics) - _MAX_METRICS} more"] if len(metrics) > _MAX_METRICS else []
-        lines += filter(None, [timing.show_shares(seconds), clock.advice(against_waiting)])
+        lines += filter(None, [timing.show_shares(seconds), self._busy(), clock.advice(against_waiting)])
         for text in lines:
             print(f"distloop: {text}", file=self._console.file)
         self._console.file.flush()
+
+    def _busy(self) -> str:
+        """Returns how busy processors were at the last log; empty: it was not measured."""
+        names = {"cpu_utilization": "CPU", "gpu_utilization": "GPUs"}
+        busy = {name: value for name, value in self._last.items() if name.endswith("pu_utilization")}
+        each = [f"{names.get(n) or n.rpartition('/')[0]} {timing.show_share(v)}" for n, v in busy.items()]
+        return f"busy at the last log: {', '.join(each)}" if each else ""
 
     def _closing_metrics(self) -> list[str]:
         """Returns a line for each metric: its last value, and the best with its step if the name says what is better.
