@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -47,7 +48,7 @@ from distloop.monitoring.curves import History
 from distloop.monitoring.deliveries import Deliveries
 from distloop.monitoring.profiler import Profile
 from distloop.monitoring.tensorboard import SummaryWriter
-from distloop.monitoring.timing import Clock, timed, unix_time
+from distloop.monitoring.timing import Clock, unix_time
 from distloop.monitoring.writers import RunFile, Writer
 from distloop.optimizers import learning_rates
 from distloop.settings import flags
@@ -284,12 +285,14 @@ class Fit:
         saves = make_saves(functools.partial(self._save, write), saves_of(self.checkpoints, self.config), self._plan)
         for action in actions:
             member(action, "set_saves")(saves[0].saves if saves else None)
-        return [*actions, SaveCosts(self.checkpoints.costs), write, *saves]
+        return [*actions, SaveCosts(self.checkpoints.times), write, *saves]
 
     def _save(self, write: Write, save: Any, report: Report, best_steps: Mapping[str, list[int]]) -> None:
-        with self.checkpoints.disk_watch.over("saving"), timed(self.checkpoints.costs, f"{save.__name__}_pause_secs"):
+        began_at = time.monotonic()
+        with self.checkpoints.disk_watch.over("saving"):
             write.flush()  # a run that resumes from here finds all rows up to it
             save(report, best_steps)
+        self.checkpoints.times.note_pause(time.monotonic() - began_at, is_copy=save == self.checkpoints.copy)
 
     def _open_writers(self) -> list[Any]:
         writers: list[Any] = [self._history]
@@ -368,7 +371,7 @@ def _announce(fit: Fit) -> None:
 def _open_files(fit: Fit, workdir: str, evals: Sequence[str]) -> list[Any]:
     """Returns the writers of the event files and of `metrics.jsonl`."""
     try:
-        restore_secs = fit.checkpoints.costs.pop("restore_secs", None)
+        restore_secs, fit.checkpoints.times.restore = fit.checkpoints.times.restore, None
         _begin_in(workdir, fit.state, restore_secs, fit._tells.takes)
         summaries = SummaryWriter(workdir, evals, fit._step)
         overview.introduce(summaries, fit.state, fit.config, fit._forward, fit.units.length)

@@ -12,6 +12,7 @@ from distloop.argument_kinds import checks_kinds, shown
 from distloop.log import log
 from distloop.monitoring import records
 from distloop.monitoring.run_files import better
+from distloop.monitoring.timing import SaveTimes
 from distloop.settings.durations import Plan, whole_number
 
 
@@ -63,17 +64,18 @@ class SaveCosts(Action):
     phase = "logging"
     only_writes = True
 
-    def __init__(self, costs: dict[str, float]):
-        """Stores the dict that gets `save_pause_secs`, `copy_pause_secs` and, some time after a save, `write_secs`."""
-        self._costs = costs
+    def __init__(self, times: SaveTimes):
+        """Stores the times, of which `write` comes some time after `save_pause`."""
+        self._times = times
 
     def __call__(self, report: Report) -> dict[str, float]:
         """Returns the numbers, in the first row after a copy, or after a checkpoint is whole."""
-        costs = self._costs
-        numbers = {"copy_pause_secs": costs.pop("copy_pause_secs")} if "copy_pause_secs" in costs else {}
-        if {"save_pause_secs", "write_secs"} <= costs.keys():
-            numbers["save_pause_secs"] = costs.pop("save_pause_secs")
-            numbers["save_secs"] = numbers["save_pause_secs"] + costs.pop("write_secs")
+        times, numbers = self._times, {}
+        if times.copy_pause is not None:
+            numbers["copy_pause_secs"], times.copy_pause = times.copy_pause, None
+        if times.save_pause is not None and times.write is not None:
+            numbers |= {"save_pause_secs": times.save_pause, "save_secs": times.save_pause + times.write}
+            times.save_pause = times.write = None
         return numbers
 
 

@@ -47,6 +47,7 @@ from distloop.model.state import TrainState
 from distloop.monitoring.console import say, speaker
 from distloop.monitoring.directory import Directory, claim_run, directory_of
 from distloop.monitoring.records import append_row
+from distloop.monitoring.timing import SaveTimes
 from distloop.settings import flags
 from distloop.settings.config import Config
 from distloop.settings.durations import Period
@@ -61,7 +62,7 @@ class RunCheckpoints:
 
     Attributes:
         is_new: whether the run has neither trained nor restored a checkpoint.
-        costs: the seconds of the last save and restore, by name.
+        times: of the last save, copy and restore.
         disk_watch: ends the process when the disk no longer answers.
         run: the name of the run, from `claim_run`; known to the chief, once it was resumed.
         directory: the workdir, whose lock is held until the last save has ended.
@@ -77,8 +78,8 @@ class RunCheckpoints:
         self.directory = directory_of(config, workers.Workers(state.strategy))
         self._load_newest = functools.partial(load_newest, state.strategy, share=self.directory.share)
         self.disk_watch = _disk_watch(state.strategy, config)
-        self.costs: dict[str, float] = {}
-        checkpoints = _on_disk(config, self.directory, self.disk_watch, self.costs)
+        self.times = SaveTimes()
+        checkpoints = _on_disk(config, self.directory, self.disk_watch, self.times)
         self._checkpoints = checkpoints if config.workdir else None
         self._copies = MemoryCopies(checkpoints, state.strategy, self.directory.verify)
         self._rollback = Rollback(config.max_rollbacks)
@@ -101,7 +102,7 @@ class RunCheckpoints:
         self.phases.enter(run, newest or self._saved, int(self._state.step), *done)
         if (saved := newest or (self._saved if was_past else None)) is not None:  # what was set meanwhile is set back
             self._restore(saved, is_whole=not self.phases.is_of_others)
-            self.costs["restore_secs"] = time.monotonic() - began_at
+            self.times.restore = time.monotonic() - began_at
 
     def _newest(self, checkpoints: Checkpoints) -> Saved | None:
         """Loads the newest checkpoint, if the state is not the one to go on with."""
@@ -315,10 +316,10 @@ def _disk_watch(strategy: tf.distribute.Strategy, config: Config) -> DiskWatch:
     return DiskWatch(os.path.join(config.local_workdir, "checkpoints"), hang_timeout, fail)
 
 
-def _on_disk(config: Config, directory: Directory, watch: DiskWatch, costs: dict[str, float]) -> Checkpoints:
+def _on_disk(config: Config, directory: Directory, watch: DiskWatch, times: SaveTimes) -> Checkpoints:
     """Returns the checkpoints that are written to a directory under its lock and a watch; it then knows of them."""
     workdir, keep = config.local_workdir, config.keep_checkpoints
-    checkpoints = in_workdir(workdir, keep, watch=watch.over, verify=directory.verify, costs=costs)
+    checkpoints = in_workdir(workdir, keep, watch=watch.over, verify=directory.verify, times=times)
     directory.finish = checkpoints.wait
     if workdir == config.workdir:
         directory.saved = functools.partial(names, checkpoints)

@@ -28,6 +28,7 @@ from distloop.checkpoints.checkpoint import DamagedError, Saved, load, patiently
 from distloop.errors import first_line
 from distloop.log import log
 from distloop.monitoring.records import as_best_steps, parse_json
+from distloop.monitoring.timing import SaveTimes
 
 _BEST = "best.json"
 _STEP = re.compile(r"0|[1-9][0-9]{0,17}")
@@ -60,7 +61,7 @@ class Checkpoints:
         keep: int = 3,
         watch: Watch = contextlib.nullcontext,
         verify: Callable[[], None] = lambda: None,
-        costs: dict[str, float] | None = None,
+        times: SaveTimes | None = None,
         kind: str = "checkpoint",
     ):
         """Touches no disk.
@@ -70,13 +71,13 @@ class Checkpoints:
             keep: number of the newest checkpoints to keep.
             watch: called with what is done to the disk; its context is entered meanwhile.
             verify: called before each rename; raises if this process may no longer write.
-            costs: gets `write_secs`, how long the last checkpoint took in the background until it was whole.
+            times: gets `write`, of the last checkpoint.
             kind: what a checkpoint is called where one could not be written.
         """
         self.directory = directory
         self._keep, self._kind = keep, kind
         self._watch, self._verify = watch, verify
-        self._costs = {} if costs is None else costs
+        self._times = times or SaveTimes()
         self._writer: threading.Thread | None = None
         self._failure: Exception | None = None  # of the last save
         self.seen: dict[int, _Seen] = {}
@@ -155,7 +156,7 @@ class Checkpoints:
                 sentence = "The %s of step %d could not be written (%s); training goes on, and earlier ones are kept."
                 log.error(sentence, self._kind, step, first_line(error))
                 return
-            self._failure, self._costs["write_secs"] = None, time.monotonic() - began_at
+            self._failure, self._times.write = None, time.monotonic() - began_at
             try:
                 with self._watch("deleting old checkpoints"):
                     self._prune()

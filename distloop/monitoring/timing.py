@@ -11,6 +11,7 @@ It does not know what happens in a phase.
 """
 
 import contextlib
+import dataclasses
 import math
 import time
 from collections import defaultdict
@@ -128,12 +129,28 @@ def unix_time(at: float | None = None) -> float:
     return _unix_at_zero + (now if at is None else at)
 
 
-@contextlib.contextmanager
-def timed(secs: dict[str, float], name: str) -> Iterator[None]:
-    """Sets an entry of `secs` to the seconds that the block takes."""
-    began_at = time.monotonic()
-    yield
-    secs[name] = time.monotonic() - began_at
+@dataclasses.dataclass
+class SaveTimes:
+    """What the last save, copy and restore of a run took, in seconds; None: there was none, or it has been reported.
+
+    Attributes:
+        save_pause: how long a save held training up.
+        write: how long its checkpoint then took in the background until it was whole.
+        copy_pause: how long a copy in memory held training up.
+        restore: how long the run took to restore its newest checkpoint.
+    """
+
+    save_pause: float | None = None
+    write: float | None = None
+    copy_pause: float | None = None
+    restore: float | None = None
+
+    def note_pause(self, secs: float, *, is_copy: bool) -> None:
+        """Notes how long a save, or a copy in memory, held training up."""
+        if is_copy:
+            self.copy_pause = secs
+        else:
+            self.save_pause = secs
 
 
 def bottleneck(metrics: Mapping[str, float]) -> tuple[str, float]:

@@ -9,6 +9,7 @@ from distloop.actions.action import Report, Saves, run
 from distloop.actions.action_state import RunStates
 from distloop.actions.save import Save, SaveBest, SaveCosts
 from distloop.actions.stop_early import StopEarly
+from distloop.monitoring.timing import SaveTimes
 
 
 def noted_saves():
@@ -113,9 +114,9 @@ def test_a_rule_that_makes_no_sense_is_refused(arguments, settings, words):
 
 
 def test_what_a_save_took_is_reported_in_the_first_row_after_it():
-    costs, rows = {"restore_secs": 3.0}, []
-    action = SaveCosts(costs)
-    for news in ({"save_pause_secs": 0.5, "copy_pause_secs": 0.2}, {"write_secs": 2.0}, {}):
-        costs |= news
+    times, rows = SaveTimes(restore=3.0), []
+    action = SaveCosts(times)
+    for news in ({"save_pause": 0.5, "copy_pause": 0.2}, {"write": 2.0}, {}):
+        vars(times).update(news)
         rows.append(run([action], Report(2, 1000, {}, None))[0])
     assert rows == [{"copy_pause_secs": 0.2}, {"save_pause_secs": 0.5, "save_secs": 2.5}, {}]
