@@ -140,9 +140,8 @@ class Fit:
 
     def delivering(self) -> contextlib.AbstractContextManager[Deliveries]:
         """Returns a context in which the user's writers are open."""
-        are_used = self._is_chief and not self.config.fast_dev_run
-        writers, workdir = self.writers if are_used else (), self.config.local_workdir
-        self._deliveries = Deliveries(writers, workdir, self.checkpoints.run, lambda: _left_by(self))
+        writers = self.writers if self._is_chief and not self.config.fast_dev_run else ()
+        self._deliveries = Deliveries(writers, self.config.local_workdir, self.checkpoints.run, lambda: _left_by(self))
         shown = self._step - (self._loop.open_boundary is not None)  # the row of an open boundary is yet to come
         return self._deliveries.open(shown, flags.run_settings(self.config), is_over=self.is_over)
 
