@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from distloop.evaluation.comparison import relative_difference
 from distloop.exports.export import call_on_ones, output_difference, prepare_path
 from tests.export_trainers import ROWS, assert_weights, dataset, dead_process, export_keras_file, make_trainer, serve
 
@@ -95,7 +96,7 @@ def test_an_export_is_replaced_whole_even_behind_a_link(name, tmp_path):
         trainer.fit(dataset(), steps=steps)
         trainer.export(tmp_path / name)
         outputs.append(predict_from(tmp_path / name))
-        np.testing.assert_allclose(outputs[-1], trainer.predict(dataset()), rtol=1e-6)
+        assert relative_difference(outputs[-1], trainer.predict(dataset())) <= 1e-6  # a file runs other, unfused operations
         if name == "model":
             (tmp_path / name / "left_over").touch()
     assert not np.allclose(*outputs, rtol=1e-3)
