@@ -96,7 +96,7 @@ def test_an_export_is_replaced_whole_even_behind_a_link(name, tmp_path):
         trainer.fit(dataset(), steps=steps)
         trainer.export(tmp_path / name)
         outputs.append(predict_from(tmp_path / name))
-        assert relative_difference(outputs[-1], trainer.predict(dataset())) <= 1e-6  # a file runs other, unfused operations
+        assert relative_difference(outputs[-1], trainer.predict(dataset())) <= 1e-6  # its operations are not fused
         if name == "model":
             (tmp_path / name / "left_over").touch()
     assert not np.allclose(*outputs, rtol=1e-3)
