@@ -9,6 +9,7 @@ A file has its name when it is whole: a store of objects writes each whole or no
 under another name and moved. Retries, timeouts, credentials and limits of the package of a file system come before.
 """
 
+import hashlib
 import os
 import random
 import re
@@ -62,6 +63,10 @@ class RemoteDirectory:
         self._is_store = bool(_OBJECT_STORES & self._protocols)
         self._token = secrets.token_hex(4)
         self._has_named_keys = False  # in the log
+
+    def identify(self) -> str:
+        """Returns a text that differs between the directory and its copy: a digest of the URL."""
+        return hashlib.sha256(self.url.encode()).hexdigest()
 
     def list(self, below: str = "") -> dict[str, int]:
         """Returns the size of each file below a directory, by its path there; none if the directory is not there.

@@ -8,8 +8,8 @@ thread touches it every 5 seconds; in a bucket it is written again every 10, wit
 ended without releasing it, the next one replaces it:
 
 - on the same host at once: its number belongs to no process, or to one with another start;
-- on another host, after another boot or in another container, when the file was not touched for 30 seconds, in a bucket
-  60, by the clock of the process that waits for it and says so.
+- on another host, after another boot, in another container or in a copy of the directory, when the file was not touched
+  for 30 seconds, in a bucket 60, by the clock of the process that waits for it and says so.
 
 Workers that a launcher started again have a higher number of their membership: the new chief takes the lock from one of
 an older membership, whether that is alive or not, and an older one is refused.
@@ -29,7 +29,7 @@ import time
 import uuid
 from typing import Any, NamedTuple
 
-from distloop.atomic_files import open_at_once, start_ticks
+from distloop.atomic_files import identify_directory, open_at_once, start_ticks
 from distloop.distributed.notes import find_membership
 from distloop.monitoring.console import say
 from distloop.monitoring.records import parse_json
@@ -55,6 +55,7 @@ class Holder(NamedTuple):
     since: float  # when it took the lock; Unix, seconds
     launch: str = ""  # the name of its launcher; empty: there is none
     membership: int = 0  # the number of the launcher's start
+    place: str = ""  # where the locked directory is, by `identify`; empty: unknown
 
     def __str__(self) -> str:
         is_here = self.token in held and self.process == os.getpid()
@@ -84,6 +85,13 @@ class DiskDirectory:
     def __init__(self, path: str):
         """Touches no disk."""
         self._path = path
+
+    def identify(self) -> str:
+        """Returns a text that differs between the directory and its copy; makes the directory if it is missing."""
+        with contextlib.suppress(OSError):
+            os.makedirs(self._path, exist_ok=True)
+            return identify_directory(self._path)
+        return ""
 
     def read(self, name: str) -> bytes | None:
         """Returns the first bytes of a file, none of a link or a pipe; None: there is no file.
@@ -173,7 +181,7 @@ class RunLock:
             ValueError: if another process has it, or the workdir cannot be written to.
             OSError: if a bucket cannot be written to.
         """
-        holder = _this_process()
+        holder = _this_process(self._directory.identify())
         held.add(holder.token)
         try:
             self._acquire(holder)
@@ -298,12 +306,12 @@ def is_held(workdir: str) -> bool:
     return holder is not None and holder.machine == _machine() and start_ticks(holder.process) == holder.start
 
 
-def _this_process() -> Holder:
+def _this_process(place: str) -> Holder:
     """Returns what a lock's file holds while this process has the lock, with a new token."""
     number, membership = os.getpid(), find_membership()
     launch = (membership.launch, membership.number) if membership else ("", 0)
     start = start_ticks(number) or ""
-    return Holder(uuid.uuid4().hex, socket.gethostname(), _machine(), number, start, time.time(), *launch)
+    return Holder(uuid.uuid4().hex, socket.gethostname(), _machine(), number, start, time.time(), *launch, place)
 
 
 def _is_alive(own: Holder, holder: Holder | None) -> bool | None:
@@ -312,7 +320,8 @@ def _is_alive(own: Holder, holder: Holder | None) -> bool | None:
         return None
     if _has_newer_membership(own, holder) or _has_newer_membership(holder, own):
         return _has_newer_membership(holder, own)
-    if (holder.host, holder.machine) != (own.host, own.machine):
+    is_copied = holder.place and own.place and holder.place != own.place  # with its directory
+    if is_copied or (holder.host, holder.machine) != (own.host, own.machine):
         return None
     if holder.process == own.process:
         return holder.token in held  # else of a process with the same number, or of this one before `exec`

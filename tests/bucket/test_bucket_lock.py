@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import time
 
 import pytest
@@ -77,3 +78,10 @@ def test_who_failed_after_the_lock_was_written_may_take_it_again(directory, monk
         lock_of(directory).__enter__()
     with lock_of(directory):
         pass
+
+
+def test_the_lock_of_a_run_that_was_copied_is_free_when_it_shows_no_sign_of_life(directory, tmp_path):
+    with lock_of(directory) as original:
+        shutil.copytree(tmp_path / "run", tmp_path / "copied")
+        with lock_of(RemoteDirectory(f"file://{tmp_path}/copied")):
+            original.verify()

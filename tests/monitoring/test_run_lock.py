@@ -302,3 +302,12 @@ def test_a_killed_program_is_followed_at_once(tmp_path):
     assert result.stdout == "held\n" and os.listdir(tmp_path) == ["run.lock"], result.stderr
     with RunLock(str(tmp_path)):
         assert holder_of(tmp_path)["process"] == os.getpid()
+
+
+def test_the_lock_of_a_workdir_does_not_lock_its_copy(tmp_path, soon):
+    with RunLock(str(tmp_path / "run")):
+        shutil.copytree(tmp_path / "run", tmp_path / "copy")
+        with RunLock(str(tmp_path / "copy")):
+            assert holder_of(tmp_path / "copy")["place"] != holder_of(tmp_path / "run")["place"] != ""
+        with pytest.raises(ValueError, match="is being written to by another fit of this process"):
+            RunLock(str(tmp_path / "run")).__enter__()

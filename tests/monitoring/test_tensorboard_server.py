@@ -96,7 +96,7 @@ def test_tensorboard_shows_every_kind(sweep, site, is_fast):
         texts = {name: ask("plugin/text/text", run="a", tag=f"run/{name}")[0]["text"] for name in ("config", "model")}
         assert "<td><code>clip_norm</code></td>\n<td><code>1.0</code></td>" in texts["config"]
         assert "net/hidden/kernel" in texts["model"] and "[8, 16]" in texts["model"]
-        assert "<th>size</th>" in texts["model"]
+        assert all(f"<th>{name}</th>" in texts["model"] for name in ("size", "mean", "deviation"))
         for where, tag in ((run, "shown/pictures"), (test, "confusion")):
             (*_, last) = ask("plugin/images/images", run=where, tag=tag, sample=0)
             assert ask(f"plugin/images/individualImage?{last['query']}&x=")[:4] == b"\x89PNG"
