@@ -15,6 +15,7 @@ import pathlib
 import platform
 import subprocess
 import sys
+import textwrap
 import xml.etree.ElementTree as xml
 from collections.abc import Sequence
 
@@ -44,9 +45,9 @@ four at once.
 | tests | what they try | cases | failed | skipped | seconds |
 | --- | --- | --- | --- | --- | --- |
 """
-AGAIN = """
-Once more on virtual CPUs that add as GPUs do, by TensorFlow's collectives: {total:,} tests of {folders}
-in {minutes:.0f} minutes, {failed} failed, {skipped} were skipped.
+AGAIN = """\
+Once more on virtual CPUs that add as GPUs do, by TensorFlow's collectives: {total:,} tests of {folders} in \
+{minutes:.0f} minutes, {failed} failed, {skipped} were skipped.
 """
 
 _ONLY = flags.DEFINE_list("only", [], f"Parts to run, also again: {', '.join(PARTS)}. Empty: what this commit lacks.")
@@ -127,7 +128,8 @@ def render(results: pathlib.Path) -> str:
             place, describe(place), secs, **of_place.counts()
         )
     folders = ", ".join(f"`{place}`" for place in sorted({test.place for test in again.tests}))
-    text += AGAIN.format(folders=folders, minutes=again.secs / 60, **again.counts())
+    said = AGAIN.format(folders=folders, minutes=again.secs / 60, **again.counts())
+    text += f"\n{textwrap.fill(said, 120)}\n"
     failed = [f"- `{test.name}`" for test in [*first.tests, *again.tests] if test.outcome == "failed"]
     missing = [f"- {part}, not all tests of it" for part in PARTS if not (results / f"{part}.xml").exists()]
     for title, lines in [("Failed", failed), ("Not run", missing)]:
