@@ -63,6 +63,9 @@ class _Delivery:
 
     def open(self, settings: Mapping[str, Any]) -> None:
         """Opens the writer."""
+        if self.note["id"] is None and hasattr(self._writer, "new_run_id"):
+            self.note["id"] = self._writer.new_run_id()
+            self._save()
         if hasattr(self._writer, "open"):
             self.note["id"] = self._writer.open(settings, self.note["id"])
         if (last_step := getattr(self._writer, "last_step", None)) is not None:

@@ -57,6 +57,10 @@ class Writer(Protocol):
     name: str = ""
     last_step: int | None = None
 
+    def new_run_id(self) -> str | None:
+        """Returns the `run_id` for the first `open` of a run; a kill before the end of `open` does not lose it."""
+        return None
+
     def open(self, settings: Mapping[str, Any], run_id: str | None) -> str | None:
         """Prepares for the rows of a call of `fit`.
 

@@ -12,6 +12,7 @@ import json
 import os
 import pathlib
 import re
+import secrets
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -55,6 +56,10 @@ class WandbWriter:
         self._run: Any = None
         self._exit_code = 0
         self.last_step: int | None = None
+
+    def new_run_id(self) -> str:
+        """Returns the id of a new run."""
+        return secrets.token_hex(4)
 
     def open(self, settings: Mapping[str, Any], run_id: str | None) -> str:
         """Begins a run, or goes on with one; returns its id."""

@@ -443,3 +443,10 @@ def test_what_is_no_writer_is_refused_before_the_run():
         with pytest.raises(ValueError, match=sentence):
             check_writers(given)
     check_writers([Rows("a"), Rows("b")])
+
+
+def test_a_run_that_a_writer_has_not_begun_has_an_id_before_it_does(tmp_path):
+    with pytest.raises(ValueError, match="cannot be opened"):
+        deliver([Rows(new_run_id=lambda: "new", open=raising(RuntimeError("killed")))], [1], tmp_path)
+    deliver([writer := Rows(new_run_id=lambda: "another")], [1], tmp_path)
+    assert writer.opened[0][1] == "new"
