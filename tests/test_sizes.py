@@ -12,7 +12,7 @@ FILES = {str(path.relative_to(ROOT / "distloop")): path for path in sorted((ROOT
 MAX_FILE_LINES, MAX_CLASS_LINES, MAX_FUNCTION_LINES, MAX_POSITIONAL = 400, 250, 45, 6
 MAX_GUIDE_LINES = 285
 MAX_FOLDER_FILES = 16
-MAX_PACKAGE_FILES, MAX_PACKAGE_LINES = 194, 41242
+MAX_PACKAGE_FILES, MAX_PACKAGE_LINES = 194, 41243
 
 # What is larger, and how large it is: make it smaller and lower the number, or remove the line.
 EXCEPTIONS = {

@@ -78,7 +78,8 @@ def trace_on_gpus(model_fn: Callable[[], ModelSpec], config: Config, data: Data,
         function = pass_over._run.get_concrete_function(source.new_iterator(), source.layout, *limits)
         found.append(look(function.graph, "evaluation"))
         if state.spec.predict_fn is not None:
-            function = Predictor(state)._loop()._run.get_concrete_function(source.new_iterator(), source.layout)
+            predict = Predictor(state)._loop()._run_many  # which joins the outputs of several batches
+            function = predict.get_concrete_function(source.new_iterator(), source.layout, limits[1])
             found.append(look(function.graph, "prediction"))
     return found
 

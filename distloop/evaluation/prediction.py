@@ -55,10 +55,10 @@ class PredictLoop:
         self._row_specs: Any = None  # of each output, on several workers, once a step was traced
         self._step = compiled(self._predict_batch, eager, name="prediction")  # one trace for its several callers
         self._run = compiled(lambda iterator, layout: self._step(shards.next_batch(iterator, layout), layout), eager)
-        run_many = compiled(self._predict_batches, eager)
+        self._run_many = compiled(self._predict_batches, eager)
         with tf.device(HOST):
-            limit = tf.constant(_MAX_JOINED_SECS, tf.float64)
-        self._run_many = lambda *data: run_many(*data, limit)
+            most_secs = tf.constant(_MAX_JOINED_SECS, tf.float64)
+        self._run_joined = lambda *data: self._run_many(*data, most_secs)
 
     def trace(self, source: Source) -> None:
         """Traces the outputs for a batch, which runs nothing; `predict` uses the trace."""
@@ -91,7 +91,7 @@ class PredictLoop:
             if source.info.num_batches is None:
                 run = self._run_if_all_have_a_batch
         elif is_joined and not limit:
-            run = self._run_many
+            run = self._run_joined
         for piece in range(limit) if limit else itertools.count():
             if piece and stop_requests is not None:
                 workers.agree_to_go_on(self._strategy, stop_requests, int(self._state.step))
