@@ -147,11 +147,11 @@ class Upload:
                 self._send_checkpoint(path)
             else:
                 self._send_file(path)
-        except FileNotFoundError:
-            return  # the run has deleted it
         except LockLost:
             raise
         except Exception as error:  # a full disk too
+            if isinstance(error, FileNotFoundError) and tree.stamp_of(os.path.join(self._root, path)) != stamp:
+                return  # the run has deleted it
             self._note_refusal(path, error)
             return
         self._state.uploaded[path] = stamp

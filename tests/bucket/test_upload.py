@@ -216,6 +216,15 @@ def test_a_checkpoint_that_the_bucket_refuses_keeps_no_other_one_back(root, monk
     assert upload.finish() == [] and steps_there() == [30]
 
 
+def test_a_checkpoint_with_a_file_that_cannot_be_read_keeps_no_other_one_back(root, monkeypatch):
+    monkeypatch.setattr(uploading, "STALLED_SECS", 0.5)
+    save(root, 10, 20)
+    (root / "checkpoints/20/notes").symlink_to(root / "gone")
+    upload = started(root)
+    upload.wait_for(10)
+    assert upload.finish() == ["checkpoints/20"] and "No such file" in upload.failure and steps_there() == [10]
+
+
 def test_a_checkpoint_that_the_bucket_refuses_keeps_no_old_one_there(root, monkeypatch):
     save(root, 10, 20, best={"score": [20]})
     refuse(monkeypatch, "checkpoints/20/")
