@@ -35,7 +35,8 @@ ON_TWO = ["gan", "pipeline", "wide_mlp"]  # replicas; the others run on one
 
 
 def run(*arguments, cwd=None):
-    if arguments[0] == "-m":
+    """Runs a program to its end, a file or module in a fork, and returns what it prints."""
+    if arguments[0] != "-c":
         result = forked.run(arguments, env=os.environ, timeout=300)
     else:
         result = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=300, cwd=cwd)
@@ -58,6 +59,7 @@ def test_an_experiment_runs(name, tmp_path):
     assert [row["step"] for row in rows] == [3, 6]
 
 
+@pytest.mark.wide
 def test_three_commands_find_a_bad_example_as_the_page_says(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     page = (FOLDER / "bad_example.py").read_text()
@@ -183,7 +185,7 @@ def test_the_promised_program_runs_as_written(tmp_path, monkeypatch):
     (tmp_path / "promised.py").write_text(PROGRAM.replace("EXPORT", repr(str(export))))
     monkeypatch.setenv("PYTHONPATH", os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     flags = [f"--workdir={tmp_path / 'run'}", "--strategy=mirrored", "--num_devices=2", "--steps=150"]
-    out = run(tmp_path / "promised.py", *flags, cwd=tmp_path)
+    out = run(tmp_path / "promised.py", *flags)
     assert float(out.split("'accuracy': ")[1].split("}")[0].split(",")[0]) >= 0.95
     loads = f"""
         import sys, numpy as np, tensorflow as tf

@@ -653,12 +653,16 @@ def test_the_error_is_about_the_update_that_may_not_overflow_again(make_config, 
 
 # boundaries -------------------------------------------------------------------------------------------------------
 
-BY_STEPS = dict(log_every=7, eval_every=3, steps_per_loop=2)
-BY_THE_CLOCK = dict(log_every="2 s", eval_every="25 %", checkpoint_every="1 s")
+CUTS = {
+    "by both": dict(log_every=7, eval_every="25 %", checkpoint_every="1 s", steps_per_loop=2),
+    "by steps": dict(log_every=7, eval_every=3, checkpoint_every=9, steps_per_loop=2),
+    "by the clock": dict(log_every="2 s", eval_every="25 %", checkpoint_every="1 s"),
+}
 
 
 @pytest.mark.slow
-def test_how_a_run_is_cut_changes_no_bit(monkeypatch, tmp_path):
+@pytest.mark.parametrize("cut", mostly_wide(CUTS))
+def test_how_a_run_is_cut_changes_no_bit(cut, monkeypatch, tmp_path):
     def run(**cut):
         trainer = distloop.Trainer(classifier(dropout=0.5, batch_norm="local", l2=0.1), on(2, average_decay=0.9, **cut))
 
@@ -672,9 +676,9 @@ def test_how_a_run_is_cut_changes_no_bit(monkeypatch, tmp_path):
 
     monkeypatch.setattr(loop, "time", problems.seconds_of_one_loop())
     expected = run()
-    assert_equal(run(**BY_STEPS), expected)
-    monkeypatch.setattr(loop, "_LOOP_SECS", 0.0)  # every loop ends after its first step
-    assert_equal(run(workdir=str(tmp_path), **BY_THE_CLOCK), expected)
+    if cut != "by steps":
+        monkeypatch.setattr(loop, "_LOOP_SECS", 0.0)  # every loop ends after its first step
+    assert_equal(run(workdir=str(tmp_path), **CUTS[cut]), expected)
     assert len(list((tmp_path / "checkpoints").iterdir())) == 3  # besides the last one: saved by the clock
 
 
@@ -722,7 +726,7 @@ def test_float16_how_a_run_is_cut_changes_no_bit_nor_the_loss_scale():
     expected = run()
     assert expected["skipped_steps@0"] > 0  # the scale went up until the gradients overflowed, and down again
     assert expected["loss_scale/@0"] != 2.0**14
-    assert_equal(run(**BY_STEPS), expected)
+    assert_equal(run(**CUTS["by steps"]), expected)
 
 
 @pytest.mark.wide

@@ -65,7 +65,7 @@ def test_a_failed_check_is_printed_and_the_others_still_run(monkeypatch, capsys)
     assert output[2] == "1 passed, 1 failed, 0 skipped"
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_weights_that_differ_are_a_failure(monkeypatch, capsys):
     monkeypatch.setattr(smoke, "_TOLERANCE", -1.0)
     monkeypatch.setattr(smoke, "_CHECKS", {"replicas": smoke._replicas})

@@ -243,7 +243,7 @@ def test_epochs_include_the_odd_last_batch_batches_are_those_of_replicas_and_cha
     assert trainer.step == 10
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_arrays_build_a_model_are_audited_and_have_a_learning_rate_found():
     rows = classification(67)
     trainer = distloop.Trainer(classifier(), on(1, batch_size=16))

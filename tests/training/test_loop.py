@@ -206,15 +206,15 @@ def test_place_and_step_agree_after_an_error_at_one_of_the_rows_of_a_loop(error,
 
     data = distloop.make_dataset(classification(64), 4, shuffle=True)
     whole, run, again = trainer("whole"), trainer("run"), trainer("run")
-    whole.fit(data, steps=3000)
+    whole.fit(data, steps=900)
     with pytest.raises(type(error)):
-        run.fit(data, steps=2000, actions=[Fails(error)])
+        run.fit(data, steps=600, actions=[Fails(error)])
     assert run.step > 10  # there were several rows
     run.save()
     (step,) = os.listdir(tmp_path / "run" / "checkpoints")
     notes = json.loads((tmp_path / "run" / "checkpoints" / step / "manifest.json").read_text())["notes"]
     assert int(step) == notes["input"]["batches"] == run.step and notes["window"]["steps"] == 0
-    again.fit(data, steps=3000)
+    again.fit(data, steps=900)
     assert_equal(weights(again), weights(whole))
 
 

@@ -42,6 +42,7 @@ def runs_xla(trainer):
     return any("_XlaMustCompile" in node.attr for f in graph.as_graph_def().library.function for node in f.node_def)
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_compiled_step_draws_and_measures():
     trainer, found = train(1, classifier(dropout=0.5, metrics=True), jit_compile=True)
