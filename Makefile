@@ -9,8 +9,9 @@ READY := $(VENV)/.ready
 BIN := $(VENV)/bin
 
 # Four files of tests at a time on two cores: the longest ones wait for other processes most of the time.
-# A process that dies ends them all: xdist would wait for ever for the tests that it had.
-SIDE_BY_SIDE := --numprocesses=4 --dist=loadfile --no-loadscope-reorder --max-worker-restart=0
+# A process that dies ends them all: xdist would wait for ever for the tests that it had. At its end pytest would collect
+# garbage, to warn of errors in destructors, and wait half a minute for old iterators of TensorFlow.
+SIDE_BY_SIDE := --numprocesses=4 --dist=loadfile --no-loadscope-reorder --max-worker-restart=0 -p no:unraisableexception
 
 # TensorFlow reports every missing GPU library as an error; what goes wrong in Python is told all the same.
 export TF_CPP_MIN_LOG_LEVEL ?= 3

@@ -205,7 +205,7 @@ def test_evaluating_and_predicting_do_not_touch_the_loss_scale():
 
 # The loss-scale optimizer in a loop written by hand ------------------------------------------------------------------
 
-REPLICAS = pytest.mark.parametrize("replicas", [1, 2])
+REPLICAS = pytest.mark.parametrize("replicas", mostly_wide([2, 1]))
 
 OPTIMIZERS = {
     "SGD": lambda: keras.optimizers.SGD(0.125),
@@ -389,7 +389,7 @@ def test_a_scale_that_is_not_dynamic_never_changes_and_still_skips(replicas):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scale", [1.0, 2.0**15])
-@pytest.mark.parametrize("replicas", [1, 2])
+@REPLICAS
 def test_gradients_too_small_for_float16_arrive_with_the_scale(replicas, scale):
     strategy = strategies.make_strategy(on(replicas))
     with strategy.scope():
@@ -451,7 +451,7 @@ def test_the_inner_optimizer_clips_the_summed_and_unscaled_gradient(norm, replic
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("replicas", [1, 2])
+@REPLICAS
 def test_variables_without_a_gradient_are_left_out(replicas):
     loop = Loop(scaling("momentum"), replicas)
     loop.step(good(replicas))
