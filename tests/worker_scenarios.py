@@ -226,7 +226,7 @@ def told(make, workdir):
     workdir = os.path.join(workdir, "told")
 
     def fit(*commands):
-        model_fn = classifier(dropout=0.3, batch_norm="local", metrics=True)
+        model_fn = classifier(dropout=0.3, batch_norm="local")
         trainer = make(model_fn, workdir=workdir, checkpoint_every=4, keep_checkpoints=9, average_decay=0.9)
 
         def act(report):
