@@ -233,7 +233,7 @@ def test_sigterm_to_the_last_worker_in_an_evaluation_saves_and_stops_all(on_work
     for result in results["interrupts"]:
         assert int(result["code"]) == 75 and int(result["step"]) == 8 and result["local/is_left"]
     assert os.listdir(out / "interrupts" / "checkpoints") == ["8"]
-    lines = launcher.stdout.splitlines()
+    lines = (launcher.stdout + launcher.stderr).splitlines()
     assert "[worker 1] distloop: Stopping: saving after this step. Send SIGTERM again to quit now." in lines
     interrupted = "distloop: Interrupted by worker 1 at step 8, checkpoint saved. Run the same command to resume."
     assert f"[worker 0] {interrupted}" in lines
