@@ -135,8 +135,9 @@ def become(arguments: Sequence[str], env: Mapping[str, str]) -> None:
             sys.path.insert(0, os.path.dirname(arguments[0]))
             sys.argv = list(arguments)
             runpy.run_path(arguments[0], run_name="__main__")
-    except Exception:  # as the interpreter does, and not as multiprocessing would
-        sys.excepthook(*sys.exc_info())
+    except Exception as error:  # as the interpreter does, without this frame, and not as multiprocessing would
+        program = error.with_traceback(error.__traceback__.tb_next)
+        sys.excepthook(type(program), program, program.__traceback__)
         sys.exit(1)
     finally:
         threading._shutdown()  # waits for threads

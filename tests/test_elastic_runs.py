@@ -29,12 +29,12 @@ def alone(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("pause_secs", "second", "numbers"),
-    # Numbers of workers: the place counts as there; the one left goes on.
-    mostly_wide([(0.5, 25, [2, 2]), (8.0, 14, [1, 1, 2])]),
+    ("pause_secs", "second", "step_secs", "numbers"),
+    # Numbers of workers: the place counts as there; the one left goes on, and the other comes back before the end.
+    mostly_wide([(0.5, 25, 0.15, [2, 2]), (8.0, 14, 0.25, [1, 1, 2])]),
 )
 def test_whichever_workers_fall_or_come_every_example_counts_once_and_the_weights_are_those_of_one_process(
-    pause_secs, second, numbers, alone, tmp_path
+    pause_secs, second, step_secs, numbers, alone, tmp_path
 ):
     generator = random.Random(0)
     setting = Setting("elastic", 2, checkpoint_every=4, pause_secs=pause_secs)
@@ -45,7 +45,7 @@ def test_whichever_workers_fall_or_come_every_example_counts_once_and_the_weight
     ]
     plan = Plan(0, 0, setting, (Life(tuple(strikes)),))
     two = rounds.run_undisturbed(setting.reference, str(tmp_path / "two"))
-    events = rounds.run_round(plan, str(tmp_path / "elastic"))
+    events = rounds.run_round(plan, str(tmp_path / "elastic"), step_secs=step_secs)
     outputs = read_outputs(str(tmp_path / "elastic"), 1)
     assert checker.check(plan, events, outputs, two) == []
     for run in (events, two):

@@ -1,8 +1,6 @@
 """Errors of a failed operation, as one sentence for users."""
 
 import os
-import subprocess
-import sys
 import traceback
 
 import keras
@@ -13,6 +11,7 @@ import tensorflow as tf
 import distloop
 from distloop import errors
 from distloop.data.source import Source
+from tests import forked
 from tests.problems import batch_taker, classification, classifier, mirrored, on
 
 
@@ -301,7 +300,7 @@ def main(_):
 app.run(main)
 """
     )
-    result = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=120)
+    result = forked.run([program], env=os.environ, timeout=120)
     _, _, shown = result.stderr.partition("Traceback")
     lines = shown.splitlines()
     assert lines[-1].startswith('ValueError: loss_fn returned "loss" of shape []') and len(lines) <= 6

@@ -325,6 +325,7 @@ def test_a_worker_that_exits_early_ends_the_others(start, workdir):
     newest(workdir)
 
 
+@pytest.mark.wide
 def test_sigterm_to_one_worker_saves_and_stops_all(start, workdir):
     asked = eight_steps_on(workdir)
     workers = start(workdir, "SIGTERM,1")

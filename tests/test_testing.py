@@ -41,8 +41,9 @@ def test_a_function_runs_on_devices_of_a_process_of_its_own():
 
 
 @pytest.mark.slow
-def test_a_function_runs_in_each_worker():
-    results = testing.run_in_workers(count_devices_and_replicas, 2, 0, devices_per_worker=2)
+@pytest.mark.parametrize("run_in_workers", mostly_wide([forked.run_in_workers, testing.run_in_workers]))
+def test_a_function_runs_in_each_worker(run_in_workers):
+    results = run_in_workers(count_devices_and_replicas, 2, 0, devices_per_worker=2)
     assert results == [(2, 4, 0), (2, 4, 1)]
 
 

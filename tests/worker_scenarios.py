@@ -69,9 +69,12 @@ def replicas(make, workdir):
 
 
 def sharded(make, workdir):
-    """Slots and averages on one device of all workers; a step is skipped. Each worker tells the bytes that it has."""
+    """Slots and averages on one device of all workers. Each worker tells the bytes that it has.
+
+    A step is skipped, in which the last row of the batch, of the last worker's shard, is not finite.
+    """
     rows = classification(ROWS)
-    rows["x"][33] = np.inf
+    rows["x"][47] = np.inf
     with (
         in_small_messages(),
         unittest.mock.patch.object(variable_parts, "_SMALLEST_ROW", 48),  # one variable is cut between rows
@@ -129,20 +132,21 @@ def two_updates(make, workdir):
     return weights(trainer) | numbers(metrics)
 
 
-def tables(make, workdir):
-    """A sparse gradient, of which replicas have unequal parts; and one summed over microbatches."""
-    found = {}
-    for rows, microbatches in ((10, 1), (24, 2)):
-        merged = []
-        with (
-            unittest.mock.patch.object(gradients, "LARGEST_PACKED_BYTES", 64),
-            unittest.mock.patch.object(sparse_packing, "merge", test_tables.recorded(merged)),
-        ):
-            trainer = make(test_tables.model_fn(("lazy",)), microbatches=microbatches)
-            trainer.fit(test_tables.data(2 * rows, rows, drop_remainder=True), steps=4)
-        assert merged, "the gradient was dense"
-        found |= {f"{microbatches}/{name}": value for name, value in test_tables.values_of(trainer).items()}
-    return found
+def tables(make, workdir, rows=10, microbatches=1):
+    """A sparse gradient, of which replicas have unequal parts."""
+    merged = []
+    with (
+        unittest.mock.patch.object(gradients, "LARGEST_PACKED_BYTES", 64),
+        unittest.mock.patch.object(sparse_packing, "merge", test_tables.recorded(merged)),
+    ):
+        trainer = make(test_tables.model_fn(("lazy",)), microbatches=microbatches)
+        trainer.fit(test_tables.data(2 * rows, rows, drop_remainder=True), steps=4)
+    assert merged, "the gradient was dense"
+    return test_tables.values_of(trainer)
+
+
+def tables_in_microbatches(make, workdir):
+    return tables(make, workdir, rows=24, microbatches=2)
 
 
 def float16(make, workdir):
@@ -222,7 +226,8 @@ def told(make, workdir):
     workdir = os.path.join(workdir, "told")
 
     def fit(*commands):
-        trainer = make(classifier(dropout=0.3), workdir=workdir, checkpoint_every=4, keep_checkpoints=9)
+        model_fn = classifier(dropout=0.3, batch_norm="local")
+        trainer = make(model_fn, workdir=workdir, checkpoint_every=4, keep_checkpoints=9, average_decay=0.9)
 
         def act(report):
             for command in commands if trainer.workers.is_chief and report.step == 5 else ():
@@ -290,18 +295,19 @@ def rollback(make, workdir):
     return weights(trainer)
 
 
-def evaluation(make, workdir):
+def evaluation(make, workdir, size=5):
     trainer = make(classifier(is_weighted=True, metrics=True, batch_norm="synchronized"))
-    results = {}
-    for size in (5, 100):
-        results |= {f"{size}/{name}": value for name, value in numbers(trainer.evaluate(batches(size))).items()}
     before = everything(trainer)
-    trainer.evaluate(batches())
+    results = numbers(trainer.evaluate(batches(size)))
     assert not different(everything(trainer), before)["local/different"].size
     return results
 
 
-def prediction(make, workdir):
+def evaluation_in_one_batch(make, workdir):
+    return evaluation(make, workdir, size=100)
+
+
+def prediction(make, workdir, size=5):
     def model_fn():
         spec = classifier()()
 
@@ -313,10 +319,7 @@ def prediction(make, workdir):
 
     trainer = make(model_fn)
     rows = {**classification(ROWS), "row": np.arange(ROWS)}
-    results = {}
-    for size in (5, 100):
-        outputs = trainer.predict(distloop.make_dataset(rows, size))
-        results |= {f"{size}/{name}": value for name, value in outputs.items()}
+    results = dict(trainer.predict(distloop.make_dataset(rows, size)))
     trainer.predict(distloop.make_dataset(rows, 16), path=os.path.join(workdir, "predictions"), batches=3)
     trainer.workers.barrier()
     results["first rows"] = np.load(os.path.join(workdir, "predictions", "row.npy"))  # [48]
@@ -324,6 +327,10 @@ def prediction(make, workdir):
     evals = {"all": distloop.Evaluation(data, rows_fn=lambda outputs: {"value": outputs["row"] @ np.arange(ROWS)})}
     results["value of all rows"] = np.array(trainer.fit(data, steps=1, evals=evals)["all/value"])
     return results
+
+
+def prediction_in_one_batch(make, workdir):
+    return prediction(make, workdir, size=100)
 
 
 def shards(make, workdir):
@@ -458,7 +465,7 @@ def exchange(make, workdir):
 
     trainer.fit(batches(), steps=2, actions=[every(2, share)])
     before = len(os.listdir("/proc/self/task"))
-    trainer.fit(batches(), steps=302)
+    trainer.fit(batches(), steps=102)
     results["local/new threads"] = np.array(len(os.listdir("/proc/self/task")) - before)
     trainer.workers.barrier()
     index = trainer.workers.index
@@ -548,9 +555,10 @@ def bits_of(case, make, workdir, steps, **settings):
 
 
 SCENARIOS = [
-    exchange, differences, replicas, sharded, synchronized_norm, two_updates, tables, float16, statistics_and_seeds,
-    resume, phases, told, elastic, tokens, position, mixed_rows, rollback, evaluation, prediction, shards, equal_shards,
-    stops, interrupts, files, bits, bits_of_float16,
+    exchange, differences, replicas, sharded, synchronized_norm, two_updates, tables, tables_in_microbatches, float16,
+    statistics_and_seeds, resume, phases, told, elastic, tokens, position, mixed_rows, rollback, evaluation,
+    evaluation_in_one_batch, prediction, prediction_in_one_batch, shards, equal_shards, stops, interrupts, files, bits,
+    bits_of_float16,
 ]  # fmt: skip
 
 

@@ -33,7 +33,13 @@ def run_undisturbed(setting, directory):
 
 
 def run_round(plan, directory, *, step_secs=None):
-    """Runs a round in a directory of its own and returns its events."""
+    """Runs a round in a directory of its own and returns its events.
+
+    Args:
+        plan: of the round.
+        directory: to be made.
+        step_secs: how long each step takes at least, in a life with faults.
+    """
     if step_secs is None:
         step_secs = ELASTIC_STEP_SECS if plan.setting.placement == "elastic" else STEP_SECS
     os.makedirs(directory)
@@ -49,7 +55,7 @@ def run_round(plan, directory, *, step_secs=None):
         lives = [*plan.lives, *[Life(())] * EXTRA_LIVES]
         for number, life in enumerate(lives):
             running = RunningLife(number, life, plan.setting, log, disk, network)
-            running.run(step_secs)
+            running.run(step_secs if life.strikes else 0.0)
             if checker.is_finished(log.read()):
                 break
             if life.flips_byte:

@@ -10,7 +10,7 @@ import pytest
 import distloop
 from distloop.distributed import notes, workers
 from distloop.training.agreement import require_same_run
-from tests.problems import classification, classifier, mirrored, on
+from tests.problems import classification, classifier, mirrored, mostly_wide, on
 
 
 def test_a_run_is_described_by_its_end_its_lists_and_each_variable_with_what_trains_it(monkeypatch):
@@ -108,17 +108,32 @@ def test_what_cannot_go_on_with_other_workers_is_refused_before_the_first_step(
     settings, is_sharded, sentence, enter, launcher, tmp_path
 ):
     enter()
-    settings, dataset = {"workdir": str(tmp_path), **settings}, sharded if is_sharded else data()
     with pytest.raises(ValueError, match=sentence):
-        fit(dataset, **settings)
+        fit(sharded if is_sharded else data(), **{"workdir": str(tmp_path), **settings})
     launcher.read()
     assert launcher.step is None
-    enter(least=4)  # the number is fixed
-    fit(dataset, **settings)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("virtual_replicas, sizes", [(0, (1, 2, 3, 4)), (4, (1, 2, 4))])
+@pytest.mark.parametrize(
+    ("settings", "is_sharded"),
+    mostly_wide(
+        [
+            ({"resume": False, "replica_batch_size": 8, "batch_size": 0}, True),
+            ({"workdir": ""}, False),
+            ({"resume": False}, False),
+            ({}, True),
+            ({"replica_batch_size": 8, "batch_size": 0}, False),
+        ]
+    ),
+)
+def test_with_a_fixed_number_of_workers_none_of_it_is_refused(settings, is_sharded, enter, tmp_path):
+    enter(least=4)
+    fit(sharded if is_sharded else data(), **{"workdir": str(tmp_path), **settings})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("virtual_replicas, sizes", mostly_wide([(0, (1, 2, 3, 4)), (4, (1, 2, 4))], (4, (1, 2, 4))))
 def test_the_launcher_is_told_when_the_run_can_be_asked_to_leave(enter, launcher, tmp_path, virtual_replicas, sizes):
     enter()
     fit(data(), workdir=str(tmp_path), virtual_replicas=virtual_replicas)
