@@ -57,7 +57,8 @@ def rows_of(workdir):
     return {row["step"]: row["loss"] for row in json_lines(workdir / "metrics.jsonl") if row["step"] % 2 == 0}
 
 
-ERRORS = [pytest.param(step, error) for step in (5, STEPS) for error in (RuntimeError("mine"), KeyboardInterrupt())]
+KINDS = {"an error": RuntimeError("mine"), "Ctrl-C": KeyboardInterrupt()}
+ERRORS = [pytest.param(step, error, id=f"{kind}-{step}") for step in (5, STEPS) for kind, error in KINDS.items()]
 
 
 @pytest.mark.parametrize(("step", "error"), mostly_wide(ERRORS, ERRORS[0], ERRORS[-1]))
