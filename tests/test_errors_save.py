@@ -8,7 +8,7 @@ import tensorflow as tf
 
 import distloop
 from distloop.checkpoints.store import in_workdir
-from tests.problems import assert_equal, classification, classifier, every, json_lines, on, weights
+from tests.problems import assert_equal, classification, classifier, every, json_lines, mostly_wide, on, weights
 
 STEPS = 12
 
@@ -57,8 +57,11 @@ def rows_of(workdir):
     return {row["step"]: row["loss"] for row in json_lines(workdir / "metrics.jsonl") if row["step"] % 2 == 0}
 
 
-@pytest.mark.parametrize("step", [5, STEPS])
-@pytest.mark.parametrize("error", [RuntimeError("mine"), KeyboardInterrupt()], ids=["an error", "Ctrl-C"])
+KINDS = {"an error": RuntimeError("mine"), "Ctrl-C": KeyboardInterrupt()}
+ERRORS = [pytest.param(step, error, id=f"{kind}-{step}") for step in (5, STEPS) for kind, error in KINDS.items()]
+
+
+@pytest.mark.parametrize(("step", "error"), mostly_wide(ERRORS, ERRORS[0], ERRORS[-1]))
 def test_an_action_that_fails_loses_no_step_and_no_row(tmp_path, expected, capsys, step, error):
     action = failing_at(step, error)
     with pytest.raises(type(error)):

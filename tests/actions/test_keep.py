@@ -58,7 +58,6 @@ def data():
             (2, {"shard_optimizer": True}),
         ],
         (2, {}),
-        (3, {"microbatches": 2}),
         (2, {"virtual_replicas": 4, "microbatches": 2}),
     ),
 )

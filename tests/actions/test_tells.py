@@ -15,7 +15,7 @@ import distloop
 from distloop import report
 from distloop.actions import tells
 from tests import forked
-from tests.problems import assert_equal, classification, classifier, everything, on, refused, rows_of
+from tests.problems import assert_equal, classification, classifier, everything, mostly_wide, on, refused, rows_of
 
 pytestmark = pytest.mark.slow
 
@@ -62,9 +62,10 @@ def whole(tmp_path_factory):
     return workdir
 
 
-@pytest.mark.parametrize("when", ["6", "7", "11"])
+@pytest.mark.parametrize("when", mostly_wide(["6 11", "6", "7", "11"]))  # each by a kill
 def test_a_run_that_was_told_something_is_bit_for_bit_its_own_resume(when, whole, tmp_path):
-    assert run(tmp_path, COMMANDS, when).returncode == -signal.SIGKILL
+    for commands, killed in zip([COMMANDS, ""], when.split(), strict=False):
+        assert run(tmp_path, commands, killed).returncode == -signal.SIGKILL
     result = run(tmp_path, "")
     assert result.returncode == 0, result.stderr[-3000:]
     expected, actual = (np.load(workdir / "end.npz") for workdir in (whole, tmp_path))
@@ -75,15 +76,11 @@ def test_a_run_that_was_told_something_is_bit_for_bit_its_own_resume(when, whole
         assert [(row["step"], row["command"]) for row in told] == [(6, command) for command in COMMANDS.split()]
 
 
-def test_what_a_run_is_told_happens_at_the_end_of_the_next_step_and_is_in_its_row(whole, tmp_path):
+def test_what_a_run_is_told_happens_at_the_end_of_the_next_step_and_is_in_its_row(whole):
     rows = {row["step"]: row for row in rows_of(whole)}
     assert [step for step, row in rows.items() if "told" in row] == [6] and rows[6]["told"] == 3
     assert [step for step, row in rows.items() if "test/loss" in row] == [6, 14]
     assert [rows[step]["learning_rate"] for step in (6, 7, 14)] == [np.float32(0.1), 0.5, 0.5]
-    assert run(tmp_path, "").returncode == 0
-    never = {row["step"]: row for row in rows_of(tmp_path)}
-    assert never[6]["loss"] == rows[6]["loss"] and never[8]["loss"] != rows[8]["loss"]  # another rate from step 7 on
-    assert not (tmp_path / "told.jsonl").exists()
 
 
 def trainer_of(workdir, **settings):
@@ -135,7 +132,7 @@ def test_a_resumed_run_acts_at_the_same_step_though_nothing_else_is_due_there(to
     assert_equal(everything(resumed), everything(told))
 
 
-@pytest.mark.parametrize("step", [6, 7, 8, 10])
+@pytest.mark.parametrize("step", mostly_wide([6, 7, 8, 10], 7))
 def test_a_run_that_was_told_another_rate_is_replayed(step, told):
     replayed = trainer_of(told.config.workdir).replay(data(), step=step, steps=12)
     assert not replayed.differences and replayed.learning_rate == (np.float32(0.1) if step <= 6 else 0.5)
@@ -188,11 +185,14 @@ def test_a_rate_that_is_a_schedule_is_refused_and_an_older_command_for_it_change
     assert not (tmp_path / "told.jsonl").exists()
 
 
-def test_a_look_for_commands_is_one_stat_of_a_file(tmp_path, monkeypatch):
+def test_a_run_that_is_told_nothing_looks_once_at_a_boundary_and_trains_at_its_own_rate(told, tmp_path, monkeypatch):
     looks, stat = [], os.stat
     monkeypatch.setattr(tells.os, "stat", lambda path, *more, **named: looks.append(path) or stat(path, *more, **named))
     trainer_of(tmp_path, steps_per_loop=1).fit(data(), steps=12)
     assert [os.path.basename(path) for path in looks if "tell" in str(path)] == ["tell.jsonl"] * 11
+    assert not (tmp_path / "told.jsonl").exists()
+    never, rows = ({row["step"]: row["loss"] for row in rows_of(of)} for of in (tmp_path, told.config.workdir))
+    assert never[6] == rows[6] and never[8] != rows[8]  # another rate from step 7 on
 
 
 def test_a_run_that_does_not_train_acts_on_the_commands_of_the_cookbook_once_it_is_started_again(tmp_path, capsys):

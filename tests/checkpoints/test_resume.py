@@ -49,17 +49,17 @@ def times_of(workdir):
     return {path: path.stat().st_mtime_ns for path in workdir.rglob("*")}
 
 
-def test_running_again_finishes_or_does_nothing_and_returns_the_last_numbers(tmp_path, capsys):
-    first = make_full_trainer(tmp_path, replicas=2)
+@pytest.mark.parametrize("replicas", mostly_wide([1, 2]))
+def test_running_again_finishes_or_does_nothing_and_returns_the_last_numbers(replicas, tmp_path, capsys):
+    first = make_full_trainer(tmp_path, replicas=replicas)
     numbers = first.fit(data(), steps=6, evals={"test": data()})
-    again = make_full_trainer(tmp_path, replicas=2)
+    again = make_full_trainer(tmp_path, replicas=replicas)
     assert again.fit(data(), steps=6) == numbers and "test/loss" in numbers and again.step == 6
     assert "distloop: Already at step 6 of 6: raise steps or use another workdir.\n" in capsys.readouterr().out
     assert_equal(everything(again), everything(first))
-    further = make_full_trainer(tmp_path, replicas=2)
+    further = make_full_trainer(tmp_path, replicas=replicas)
     further.fit(data(), steps=8)
     assert further.step == 8 and saved(tmp_path) == ["6", "8"]
-    replicas = first.strategy.num_replicas_in_sync
     starts = read_starts(tmp_path)
     assert [(start["step"], start["devices"]) for start in starts] == [(0, replicas), (6, replicas)]
     assert starts[0]["restore_secs"] is None and starts[1]["restore_secs"] > 0

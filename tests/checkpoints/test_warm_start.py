@@ -57,14 +57,15 @@ def test_slots_that_begin_as_the_weights_begin_as_the_new_ones(is_sharded, tmp_p
         np.testing.assert_allclose(variable.numpy(), given[variable.path], atol=1e-4)
 
 
-@pytest.fixture
-def run(tmp_path):
-    """A workdir, and the weights that its run ended with."""
-    trainer = make_trainer(workdir=str(tmp_path / "run"))
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A workdir, and the weights that its run ended with; to be read."""
+    workdir = tmp_path_factory.mktemp("run")
+    trainer = make_trainer(workdir=str(workdir))
     for variable in trainer.model.variables:
         variable.assign(np.random.default_rng(7).normal(size=variable.shape))
     trainer.fit(data(), steps=2)
-    return tmp_path / "run", trainer.model
+    return workdir, trainer.model
 
 
 @pytest.mark.slow

@@ -2,9 +2,6 @@
 
 import contextlib
 import json
-import pathlib
-import subprocess
-import sys
 import threading
 import time
 import types
@@ -17,9 +14,8 @@ from distloop.monitoring import deliveries
 from distloop.monitoring.deliveries import Deliveries
 from distloop.monitoring.media import PRCurve, Text
 from distloop.monitoring.writers import RunFile, check_writers
+from tests import forked
 from tests.problems import classification, classifier, on
-
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 class Rows:
@@ -178,8 +174,7 @@ for seed in range(12):
 
 @pytest.mark.slow
 def test_every_row_is_there_in_order_however_often_the_process_is_killed(tmp_path):
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    result = forked.run_program(tmp_path, PROGRAM)
     ends = [line.split() for line in result.stdout.splitlines()]
     assert len(ends) == 12 and {code for *_, code in ends} == {"0"}, result.stderr
     assert sum(int(kills) for _, kills, _ in ends) > 30

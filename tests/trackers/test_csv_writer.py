@@ -3,9 +3,6 @@
 import contextlib
 import csv
 import os
-import pathlib
-import subprocess
-import sys
 
 import pytest
 
@@ -13,8 +10,8 @@ import distloop
 from distloop.actions.write import JsonWriter
 from distloop.monitoring.deliveries import Deliveries
 from distloop.trackers import csv_writer
-
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+from tests import forked
+from tests.problems import mostly_wide
 
 
 def read(path):
@@ -71,7 +68,8 @@ import os, signal, sys, threading, time
 import distloop
 from distloop.actions.write import JsonWriter
 from distloop.monitoring.deliveries import Deliveries
-path, workdir, secs = sys.argv[1:]
+workdir, secs = sys.argv[1:]
+path = workdir + "/rows.csv"
 for attempt in range(1000):
     if not (process := os.fork()):
         with Deliveries([distloop.CsvWriter(path)], workdir).open(0, {}) as opened:
@@ -89,9 +87,9 @@ print(attempt)
 
 
 @pytest.mark.slow
-def test_every_row_is_there_once_however_often_the_process_is_killed(tmp_path):
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "rows.csv"), str(tmp_path), "0.002"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+@pytest.mark.parametrize("secs", mostly_wide(["0.01", "0.002"]))
+def test_every_row_is_there_once_however_often_the_process_is_killed(secs, tmp_path):
+    result = forked.run_program(tmp_path, PROGRAM, secs)
     assert result.returncode == 0 and int(result.stdout) > 3, result.stderr
     rows = read(tmp_path / "rows.csv")
     assert [(int(row["step"]), float(row["loss"])) for row in rows] == [(step, step / 7) for step in range(1, 301)]

@@ -7,7 +7,6 @@ import json
 import os
 import pathlib
 import struct
-import subprocess
 import sys
 
 import pytest
@@ -16,8 +15,7 @@ import distloop
 from distloop import urls
 from distloop.monitoring.deliveries import Deliveries
 from distloop.trackers import trackers
-
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+from tests import forked
 
 # A run of 12 steps with a checkpoint, an evaluation and an image at every fourth, which is killed where it is told to.
 PROGRAM = """
@@ -95,9 +93,9 @@ def run_killed(workdir, tracker, *kills):
         (workdir / "models" / str(step)).mkdir(parents=True)
         (workdir / "models" / str(step) / "saved_model.pb").write_text(f"weights of {step}")
     (workdir / "best.npz").write_text("best")
-    command = [sys.executable, "-c", PROGRAM, str(workdir), tracker, *kills]
+    (path := workdir / "program.py").write_text(PROGRAM)
     environment = {**os.environ, "WANDB_DATA_DIR": str(workdir), "WANDB_SILENT": "true"}
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    result = forked.run([path, workdir, tracker, *kills], env=environment, timeout=240)
     assert result.returncode == 0, result.stderr
 
 

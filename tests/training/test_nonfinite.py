@@ -48,7 +48,7 @@ def make_trainer(how, replicas=1, **settings):
         def loss_fn(batch, training):
             return {"loss": tf.reduce_sum(model(batch["x"], training=training), -1)}
 
-        return distloop.ModelSpec(model, keras.optimizers.Adam(1e-4), loss_fn)
+        return distloop.ModelSpec(model, keras.optimizers.SGD(1e-4, momentum=0.9), loss_fn)
 
     return distloop.Trainer(model_fn, on(replicas, locate_nonfinite=True, **settings))
 
@@ -84,7 +84,6 @@ def line_of(how):
             (1, 1, "mask", "Exp", "forward"),  # a harmless infinity is not the origin
             (2, 1, "distributed", "Exp", "forward"),
         ],
-        (1, 1, "log", "Log", "forward"),
         (1, 1, "mask", "Exp", "forward"),
     ),
 )
@@ -156,7 +155,7 @@ def test_neither_the_search_nor_the_failed_step_changes_anything():
             name="net",
         )
         loss_fn = lambda batch, training: {"loss": tf.reduce_sum(model(batch["x"], training=training), -1)}  # noqa: E731
-        return distloop.ModelSpec(model, keras.optimizers.Adam(1e-4), loss_fn)
+        return distloop.ModelSpec(model, keras.optimizers.SGD(1e-4, momentum=0.9), loss_fn)
 
     rows = classification(32)
     expected = distloop.Trainer(model_fn, on(2, average_decay=0.9))
