@@ -22,6 +22,7 @@ from distloop.urls import is_url
 _PLACES = ("workdir", "config", "resume", "replay")  # settings that say nothing about numbers
 _POSITION = ("batches", "examples", "skipped", "state")  # how far a run is in its data; the rest says which data it is
 _TIMES = frozenset({*OF_THE_MACHINE, "time"})
+_OF_THE_STEP = frozenset({"weight_norm", "learning_rate", "loss_scale", "skipped_steps"})  # no means since the last row
 
 
 @dataclasses.dataclass
@@ -116,13 +117,16 @@ def _settings(paths: Sequence[str], manifests: Sequence[Mapping[int, Any]]) -> d
 
 
 def _compare_rows(paths: Sequence[str], found: Difference) -> None:
-    """Finds the first row that differs, times and what belongs to the machine apart."""
+    """Finds the first row that differs, times, what belongs to the machine and means over other steps apart."""
     files = [os.path.join(path, "metrics.jsonl") for path in paths]
     first, second = ({row["step"]: row for row in records.read_rows(file)} for file in files)
+    begins = [dict(zip(rows, (0, *rows), strict=False)) for rows in map(sorted, (first, second))]
     for step in sorted(first.keys() & second.keys()):
         found.num_rows += 1
         a, b = first[step], second[step]
         names = [name for name in a if name in b and a[name] != b[name]]
+        if begins[0][step] != begins[1][step]:
+            names = [name for name in names if name.rpartition("/")[2] in _OF_THE_STEP]
         if names := [name for name in names if name.rpartition("/")[2] not in _TIMES]:
             found.step, found.numbers = step, {name: (a[name], b[name]) for name in names}
             return
