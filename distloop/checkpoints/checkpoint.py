@@ -186,11 +186,12 @@ def _portable(names: Sequence[str]) -> list[str]:
     prefix = "model/"
     counted = count_unnamed([name.removeprefix(prefix) for name in names if name.startswith(prefix)])
     changed = {old: new for old, new in counted.items() if old != new}
+    of_optimizer = count_unnamed([name for name in names if re.fullmatch(r"optimizer/[^/]+", name)])
     portable = []
     for name in names:
         ends = (name[i + 1 :] for i, letter in enumerate(name) if letter == "/")  # slots and averages end in the name
         end = next((end for end in ends if end in changed), "")
-        portable.append(name.removesuffix(end) + changed.get(end, ""))
+        portable.append(of_optimizer.get(name, name.removesuffix(end) + changed.get(end, "")))
     return portable
 
 
