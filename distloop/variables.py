@@ -352,10 +352,8 @@ def slot_names(optimizer: keras.optimizers.Optimizer, variables: Sequence[Any], 
         prefix = max((p for p in by_prefix if name.startswith(p)), key=len, default="")
         # Variables of the same name have their slots in the same order. Adafactor's have the bare name of a variable.
         owners = (f"{name.removeprefix(prefix)}/{owner}" for owner in by_prefix[prefix])
-        numbered = itertools.chain([name], (f"{name}_{i}" for i in itertools.count(1)))
-        free = next((owner for owner in (owners if prefix else numbered) if owner not in named), None)
-        assert free is not None, f"the optimizer has two variables called {name}"
-        named[free] = slot
+        others = (f"{name}_{i}" if i else name for i in itertools.count())
+        named[next(free for free in itertools.chain(owners, others) if free not in named)] = slot
     return named
 
 

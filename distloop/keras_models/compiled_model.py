@@ -76,12 +76,10 @@ def weights_returned(state: TrainState) -> Iterator[None]:
 
     A warning tells of what others have changed in that model since it was copied or set, which is lost then.
     """
-    model = state.spec.original
-    if model is not None and _known[state.model] != _fingerprint(model):
+    if (model := state.spec.original) is not None and _known[state.model] != _fingerprint(model):
         log.warning(
-            "The weights, the learning rate or what compile was given have changed in the model %r since the Trainer "
-            "has copied or set them: it goes on from its own, and sets the model's weights again at the end; to go on "
-            "from the model's, make a Trainer(from_keras(model)).",
+            "The model %r has changed (weights, learning rate or compile) since the Trainer has copied or set it: it "
+            "goes on from its own, which the model gets at the end; to go on from the model's, make another Trainer.",
             model.name,
         )
     try:
@@ -133,10 +131,8 @@ def _spec_of(model: keras.Model, compiled: keras.Model, optimizer: keras.optimiz
             "where it begins at 0 and not at the weights, and train to others than distloop: call "
             "model.optimizer.build(model.trainable_variables) after compile, which is right for both."
         )
-    for name, value, field in (
-        ("run_eagerly", compiled.run_eagerly, "eager"),
-        ("jit_compile", settings.get("jit_compile"), "jit_compile"),
-    ):
+    jit = settings.get("jit_compile")
+    for name, value, field in (("run_eagerly", compiled.run_eagerly, "eager"), ("jit_compile", jit, "jit_compile")):
         if value is True:
             log.warning("%s=True of compile is left to the Config: set Config(%s=True) for it.", name, field)
     return supervised(

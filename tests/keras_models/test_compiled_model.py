@@ -271,10 +271,10 @@ def test_what_others_have_changed_in_the_model_before_a_fit_is_told_of(trains_be
     trainer = distloop.Trainer(distloop.from_keras(model), on(1))
     for steps in (2, 4) if trains_before else ():
         trainer.fit(batches(X, Y), steps=steps)
-    assert "have changed" not in caplog.text
+    assert "has changed" not in caplog.text
     change(model)
     trainer.fit(batches(X, Y), steps=6)
-    assert "has copied or set them: it goes on from its own" in caplog.text
+    assert "since the Trainer has copied or set it: it goes on from its own" in caplog.text
 
 
 def test_settings_of_compile_that_the_config_has_are_told_of(caplog):
