@@ -348,12 +348,12 @@ def slot_names(optimizer: keras.optimizers.Optimizer, variables: Sequence[Any], 
     named: dict[str, Any] = {}
     for slot in optimizer.variables:
         name = slot.path.rpartition("/")[2]
+        name = "variable" if _UNNAMED.fullmatch(name) else name  # as of Nadam: Keras counts all of the process
         prefix = max((p for p in by_prefix if name.startswith(p)), key=len, default="")
-        # Variables of the same name have their slots in the same order.
-        owners = [f"{name.removeprefix(prefix)}/{owner}" for owner in by_prefix[prefix]] if prefix else [name]
-        free = next((owner for owner in owners if owner not in named), None)
-        assert free is not None, f"the optimizer has two variables called {name}"
-        named[free] = slot
+        # Variables of the same name have their slots in the same order. Adafactor's have the bare name of a variable.
+        owners = (f"{name.removeprefix(prefix)}/{owner}" for owner in by_prefix[prefix])
+        others = (f"{name}_{i}" if i else name for i in itertools.count())
+        named[next(free for free in itertools.chain(owners, others) if free not in named)] = slot
     return named
 
 

@@ -214,6 +214,18 @@ def test_variables_that_share_a_name_or_the_beginning_of_one_have_slots_of_their
     assert named["velocity/w_momentum"].shape == (2,)
 
 
+def test_slots_that_share_a_name_or_have_none_are_named_alike_whatever_the_process_has_made_before():
+    for make_optimizer, some in (
+        (keras.optimizers.Adafactor, {"kernel", "kernel_1", "kernel_2", "kernel_3", "bias"}),  # rows and columns
+        (keras.optimizers.Nadam, {"variable"}),
+    ):
+        found = []
+        for _ in range(2):
+            trained = {name: v for name, v in portable_names(make_model()).items() if v.trainable}
+            found.append(slots_of(make_optimizer(), list(trained.values()), list(trained)))
+        assert some <= found[0].keys() == found[1].keys()
+
+
 def test_parameters_are_counted_by_top_level_layer():
     counts = count_parameters(make_model())
     assert list(counts.values()) == [15, 12, 12, 12]  # dropout has a seed, which is no parameter

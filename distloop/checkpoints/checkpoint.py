@@ -183,14 +183,13 @@ def patiently(read: Callable[[], _T], path: str) -> _T:
 
 def _portable(names: Sequence[str]) -> list[str]:
     """Returns names of values; older versions kept the numbers that Keras gives to variables without a name."""
-    prefix = "model/"
-    counted = count_unnamed([name.removeprefix(prefix) for name in names if name.startswith(prefix)])
-    changed = {old: new for old, new in counted.items() if old != new}
+    counted = count_unnamed([name.removeprefix("model/") for name in names if name.startswith("model/")])
+    of_optimizer = count_unnamed([name for name in names if re.fullmatch(r"optimizer/[^/]+", name)])
     portable = []
     for name in names:
         ends = (name[i + 1 :] for i, letter in enumerate(name) if letter == "/")  # slots and averages end in the name
-        end = next((end for end in ends if end in changed), "")
-        portable.append(name.removesuffix(end) + changed.get(end, ""))
+        end = next((end for end in ends if end in counted), "")
+        portable.append(of_optimizer.get(name, name.removesuffix(end) + counted.get(end, "")))
     return portable
 
 

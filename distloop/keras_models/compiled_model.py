@@ -23,7 +23,7 @@ from distloop.model.spec import ModelSpec, refuse_tf_keras
 from distloop.model.state import TrainState
 from distloop.optimizers.loss_scale import LossScaleOptimizer
 
-_returned: "weakref.WeakKeyDictionary[TrainState, int]" = weakref.WeakKeyDictionary()  # checksums of what models got
+_known: "weakref.WeakKeyDictionary[Any, tuple[Any, ...]]" = weakref.WeakKeyDictionary()  # of each copy's original
 
 
 @checks_kinds
@@ -74,13 +74,12 @@ def from_keras(model: keras.Model | Callable[[], keras.Model]) -> Callable[[], M
 def weights_returned(state: TrainState) -> Iterator[None]:
     """Gives the model that `from_keras` was given what was trained, on exit, after an error too: see `from_keras`.
 
-    A warning tells of weights of that model that others have changed since, which are lost then.
+    A warning tells of what others have changed in that model since it was copied or set, which is lost then.
     """
-    model = state.spec.original
-    if model is not None and _returned.get(state, checksum := _checksum(model)) != checksum:
+    if (model := state.spec.original) is not None and _known[state.model] != _fingerprint(model):
         log.warning(
-            "The weights of the model %r have changed since the Trainer has set them: it goes on from its own, and "
-            "sets them again at the end; to go on from the model's, make a Trainer(from_keras(model)).",
+            "The model %r has changed (weights, learning rate or compile) since the Trainer has copied or set it: it "
+            "goes on from its own, which the model gets at the end; to go on from the model's, make another Trainer.",
             model.name,
         )
     try:
@@ -102,11 +101,14 @@ def _return(state: TrainState, *, is_whole: bool) -> None:
     averages = {id(v): a for v, a in state.average.pairs if is_at_hand(a)} if state.average is not None else {}
     return_weights(state.model, model, averages)
     return_slots(state.model, model, {name: v for name, v in state.all_variables().items() if is_at_hand(v)})
-    _returned[state] = _checksum(model)
+    _known[state.model] = _fingerprint(model)
 
 
-def _checksum(model: keras.Model) -> int:
-    return functools.reduce(lambda sum, weights: zlib.crc32(weights.tobytes(), sum), model.get_weights(), 0)
+def _fingerprint(model: keras.Model) -> tuple[Any, ...]:
+    """Returns what changes with the weights, the learning rate and each call of `compile`."""
+    rate = _unwrapped(model.optimizer)._learning_rate
+    weights = functools.reduce(lambda sum, weights: zlib.crc32(weights.tobytes(), sum), model.get_weights(), 0)
+    return weights, float(rate) if isinstance(rate, keras.Variable) else rate, model._compile_config
 
 
 def _spec_of_copy(model: keras.Model) -> ModelSpec:
@@ -117,6 +119,7 @@ def _spec_of_copy(model: keras.Model) -> ModelSpec:
     settings = dict(model._compile_config.config)
     settings |= {name: metrics_made_again(settings[name]) for name in ("metrics", "weighted_metrics")}
     copy.compile(**{**settings, "optimizer": optimizer, "auto_scale_loss": False})
+    _known[copy] = _fingerprint(model)
     return spec
 
 
@@ -128,10 +131,8 @@ def _spec_of(model: keras.Model, compiled: keras.Model, optimizer: keras.optimiz
             "where it begins at 0 and not at the weights, and train to others than distloop: call "
             "model.optimizer.build(model.trainable_variables) after compile, which is right for both."
         )
-    for name, value, field in (
-        ("run_eagerly", compiled.run_eagerly, "eager"),
-        ("jit_compile", settings.get("jit_compile"), "jit_compile"),
-    ):
+    jit = settings.get("jit_compile")
+    for name, value, field in (("run_eagerly", compiled.run_eagerly, "eager"), ("jit_compile", jit, "jit_compile")):
         if value is True:
             log.warning("%s=True of compile is left to the Config: set Config(%s=True) for it.", name, field)
     return supervised(

@@ -22,6 +22,7 @@ from distloop.urls import is_url
 _PLACES = ("workdir", "config", "resume", "replay")  # settings that say nothing about numbers
 _POSITION = ("batches", "examples", "skipped", "state")  # how far a run is in its data; the rest says which data it is
 _TIMES = frozenset({*OF_THE_MACHINE, "time"})
+_OF_THE_STEP = frozenset({"weight_norm", "learning_rate", "loss_scale", "skipped_steps"})  # no means since the last row
 
 
 @dataclasses.dataclass
@@ -116,14 +117,15 @@ def _settings(paths: Sequence[str], manifests: Sequence[Mapping[int, Any]]) -> d
 
 
 def _compare_rows(paths: Sequence[str], found: Difference) -> None:
-    """Finds the first row that differs, times and what belongs to the machine apart."""
-    files = [os.path.join(path, "metrics.jsonl") for path in paths]
-    first, second = ({row["step"]: row for row in records.read_rows(file)} for file in files)
+    """Finds the first row that differs, times, what belongs to the machine and means over other steps apart."""
+    first, second = ({r["step"]: r for r in records.read_rows(os.path.join(path, "metrics.jsonl"))} for path in paths)
+    begins = [dict(zip(rows, (0, *rows), strict=False)) for rows in map(sorted, (first, second))]
     for step in sorted(first.keys() & second.keys()):
         found.num_rows += 1
         a, b = first[step], second[step]
-        names = [name for name in a if name in b and a[name] != b[name]]
-        if names := [name for name in names if name.rpartition("/")[2] not in _TIMES]:
+        kinds = {name: name.rpartition("/")[2] for name in a if name in b and a[name] != b[name]}
+        is_same = begins[0][step] == begins[1][step]
+        if names := [name for name, kind in kinds.items() if kind in _OF_THE_STEP or is_same and kind not in _TIMES]:
             found.step, found.numbers = step, {name: (a[name], b[name]) for name in names}
             return
 
@@ -169,10 +171,8 @@ def _first_variable(paths: Sequence[str]) -> tuple[str, float] | None:
 
 def program_of(path: str) -> str:
     """Returns the command of a run without its flags, as `flags.txt` begins; empty: it does not say."""
-    with (
-        contextlib.suppress(OSError, UnicodeDecodeError),
-        open(os.path.join(path, "flags.txt"), encoding="utf-8") as file,
-    ):
+    file_name, unreadable = os.path.join(path, "flags.txt"), (OSError, UnicodeDecodeError)
+    with contextlib.suppress(*unreadable), open(file_name, encoding="utf-8") as file:
         line = file.readline().strip()
         return line.removeprefix("# ") if line.startswith("# ") else ""
     return ""

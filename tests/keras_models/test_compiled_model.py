@@ -252,15 +252,29 @@ def test_a_model_with_a_step_of_its_own_is_refused(method):
         distloop.from_keras(model)
 
 
-def test_weights_that_others_have_changed_between_two_fits_are_told_of(caplog):
+def load_other_weights(model):
+    model.set_weights([weights + 1 for weights in model.get_weights()])
+
+
+def set_another_rate(model):
+    model.optimizer.learning_rate = 1e-6
+
+
+def compile_it_again(model):
+    model.compile(model.optimizer, "mae")
+
+
+@pytest.mark.parametrize("change", [load_other_weights, set_another_rate, compile_it_again])
+@pytest.mark.parametrize("trains_before", [False, True])
+def test_what_others_have_changed_in_the_model_before_a_fit_is_told_of(trains_before, change, caplog):
     model = compiled(net())
     trainer = distloop.Trainer(distloop.from_keras(model), on(1))
-    for steps in (2, 4):
+    for steps in (2, 4) if trains_before else ():
         trainer.fit(batches(X, Y), steps=steps)
-    assert "have changed" not in caplog.text
-    model.fit(batches(X, Y), epochs=1, verbose=0)
+    assert "has changed" not in caplog.text
+    change(model)
     trainer.fit(batches(X, Y), steps=6)
-    assert "have changed since the Trainer has set them: it goes on from its own" in caplog.text
+    assert "since the Trainer has copied or set it: it goes on from its own" in caplog.text
 
 
 def test_settings_of_compile_that_the_config_has_are_told_of(caplog):

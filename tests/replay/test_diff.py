@@ -70,6 +70,15 @@ def test_times_and_rows_of_other_steps_are_not_compared_and_an_incomplete_row_is
     assert "loss: 0.25 and 0.125 (-0.125 apart)" in str(found)
 
 
+def test_means_over_other_steps_are_not_compared_but_what_a_step_left_behind_is(tmp_path):
+    rows = [{"step": 2, "loss": 0.5, "weight_norm": 3.0}, {"step": 4, "loss": 0.25, "weight_norm": 2.0}]
+    stopped = [rows[0], {"step": 3, "loss": 0.3}, {**rows[1], "loss": 0.2}]
+    first, second = write_run(tmp_path / "a", rows), write_run(tmp_path / "b", stopped)
+    assert compare(str(first), str(second)).are_equal
+    third = write_run(tmp_path / "c", [*stopped[:2], {**stopped[2], "weight_norm": 2.5}])
+    assert compare(str(first), str(third)).numbers == {"weight_norm": (2.0, 2.5)}
+
+
 def test_a_million_rows_take_seconds_and_no_tensorflow(tmp_path):
     numbers = {name: 1.0 / (i + 3) for i, name in enumerate("loss accuracy gradient_norm learning_rate".split())}
     for name, slow in (("a", 1.0), ("b", 2.0)):
