@@ -43,6 +43,7 @@ _VALUE_OF_TENSOR = re.compile(
     r"must be real number, not SymbolicTensor|'SymbolicTensor' object has no attribute '(numpy|item|tolist)'|"
     r"Cannot convert a symbolic tf.Tensor"
 )
+_OPERANDS = re.compile(r"Dimensions must be equal.* = (\w+)\[.* input shapes: ([^.]*\])")
 _SHAPES = re.compile(r"(?:target|labels)\.shape=\(([^)]*)\).*(?:output|logits)\.shape=\(([^)]*)\)")
 _OF_INPUTS = re.compile(  # what Keras prints in bold, in a text of several lines
     r"\x1b\[1m((?:Input |Invalid input shape|The structure of `inputs`|Layer .* expected).*?)\.?\x1b\[0m", re.DOTALL
@@ -110,6 +111,11 @@ def _sentences(error: Exception, batch: Any) -> Iterator[str]:
         yield (
             f"A layer cannot take what it is called with{where}: {said_by_keras}; the batch has or is "
             f"{_describe(batch)}: give entries of the shape and the structure that the model is made for."
+        )
+    if isinstance(error, ValueError) and (said := _OPERANDS.search(text)):
+        yield (
+            f"{said[1]} cannot take tensors of the shapes {said[2].replace('[?', '[B')}{where}; the batch has or is "
+            f"{_describe(batch)}: give a loss labels of the shape of the outputs, and any operation shapes that fit."
         )
     if isinstance(error, tf.errors.OperatorNotAllowedInGraphError) and "bool" in text:
         yield (
