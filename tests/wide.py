@@ -40,7 +40,7 @@ HEAD = """\
 Written by `make wide`; do not edit. {date}, commit {commit}, Python {python}, {cores} CPU cores, no GPU: {total:,}
 tests in {minutes:.0f} minutes, {failed} failed, {skipped} were skipped. It runs all cases that [laws.md](laws.md)
 states and all campaigns, with TensorFlow's graph optimizers on, as in a user's run. Seconds are those of the tests,
-four at once.
+several at once.
 
 | tests | what they try | cases | failed | skipped | seconds |
 | --- | --- | --- | --- | --- | --- |
