@@ -58,7 +58,7 @@ from distloop.training import agreement, overview, run_length
 from distloop.training.agreement import require_same_run, require_same_trainable
 from distloop.training.loop import Diverged, Host, TrainLoop
 
-_PERIODS = "log checkpoint copy histograms check_replicas gradient_noise".split()  # settings whose names end in _every
+_PERIODS = "log_every checkpoint_every copy_every histograms_every check_replicas_every gradient_noise_every".split()
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -105,7 +105,7 @@ class Fit:
         every, updates = self.config.gradient_noise_every, [update.name for update in self.state.spec.updates]
         self._noise = [GradientNoise(every, updates)] if every else []
         self._tells: Any = Tells(workdir, self.state, self.evaluations, self._plan)
-        periods = [getattr(self.config, f"{name}_every") for name in _PERIODS]
+        periods = [getattr(self.config, name) for name in _PERIODS]
         self._plan.check([*periods, *(action.every for action in [*self.evaluations, *self.actions])])
 
     def resume(self) -> None:

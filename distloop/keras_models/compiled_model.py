@@ -23,7 +23,7 @@ from distloop.model.spec import ModelSpec, refuse_tf_keras
 from distloop.model.state import TrainState
 from distloop.optimizers.loss_scale import LossScaleOptimizer
 
-_known: "weakref.WeakKeyDictionary[Any, tuple[Any, ...]]" = weakref.WeakKeyDictionary()  # of each copy's original
+_originals: "weakref.WeakKeyDictionary[Any, tuple[Any, ...]]" = weakref.WeakKeyDictionary()  # fingerprints, by copy
 
 
 @checks_kinds
@@ -76,10 +76,10 @@ def weights_returned(state: TrainState) -> Iterator[None]:
 
     A warning tells of what others have changed in that model since it was copied or set, which is lost then.
     """
-    if (model := state.spec.original) is not None and _known[state.model] != _fingerprint(model):
+    if (model := state.spec.original) is not None and _originals[state.model] != _fingerprint(model):
         log.warning(
-            "The model %r has changed (weights, learning rate or compile) since the Trainer has copied or set it: it "
-            "goes on from its own, which the model gets at the end; to go on from the model's, make another Trainer.",
+            "The model %r has changed (weights, learning rate or compile) since the Trainer copied or set it: the "
+            "Trainer goes on from its copy, and sets the model at the end; to go on from it, make another Trainer.",
             model.name,
         )
     try:
@@ -101,7 +101,7 @@ def _return(state: TrainState, *, is_whole: bool) -> None:
     averages = {id(v): a for v, a in state.average.pairs if is_at_hand(a)} if state.average is not None else {}
     return_weights(state.model, model, averages)
     return_slots(state.model, model, {name: v for name, v in state.all_variables().items() if is_at_hand(v)})
-    _known[state.model] = _fingerprint(model)
+    _originals[state.model] = _fingerprint(model)
 
 
 def _fingerprint(model: keras.Model) -> tuple[Any, ...]:
@@ -119,7 +119,7 @@ def _spec_of_copy(model: keras.Model) -> ModelSpec:
     settings = dict(model._compile_config.config)
     settings |= {name: metrics_made_again(settings[name]) for name in ("metrics", "weighted_metrics")}
     copy.compile(**{**settings, "optimizer": optimizer, "auto_scale_loss": False})
-    _known[copy] = _fingerprint(model)
+    _originals[copy] = _fingerprint(model)
     return spec
 
 

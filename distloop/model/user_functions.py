@@ -114,8 +114,8 @@ def _sentences(error: Exception, batch: Any) -> Iterator[str]:
         )
     if isinstance(error, ValueError) and (said := _OPERANDS.search(text)):
         yield (
-            f"{said[1]} cannot take tensors of the shapes {said[2].replace('[?', '[B')}{where}; the batch has or is "
-            f"{_describe(batch)}: give a loss labels of the shape of the outputs, and any operation shapes that fit."
+            f"The operation {said[1]} cannot take tensors of the shapes {said[2].replace('[?', '[B')}{where}: make the "
+            "shapes fit; a loss takes labels of the shape of the outputs."
         )
     if isinstance(error, tf.errors.OperatorNotAllowedInGraphError) and "bool" in text:
         yield (

@@ -171,8 +171,8 @@ def _first_variable(paths: Sequence[str]) -> tuple[str, float] | None:
 
 def program_of(path: str) -> str:
     """Returns the command of a run without its flags, as `flags.txt` begins; empty: it does not say."""
-    file_name, unreadable = os.path.join(path, "flags.txt"), (OSError, UnicodeDecodeError)
-    with contextlib.suppress(*unreadable), open(file_name, encoding="utf-8") as file:
+    path = os.path.join(path, "flags.txt")
+    with contextlib.suppress(OSError, UnicodeDecodeError), open(path, encoding="utf-8") as file:
         line = file.readline().strip()
         return line.removeprefix("# ") if line.startswith("# ") else ""
     return ""

@@ -274,7 +274,7 @@ def test_what_others_have_changed_in_the_model_before_a_fit_is_told_of(trains_be
     assert "has changed" not in caplog.text
     change(model)
     trainer.fit(batches(X, Y), steps=6)
-    assert "since the Trainer has copied or set it: it goes on from its own" in caplog.text
+    assert "since the Trainer copied or set it: the Trainer goes on from its copy" in caplog.text
 
 
 def test_settings_of_compile_that_the_config_has_are_told_of(caplog):

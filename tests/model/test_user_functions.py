@@ -122,12 +122,12 @@ def test_labels_of_the_other_cross_entropy_and_a_text_in_place_of_a_number_are_s
 
 
 def test_shapes_that_do_not_fit_are_said_without_the_names_of_nodes():
-    advice = "give a loss labels of the shape of the outputs"
+    advice = "a loss takes labels of the shape of the outputs"
     wrong = np.zeros((4, 5), np.float32)
-    refused(lambda: supervise(wrong, lambda **_: keras.losses.MeanSquaredError()), "[B,5], [B,4]; the batch", advice)
+    refused(lambda: supervise(wrong, lambda **_: keras.losses.MeanSquaredError()), "[B,5], [B,4]: make", advice)
     batch, file = {"x": np.zeros((4, 4), np.float32), "y": wrong}, "(test_user_functions.py"
     sub = "Sub cannot take tensors of the shapes [4,5], [4,4]"
-    refused(lambda: train(batch, lambda batch: batch["y"] - batch["x"]), sub, file, "the entries 'x', 'y'", advice)
+    refused(lambda: train(batch, lambda batch: batch["y"] - batch["x"]), sub, file, advice)
     refused(lambda: train(batch, lambda batch: tf.matmul(batch["y"], batch["x"])), "MatMul cannot take", file)
 
 

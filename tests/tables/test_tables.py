@@ -14,7 +14,7 @@ from distloop.optimizers import gradients, slot_placement
 from distloop.sharding import sharded_application
 from distloop.tables import sparse_packing
 from distloop.training import overview
-from tests.problems import assert_close, assert_equal, local_values, on, refused
+from tests.problems import assert_close, assert_equal, local_values, mostly_wide, on, refused
 
 ROWS = 40  # of a table
 UPDATES = {
@@ -226,11 +226,14 @@ def test_evaluations_of_an_averaged_table_leave_no_trace(averaged):
 
 
 @pytest.mark.slow
-def test_a_run_on_sparse_packing_goes_on_with_dense_ones(tmp_path):
-    for is_dense, steps in ((False, 3), (True, 6)):
-        config = on(1, workdir=str(tmp_path), clip_norm=0.5)
-        trainer = fit(model_fn(("adagrad",), is_dense=is_dense), config, data(), steps=steps)
-    dense = fit(model_fn(("adagrad",), is_dense=True), on(1, clip_norm=0.5), data(), steps=6)
+@pytest.mark.parametrize(
+    ("names", "settings"), mostly_wide([(("adagrad",), {}), (("sgd", "adagrad"), {"average_decay": 0.9})])
+)
+def test_a_run_on_sparse_packing_goes_on_with_dense_ones(names, settings, tmp_path):
+    for is_dense, steps in ((False, 5), (True, 9)):
+        config = on(1, workdir=str(tmp_path), clip_norm=0.5, **settings)
+        trainer = fit(model_fn(names, is_dense=is_dense), config, data(), steps=steps)
+    dense = fit(model_fn(names, is_dense=True), on(1, clip_norm=0.5, **settings), data(), steps=9)
     assert_close(values_of(trainer), values_of(dense))
 
 
