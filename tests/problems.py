@@ -1,11 +1,13 @@
 """Small problems that the tests train on, and ways to compare what came of them."""
 
+import contextlib
 import functools
 import itertools
 import json
 import os
 import pathlib
 import re
+import resource
 import time
 import types
 
@@ -217,6 +219,17 @@ def write_run(path, rows, settings=None, *, saved=None, incidents=(), starts=(),
         if rows:
             (path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+@contextlib.contextmanager
+def full_disk(num_bytes=0):
+    """Enters a scope in which no file grows beyond so many bytes: the operating system refuses the write that would."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def optimize_graphs():

@@ -297,7 +297,9 @@ def lines_from_end(path: str) -> Iterator[bytes]:
 
 
 def append_row(path: str, row: Mapping[str, Any]) -> None:
-    """Appends a row to a file, with the current `time` (Unix, seconds).
+    """Appends a row to a file, with the current `time` (Unix, seconds), on a line of its own.
+
+    A full disk or a killed process may have left half a row at the end; it stays, and readers leave it out.
 
     Args:
         path: the file; created if it is missing.
@@ -307,7 +309,8 @@ def append_row(path: str, row: Mapping[str, Any]) -> None:
         OSError: if it cannot be written.
     """
     with open_at_once(path, "ab") as file:
-        file.write(format_row({"time": unix_time(), **row}))
+        is_half = not next(lines_from_end(path), b"\n").endswith(b"\n")
+        file.write(b"\n" * is_half + format_row({"time": unix_time(), **row}))
 
 
 def format_row(row: Mapping[str, Any]) -> bytes:

@@ -9,6 +9,7 @@ import pytest
 import distloop
 from distloop.actions.write import JsonWriter
 from distloop.monitoring import records
+from tests.problems import full_disk
 
 
 def write_metrics(directory, *rows):
@@ -101,6 +102,21 @@ def test_an_appended_row_has_a_time_and_keeps_its_values(tmp_path):
     first, second = records.read_rows(path)
     assert 0 < first.pop("time") <= second.pop("time")
     assert (first, second) == ({"step": 3, "reason": "The loss jumped.", "batch": None}, {"step": 4})
+
+
+def test_a_row_after_the_half_row_of_a_full_disk_or_a_kill_is_read(tmp_path):
+    path = tmp_path / "starts.jsonl"
+    records.append_row(str(path), {"step": 1})
+    with full_disk(path.stat().st_size + 20), pytest.raises(OSError):
+        records.append_row(str(path), {"step": 2, "reason": "x" * 50})
+    assert path.stat().st_size > 20 and not path.read_bytes().endswith(b"\n"), "half a row is there"
+    for step in (3, 4):
+        records.append_row(str(path), {"step": step})
+    assert [row["step"] for row in records.read_rows(str(path))] == [1, 3, 4]
+    assert records.last_row(str(path))["step"] == 4
+    path.write_bytes(b"{")  # nothing but half a row
+    records.append_row(str(path), {"step": 5})
+    assert [row["step"] for row in records.read_rows(str(path))] == [5]
 
 
 ODD = [b"", b"\x00\x00", b"\xff\xfe{", b'{"step": 1', b"null", b"[1]", b'"step"', b"[" * 5_000, b"[" * 150 + b"]" * 150]
