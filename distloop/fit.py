@@ -47,6 +47,7 @@ from distloop.monitoring.console import Console, say, speaker
 from distloop.monitoring.curves import History
 from distloop.monitoring.deliveries import Deliveries
 from distloop.monitoring.profiler import Profile
+from distloop.monitoring.run_lock import LockLost
 from distloop.monitoring.tensorboard import SummaryWriter
 from distloop.monitoring.timing import Clock, unix_time
 from distloop.monitoring.writers import RunFile, Writer
@@ -162,6 +163,8 @@ class Fit:
                     say(f"{interrupted}{saved}. Run the same {'cell' if stays else 'command'} to resume.")
                 if not stays:
                     raise SystemExit(interrupted.exit_code) from None
+            except LockLost:
+                raise  # nothing may be saved
             except (Diverged, NotWholeError):
                 self._say(f"Nothing is saved after step {self._step}, which failed: the last checkpoint stays.")
                 raise

@@ -21,6 +21,7 @@ from distloop.errors import NotWholeError
 from distloop.graph_functions import graph_function
 from distloop.monitoring import ledger
 from distloop.monitoring.profiler import Profile, busy_shares
+from distloop.monitoring.run_lock import LockLost
 from distloop.monitoring.timing import unix_time
 from distloop.variables import tensorflow_variable
 
@@ -95,7 +96,8 @@ class Goodput(Action):
         """Notes the end."""
         self._start = self._start or ledger.last_start(self._workdir)
         if self._start:
-            self._note(self._progress(report.step))
+            with contextlib.suppress(LockLost):  # which has ended the run, or the next write says so
+                self._note(self._progress(report.step))
 
     def _progress(self, step: int) -> dict[str, Any]:
         secs = {name: secs - self._secs_before.get(name, 0.0) for name, secs in self._seconds().items()}

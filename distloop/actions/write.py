@@ -25,6 +25,7 @@ from distloop.distributed.preemption import Interrupted
 from distloop.log import log
 from distloop.monitoring.media import EncodedMedia
 from distloop.monitoring.records import drop_rows, format_row
+from distloop.monitoring.run_lock import LockLost
 from distloop.monitoring.tensorboard import SummaryWriter
 
 _BUFFER_SECS = 1.0  # the longest time that a row for files is buffered
@@ -106,12 +107,18 @@ class Write(Action):
     ) -> None:
         """Closes the writers; an interrupted run is recorded as running, since the same command continues it."""
         has_succeeded = None if isinstance(error, Interrupted) else error is None
+        is_lost = isinstance(error, LockLost)
         try:
-            self.flush()
+            if not is_lost:
+                self.flush()
+                self._verify()
+        except LockLost:
+            is_lost = True
+            raise
         finally:
             with self._lock:
                 for file in self._files:
-                    file.close(has_succeeded)
+                    file.close(has_succeeded, is_lost)
             for writer in self._others:
                 writer.close()
 
@@ -163,13 +170,14 @@ class _File:
             log.warning("%s can be written again.", self._writer.path)
         self._is_failing = False
 
-    def close(self, has_succeeded: bool | None) -> None:
-        """Closes the file; logs the number of rows that are lost."""
+    def close(self, has_succeeded: bool | None, is_lost: bool) -> None:
+        """Closes the file; logs the number of rows that are lost, unless the run is, which then has no status."""
         try:
-            self._writer.close(*([has_succeeded] if isinstance(self._writer, SummaryWriter) else []))
+            is_of_tensorboard = isinstance(self._writer, SummaryWriter)
+            self._writer.close(*([None if is_lost else has_succeeded] if is_of_tensorboard else []))
         except OSError as error:
             log.error("%s cannot be closed (%s).", self._writer.path, error.strerror or error)
-        if self.rows:
+        if self.rows and not is_lost:
             log.error("%s lacks %d rows, which could not be written.", self._writer.path, len(self.rows))
 
 

@@ -8,6 +8,7 @@ work space of libraries such as cuDNN, memory that the allocator cannot use, and
 """
 
 import math
+import os
 import re
 from typing import Any, NamedTuple
 
@@ -157,6 +158,7 @@ def print_and_exit(trainer: Trainer, data: FitData) -> None:
         for line in str(estimate).splitlines():
             say(line)
         if (workdir := trainer.config.workdir) and workdir == trainer.config.local_workdir:
+            os.makedirs(workdir, exist_ok=True)
             taken = ledger.taken_on(ledger.read_memory(workdir), estimate.devices)  # by a run that has begun
             ledger.write_memory(workdir, ledger.Memory(estimate.devices, taken))
     raise SystemExit(0 if estimate.fits else 1)

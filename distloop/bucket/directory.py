@@ -68,6 +68,10 @@ class RemoteDirectory:
         """Returns a text that differs between the directory and its copy: a digest of the URL."""
         return hashlib.sha256(self.url.encode()).hexdigest()
 
+    def is_still(self, identity: str) -> bool:
+        """Returns True: a URL is not moved."""
+        return True
+
     def list(self, below: str = "") -> dict[str, int]:
         """Returns the size of each file below a directory, by its path there; none if the directory is not there.
 

@@ -190,9 +190,8 @@ class Memory(NamedTuple):
 
 
 def write_memory(workdir: str, memory: Memory) -> None:
-    """Writes `memory.json`; an error is logged, and the report will lack it."""
+    """Writes `memory.json` into a directory that is there; an error is logged, and the report will lack it."""
     try:
-        os.makedirs(workdir, exist_ok=True)
         records.replace_json(os.path.join(workdir, MEMORY), memory._asdict())
     except OSError as error:
         log.warning("The report will lack the memory of this run: %s.", error.strerror or error)

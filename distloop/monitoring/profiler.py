@@ -90,12 +90,16 @@ class Profile:
             self.close()
 
     def close(self) -> None:
-        """Stops the profiler and writes the profile, also if the run ends inside the window."""
+        """Stops the profiler and writes the profile, also if the run ends inside the window.
+
+        Nothing is written if the directory is gone.
+        """
         if self._is_on:
             self._is_on = self._writes = False
             try:
-                tf.profiler.experimental.stop()
-                self.is_written = True
+                is_there = os.path.isdir(self.directory)
+                tf.profiler.experimental.stop(save=is_there)
+                self.is_written = is_there
             except (tf.errors.OpError, OSError) as error:
                 log.error("The profile is lost: %s", error)
 

@@ -15,7 +15,8 @@ Workers that a launcher started again have a higher number of their membership: 
 an older membership, whether that is alive or not, and an older one is refused.
 
 No `flock` is needed, which some shared file systems lack. A process that was stopped for longer finds another token
-when it goes on, and writes no more. Who only reads a workdir needs no lock.
+when it goes on, and writes no more; so does one whose directory was moved or removed, which it does not make anew. Who
+only reads a workdir needs no lock.
 """
 
 import contextlib
@@ -41,7 +42,7 @@ held: set[str] = set()  # the tokens of all locks that this process holds
 
 
 class LockLost(RuntimeError):  # noqa: N818 - what happened
-    """Another process writes to the workdir; this one writes no more."""
+    """Another process writes to the workdir, or it was moved or removed; this process writes no more."""
 
 
 class Holder(NamedTuple):
@@ -92,6 +93,13 @@ class DiskDirectory:
             os.makedirs(self._path, exist_ok=True)
             return identify_directory(self._path)
         return ""
+
+    def is_still(self, identity: str) -> bool:
+        """Returns whether the path is the directory that `identify` named; an unknown one counts as still there."""
+        try:
+            return not identity or identify_directory(self._path) == identity
+        except (FileNotFoundError, NotADirectoryError):
+            return False
 
     def read(self, name: str) -> bytes | None:
         """Returns the first bytes of a file, none of a link or a pipe; None: there is no file.
@@ -152,7 +160,7 @@ class RunLock:
     """The lock of a workdir.
 
     Attributes:
-        lost: why another process has the lock, when it was read last; empty: this one had it.
+        lost: why this process has the lock no more, when it was read last; empty: this one had it.
     """
 
     def __init__(self, workdir: str, file: str = FILE, directory: Any = None):
@@ -209,7 +217,7 @@ class RunLock:
         """Checks that this process still holds the lock; writes the file again if somebody has removed it.
 
         Raises:
-            LockLost: if another process holds it, or this one never did.
+            LockLost: if another process holds it, this one never did, or the directory was moved or removed.
             OSError: if the file cannot be read.
         """
         if not self._is_held():
@@ -219,7 +227,15 @@ class RunLock:
             )
         with self._mutex:
             own = self._holder
-            if own is None or self._is_holder(own) or self._directory.create(self._file, self._content(own)):
+            if own is None or self._is_holder(own):
+                return
+            if not self._directory.is_still(own.place):
+                self.lost = (
+                    f"workdir={self._workdir!r} was moved or removed while this run trained there, and nothing was "
+                    "made anew in its place: give the workdir as it is called now, to go on from its last checkpoint."
+                )
+                raise LockLost(self.lost)
+            if self._directory.create(self._file, self._content(own)):
                 return
             if (holder := parse(self._directory.read(self._file))) == own:
                 return

@@ -14,7 +14,8 @@ from distloop.checkpoints import store
 from distloop.monitoring import run_lock
 from distloop.monitoring.ledger import read_starts
 from distloop.monitoring.run_lock import RunLock
-from tests.problems import Lazy, assert_equal, classification, classifier, everything, mostly_wide, on, rows_of, weights
+from tests.problems import Lazy, assert_equal, classification, classifier, everything, json_lines, mostly_wide, on
+from tests.problems import rows_of, weights
 
 pytestmark = pytest.mark.slow
 
@@ -236,6 +237,16 @@ def test_one_process_at_a_time_writes_to_a_workdir(tmp_path):
         first.fit(data(), steps=10, actions=[every(1, take_over)])
     assert first.step == 3 and saved(tmp_path) == ["1", "2"]
     assert (tmp_path / "run.lock").exists()
+
+
+def test_a_workdir_that_is_moved_while_it_trains_ends_the_run_and_goes_on_elsewhere(tmp_path):
+    old, new = tmp_path / "old", tmp_path / "new"
+    move = every(5, lambda report: None if new.exists() else old.rename(new) and None)
+    with pytest.raises(run_lock.LockLost, match="old' was moved or removed while"):
+        make_trainer(old, steps_per_log=1, checkpoint_every=2).fit(data(), steps=12, actions=[move])
+    assert not old.exists() and "2" in saved(new)
+    make_trainer(new, steps_per_log=1, checkpoint_every=2).fit(data(), steps=12)
+    assert [row["step"] for row in json_lines(new / "metrics.jsonl")] == [*range(1, 13)]
 
 
 @pytest.mark.parametrize("looks_by", mostly_wide(["fit", "restore"]))

@@ -225,13 +225,31 @@ def test_of_many_that_take_a_lock_over_one_has_it(tmp_path):
 def test_a_lock_that_was_removed_is_written_again_and_one_that_was_taken_over_is_lost_and_left(tmp_path):
     workdir = tmp_path / "run"
     with RunLock(str(workdir)) as lock:
-        shutil.rmtree(workdir)
+        (workdir / "run.lock").unlink()
         lock.verify()
         assert holder_of(workdir)["process"] == os.getpid()
         write_lock(workdir, host="n17", process=99)
         with pytest.raises(LockLost, match="was taken over by process 99 on n17.*writes no more there"):
             lock.verify()
     assert holder_of(workdir)["process"] == 99
+
+
+@pytest.mark.parametrize("now", ["moved", "removed", "another directory"])
+def test_a_directory_that_is_gone_is_said_and_not_made_again(now, tmp_path):
+    workdir = tmp_path / "run"
+    with RunLock(str(workdir)) as lock:
+        workdir.rename(tmp_path / "moved")
+        if now == "removed":
+            shutil.rmtree(tmp_path / "moved")
+        if now == "another directory":
+            workdir.mkdir()
+        for _ in range(2):
+            with pytest.raises(LockLost, match="run' was moved or removed while .*, and nothing was made anew .*: give"):
+                lock.verify()
+    assert not list(workdir.iterdir()) if now == "another directory" else not workdir.exists()
+    if now != "removed":
+        with RunLock(str(tmp_path / "moved")) as lock:  # at once, as its process has released it
+            lock.verify()
 
 
 def test_the_file_is_touched_while_the_lock_is_held(tmp_path, monkeypatch):
