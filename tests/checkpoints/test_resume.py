@@ -14,8 +14,18 @@ from distloop.checkpoints import store
 from distloop.monitoring import run_lock
 from distloop.monitoring.ledger import read_starts
 from distloop.monitoring.run_lock import RunLock
-from tests.problems import Lazy, assert_equal, classification, classifier, everything, json_lines, mostly_wide, on
-from tests.problems import rows_of, weights
+from tests.problems import (
+    Lazy,
+    assert_equal,
+    classification,
+    classifier,
+    everything,
+    json_lines,
+    mostly_wide,
+    on,
+    rows_of,
+    weights,
+)
 
 pytestmark = pytest.mark.slow
 
