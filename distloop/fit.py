@@ -26,7 +26,6 @@ from distloop.actions.keep import KeptTensors
 from distloop.actions.memory import MemoryUse
 from distloop.actions.save import SaveCosts, make_saves, require_metrics
 from distloop.actions.stop_early import SyncStop
-from distloop.actions.tells import Tells
 from distloop.actions.write import JsonWriter, Write
 from distloop.checkpoints.loading import left_files, may_lack_best
 from distloop.checkpoints.phases import units_at
@@ -105,7 +104,6 @@ class Fit:
         self._plan = Plan(self.units, is_chief=self._is_chief)
         every, updates = self.config.gradient_noise_every, [update.name for update in self.state.spec.updates]
         self._noise = [GradientNoise(every, updates)] if every else []
-        self._tells: Any = Tells(workdir, self.state, self.evaluations, self._plan)
         periods = [getattr(self.config, name) for name in _PERIODS]
         self._plan.check([*periods, *(action.every for action in [*self.evaluations, *self.actions])])
 
@@ -190,7 +188,7 @@ class Fit:
             return self._finish()
         _announce(self)
         self._prepare()
-        with started([*self._notes, self._tells, *self.actions], self._report, is_chief=self._is_chief):
+        with started([*self._notes, *self.actions], self._report, is_chief=self._is_chief):
             while True:
                 try:
                     self._train()
@@ -222,7 +220,6 @@ class Fit:
                 profile=profile,
                 executor=self._executor,
                 say=self._say,
-                tells=self._tells,
                 show_progress=Host.show_progress if console is None or self.config.eager else console.show_progress,
             )
             read_again(self.source.behind, self.state.strategy, host.stop_requests, host.say, host.show_progress)
@@ -274,7 +271,7 @@ class Fit:
         actions: list[Action] = [Utilization(*operations, self.state.strategy), DataSeen(self.source)]
         actions += [PipelineUsage(self.state.placement.devices, profile), *self._notes, *self._noise]
         checks = [CheckReplicas(every)] if (every := self.config.check_replicas_every) else []
-        actions += [*checks, *self.evaluations, *self._tells, *self.actions, *filter(None, [self._loop.histograms])]
+        actions += [*checks, *self.evaluations, *self.actions, *filter(None, [self._loop.histograms])]
         agree = functools.partial(workers.agree_to_stop, self.state.strategy)
         actions += [SyncStop(agree, self.actions, self._plan)] if self.actions else []
         saves = make_saves(functools.partial(self._save, write), saves_of(self.checkpoints, self.config), self._plan)
@@ -367,7 +364,7 @@ def _open_files(fit: Fit, workdir: str, evals: Sequence[str]) -> list[Any]:
     """Returns the writers of the event files and of `metrics.jsonl`."""
     try:
         restore_secs, fit.checkpoints.times.restore = fit.checkpoints.times.restore, None
-        _begin_in(workdir, fit.state, restore_secs, fit._tells.takes)
+        _begin_in(workdir, fit.state, restore_secs)
         summaries = SummaryWriter(workdir, evals, fit._step)
         overview.introduce(summaries, fit.state, fit.config, fit._forward, fit.units.length)
         again = fit._loop.open_boundary is not None or (fit.config.eval_first and fit._step == 0)
@@ -380,12 +377,12 @@ def _open_files(fit: Fit, workdir: str, evals: Sequence[str]) -> list[Any]:
     return [summaries, rows]
 
 
-def _begin_in(workdir: str, state: TrainState, restore_secs: float | None, takes: Mapping[str, Sequence[str]]) -> None:
+def _begin_in(workdir: str, state: TrainState, restore_secs: float | None) -> None:
     """Creates the workdir and notes the start, unless the disk is full, on which a run may train."""
     os.makedirs(os.path.join(workdir, "train"), exist_ok=True)
     kind = "GPU" if has_gpus(state.strategy) else "CPU"
     facts: dict[str, Any] = {"step": int(state.step), "devices": overview.num_devices(state), "kind": kind}
     try:
-        ledger.note_start(workdir, **facts, restore_secs=restore_secs, takes=takes)
+        ledger.note_start(workdir, **facts, restore_secs=restore_secs)
     except OSError as error:
         log.warning("The report will lack the device-hours of this start: %s.", error.strerror or error)

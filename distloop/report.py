@@ -9,7 +9,6 @@
     python -m distloop.report --diff runs/a runs/b  # where two runs part
     python -m distloop.report runs/a --rows 1234    # the examples of a step
     python -m distloop.report runs --prune          # removes what no run needs
-    python -m distloop.report --tell runs/a save    # or evaluate, stop, learning_rate=1e-4
     python -m distloop.report --environment         # for a bug report
 
 It shows for each run the status, steps, training time (without tracing,
@@ -29,9 +28,6 @@ It also shows, by device, the memory of weights, optimizer slots and averages as
 they are placed, of activations and gradients if `--memory` estimated them in
 this workdir ("-": it did not); and what the run took at most: of a GPU, or on
 CPUs by how much the process grew, traced functions included.
-
-`--tell` has a run that trains act after its next step; whoever may write to the
-workdir may tell it. A resumed run acts at the same step again.
 
 `--prune` lists, with sizes, and removes after a question: checkpoints that are
 neither the newest nor the best, those that the run went back from, and what
@@ -61,7 +57,6 @@ from typing import Any, NoReturn
 
 import rich.console
 
-from distloop.actions.tells import tell
 from distloop.installed import import_part
 from distloop.log import printable
 from distloop.monitoring import ledger, records, run_files, text_tables
@@ -94,9 +89,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the report; returns its exit code: 2 if there is nothing to report."""
     try:
         options = _parse(sys.argv[1:] if arguments is None else arguments)
-        if options.tell:
-            print(printable(tell(expand(options.tell[0]), options.tell[1])))
-            return 0
         if options.diff:
             difference = import_part("replay.diff", "--diff").compare(*options.workdirs)
             print(printable(str(difference)))
@@ -179,12 +171,11 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rows", metavar="STEP", type=int, help="print the numbers of the examples in a step")
     parser.add_argument("--steps-of", metavar="ROW", type=int, help="print the steps that an example was in")
     parser.add_argument("--environment", action="store_true", help="print what a bug report needs: versions, devices")
-    parser.add_argument("--tell", nargs=2, metavar=("RUN", "COMMAND"), help="tell a run that trains what to do")
     parser.add_argument("--prune", action="store_true", help="remove what the runs do not need; lists it, and asks")
     parser.add_argument("--keep", metavar="N", type=int, default=1, help="with --prune: newest checkpoints to keep; 1")
     parser.add_argument("--yes", action="store_true", help="with --prune: do not ask")
     options = parser.parse_args(arguments)
-    if not options.workdirs and not options.environment and not options.tell:
+    if not options.workdirs and not options.environment:
         parser.error("no workdir was given: give one, or several to compare")
     if options.diff and len(options.workdirs) != 2:
         parser.error(f"--diff was given with {len(options.workdirs)} workdirs: give two")

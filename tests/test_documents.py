@@ -33,7 +33,7 @@ BENCHMARKS = sorted((ROOT / "experiments" / "benchmarks").glob("*.md"))
 README = ROOT / "README.md"
 PAGES = [README, *(ROOT / name for name in ("WORKSPACE.md", "CHANGELOG.md")), *DOCS, *BENCHMARKS]
 LAUNCHER = {*launch._NUMBERS, "workers", "hosts", "ray"}
-OTHERS = LAUNCHER | {*planning.COSTS, *"gpu logical_gpus pretend_gpus environment diff tell rows all help json".split()}
+OTHERS = LAUNCHER | {*planning.COSTS, *"gpu logical_gpus pretend_gpus environment diff rows all help json".split()}
 OTHERS |= {*"png csv prune keep yes workloads replicas logdir flagfile config".split()}
 
 LAWS = ["replicas", "microbatches", "order", "overflow", "boundaries", "resume", "durability", "state", "elastic"]
@@ -153,6 +153,8 @@ def test_blocks_that_do_not_run_say_why(page):
 @each_page
 def test_commands_name_modules_and_flags_that_exist(page):
     text = text_of(page)
+    if page.name == "CHANGELOG.md":
+        text = text.split("\n## ")[1]  # released versions had other flags
     modules = set(re.findall(r"-m ((?:distloop|experiments)[.\w]*)", text))
     assert not [name for name in modules if importlib.util.find_spec(name) is None]
     known = set(config.Config.__dataclass_fields__) | OTHERS | set(flags.FLAGS)

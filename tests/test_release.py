@@ -12,7 +12,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 def test_the_version_has_a_dated_section_in_the_changelog_below_what_is_not_released():
     heads = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.M)
-    assert heads[0] == "Unreleased"
+    assert re.fullmatch(r"\d+\.\d+\.\d+ \(unreleased\)", heads[0])
     assert re.fullmatch(rf"{re.escape(distloop.__version__)} - \d{{4}}-\d\d-\d\d", heads[1])
 
 

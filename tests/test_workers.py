@@ -18,9 +18,9 @@ BY_NAME = {scenario.__name__: scenario for scenario in SCENARIOS}
 OF_BITS = [worker_scenarios.bits, worker_scenarios.bits_of_float16]  # two workers go on with runs of one process
 HALF_OF_POSITION = dict(ends_at=many_rows.PER_EPOCH - 3)
 ON_THREE_WORKERS = ["replicas", "sharded", "evaluation", "evaluation_in_one_batch", "shards", "position"]
-# `told` resumes, too, and `sharded` skips a step.
+# `sharded` skips a step, too.
 WIDE = ["synchronized_norm", "two_updates", "elastic", "mixed_rows", "rollback", "equal_shards", "bits_of_float16"]
-WIDE += ["resume", "phases", "float16", "tables_in_microbatches", "evaluation_in_one_batch", "prediction_in_one_batch"]
+WIDE += ["phases", "float16", "tables_in_microbatches", "evaluation_in_one_batch", "prediction_in_one_batch"]
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +168,7 @@ def test_workers_draw_different_dropout_masks(on_workers):
     assert len(keys) == 4
 
 
-@pytest.mark.parametrize("scenario", mostly_wide(["told", "phases", "resume"]))
+@pytest.mark.parametrize("scenario", mostly_wide(["resume", "phases"]))
 def test_a_run_of_several_workers_resumes_bit_for_bit(scenario, on_workers):
     for result in on_workers[0][scenario]:
         assert not result["local/different"].size

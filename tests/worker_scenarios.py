@@ -19,7 +19,6 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.actions.tells import tell
 from distloop.distributed import tensorflow_internals, workers
 from distloop.model.saved_state import SavedState
 from distloop.monitoring.records import OF_THE_MACHINE
@@ -219,36 +218,6 @@ def phases(make, workdir):
         shutil.rmtree(os.path.join(workdir, "phases", "stopped", "checkpoints", "12"))  # as if killed before
     trainer.workers.barrier()
     return different(everything(fit("stopped", 12)), straight) | {"step": np.array(trainer.step)}
-
-
-def told(make, workdir):
-    """The chief's workdir has commands for the run, on which all workers act at one step, and again after a kill."""
-    workdir = os.path.join(workdir, "told")
-
-    def fit(*commands):
-        model_fn = classifier(dropout=0.3, batch_norm="local")
-        trainer = make(model_fn, workdir=workdir, checkpoint_every=4, keep_checkpoints=9, average_decay=0.9)
-
-        def act(report):
-            for command in commands if trainer.workers.is_chief and report.step == 5 else ():
-                tell(workdir, command)
-
-        evals = {"test": distloop.Evaluation(batches(), every=0)}
-        return trainer, trainer.fit(batches(shuffle=True), steps=12, evals=evals, actions=[every(5, act)])
-
-    trainer, metrics = fit("evaluate", "learning_rate=0.5", "save")
-    straight = everything(trainer)
-    trainer.workers.barrier()
-    saved = sorted(os.listdir(os.path.join(workdir, "checkpoints")), key=int)
-    trainer.workers.barrier()
-    for step in saved[1:] if trainer.workers.is_chief else ():
-        shutil.rmtree(os.path.join(workdir, "checkpoints", step))
-    trainer.workers.barrier()
-    trainer, again = fit()
-    found = different(everything(trainer), straight)
-    if again.steps["test/loss"] != metrics.steps["test/loss"] or saved != ["4", "6", "8", "12"]:
-        found = {"local/different": np.array([f"evaluated at {again.steps['test/loss']}, saved at {saved}"])}
-    return found | {"rate": np.array(again["learning_rate"])}
 
 
 def elastic(make, workdir, steps=12):
@@ -556,7 +525,7 @@ def bits_of(case, make, workdir, steps, **settings):
 
 SCENARIOS = [
     exchange, differences, replicas, sharded, synchronized_norm, two_updates, tables, tables_in_microbatches, float16,
-    statistics_and_seeds, resume, phases, told, elastic, tokens, position, mixed_rows, rollback, evaluation,
+    statistics_and_seeds, resume, phases, elastic, tokens, position, mixed_rows, rollback, evaluation,
     evaluation_in_one_batch, prediction, prediction_in_one_batch, shards, equal_shards, stops, interrupts, files, bits,
     bits_of_float16,
 ]  # fmt: skip

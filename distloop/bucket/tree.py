@@ -37,7 +37,7 @@ _TEMPORARY = re.compile(r"(/\d+)\.\d+-[0-9a-f]{8}\.(tmp|old)\Z")  # of a checkpo
 _SKIPPED = re.compile(
     r"\..*|run\.lock.*|staging\.json|.*\.[0-9a-f]{8}\.tmp|.*\.\d{1,9}(-[0-9a-f]{8})?\.(tmp|old)(\.\w+)?"
 )
-_REPORTED = ("config.json", ROWS, "incidents.jsonl", "told.jsonl", ledger.STARTS, ledger.PROGRESS, ledger.MEMORY)
+_REPORTED = ("config.json", ROWS, "incidents.jsonl", ledger.STARTS, ledger.PROGRESS, ledger.MEMORY)
 _MANIFEST = re.compile(rf"(^|/){CHECKPOINTS}/[0-9]{{1,18}}/{re.escape(MANIFEST)}\Z")
 
 Stamp: TypeAlias = tuple[int, int]  # size and time (nanoseconds) of a file, by which a change is seen

@@ -44,7 +44,6 @@ def note_start(
     devices: int,
     kind: str,
     restore_secs: float | None = None,
-    takes: Mapping[str, Sequence[str]] | None = None,
 ) -> None:
     """Adds a row: time, step, devices, the age of the process, what the start before it has noted last, and `before`.
 
@@ -58,7 +57,6 @@ def note_start(
         devices: of all workers.
         kind: "GPU" or "CPU".
         restore_secs: how long restoring a checkpoint took; None: none was restored.
-        takes: what the run can be told, as `Tells.takes`; None: nothing.
 
     Raises:
         OSError: if it cannot be written.
@@ -66,7 +64,6 @@ def note_start(
     last_time = (last_row(os.path.join(workdir, "metrics.jsonl")) or {}).get("time")
     facts: dict[str, Any] = {"step": step, "devices": devices, "kind": kind, "last_row_time": last_time}
     facts |= {"restore_secs": restore_secs, "progress": read_progress(workdir), "process_secs": None}
-    facts |= {"takes": takes} if takes else {}
     if (process := os.getpid()) not in _noted:
         _noted.add(process)
         with contextlib.suppress(OSError, ValueError, IndexError):

@@ -39,7 +39,6 @@ GROUPS = {
         "clipped_share": "The fraction of the steps since the last log whose gradient was clipped.",
         "loss_scale": "The factor of the loss in float16.",
         "skipped_steps": "Steps since step 0 that changed nothing, because a gradient was not finite.",
-        "told": "The commands of `distloop.report --tell` that the run acted on at this step.",
         "weight_norm": "The global norm of the weights that train, without tables that are updated by rows.",
         "update_norm": "How far the weights moved since the last histograms: the norm of the difference.",
         "update_ratio": "`update_norm` divided by `weight_norm`.",

@@ -18,7 +18,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from distloop.actions.tells import read_told, set_rate
 from distloop.argument_kinds import shown
 from distloop.assembly import make_step
 from distloop.checkpoints.checkpoint import DamagedError
@@ -69,7 +68,6 @@ class _Recorded:
         incidents: the rows of `incidents.jsonl`.
         checkpoints: the notes of each checkpoint, by step, in ascending order.
         settings: of `config.json`.
-        told: the commands that it has acted on, by step.
         began: the step at which its first process began; 0, or that of a checkpoint which was given to `restore`.
     """
 
@@ -79,7 +77,6 @@ class _Recorded:
     incidents: list[dict[str, Any]]
     checkpoints: dict[int, dict[str, Any]]
     settings: dict[str, Any]
-    told: dict[int, list[str]]
     began: int
 
     @property
@@ -190,8 +187,7 @@ class _Steps:
                 console.show_progress(self._at, "tracing the train step ...")
                 self._loop.trace(self._source, self._executor)
             while self._at < until:
-                told = (at - self._at for at in self._run.told if at > self._at)
-                count = min(until - self._at, self._source.start_loop() or until, *told)
+                count = min(until - self._at, self._source.start_loop() or until)
                 if self._state.keras_metrics and self._log_steps:  # their results are read at the end of a loop
                     count = min(count, self._log_steps - self._at % self._log_steps)
                 options: dict[str, Any] = dict(executor=self._executor, is_single=False, secs=_LOOP_SECS)
@@ -202,8 +198,6 @@ class _Steps:
                             f"{explain(self._step, self._at, row.diagnosis)} No step after it can be replayed: replay "
                             f"step {self._at}."
                         )
-                for command in self._run.told.get(self._at, ()):
-                    set_rate(self._state, command)
                 console.show_progress(self._at)
 
     def look(self, number: int) -> Replay:
@@ -310,13 +304,13 @@ def _read(directory: str, step: int) -> _Recorded:
     rows = {int(row["step"]): records.as_metrics(row) for row in records.rows_between(path, before, step)}
     progress = records.read_json(os.path.join(directory, "progress.json"), instead="it is not read")
     last = records.last_row(path) or {}
-    furthest = max(int((told or {}).get("step", 0)) for told in (last, progress))
+    furthest = max(int((noted or {}).get("step", 0)) for noted in (last, progress))
     incidents = records.read_rows_if_any(os.path.join(directory, "incidents.jsonl"), instead="it counts as empty")
     starts = records.read_rows_if_any(os.path.join(directory, "starts.jsonl"), instead="it counts as empty")
     settings = records.read_json(os.path.join(directory, "config.json"), instead="it is not compared")
     began = int(starts[0]["step"]) if starts else 0
     speed = float(last.get("steps_per_sec") or 0.0)
-    return _Recorded(rows, furthest, speed, incidents, notes, settings or {}, read_told(directory), began)
+    return _Recorded(rows, furthest, speed, incidents, notes, settings or {}, began)
 
 
 def _require_step(run: _Recorded, config: Config, step: Any) -> None:

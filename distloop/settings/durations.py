@@ -129,7 +129,6 @@ class Plan:
         due_tokens: the periods in tokens that are due at the step that was counted last.
         last_step: the one that the run ends with; inf: not known yet, as it ends by time, with the step after that.
         is_chief: whether this worker calls what the chief alone calls.
-        told: the steps at which the run acts on commands.
     """
 
     def __init__(self, units: Units | None = None, *, is_chief: bool = True):
@@ -143,7 +142,6 @@ class Plan:
         self.is_chief = is_chief
         self.due_secs: set[float] = set()
         self.due_tokens: set[float] = set()
-        self.told: set[int] = set()
         self.last_step = math.inf
         self._periods: dict[int | str, Period] = {}
 
@@ -202,8 +200,7 @@ class Plan:
         if self.due_secs or self.counts_tokens:
             return step + 1
         periods = [self.period(every).steps for every in everys if every is not None]
-        told = [at for at in self.told if at > step]
-        boundary = min([until, *told] + [step - step % steps + steps for steps in periods if steps])
+        boundary = min([until] + [step - step % steps + steps for steps in periods if steps])
         return min(boundary, step + steps_per_loop) if steps_per_loop else boundary
 
     def look_at_clock(self, before: float, now: float, everys: Sequence[int | str | None], step: int) -> None:

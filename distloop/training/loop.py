@@ -61,7 +61,6 @@ class Host:
         profile: of some of its steps.
         executor: what runs the operations, as `strategies.choose_executor` returns it.
         say: prints a line about the run.
-        tells: the commands to the run, as `Tells`; None: it takes none.
         show_progress: called after each loop with the step, and before tracing with what is being done, too.
     """
 
@@ -71,7 +70,6 @@ class Host:
     profile: Profile = dataclasses.field(default_factory=lambda: Profile("", ""))
     executor: str = strategies.PARALLEL_EXECUTOR
     say: Callable[[str], None] = say
-    tells: Any = None
     show_progress: Callable[[int, str], None] = lambda step, doing: None
 
 
@@ -272,7 +270,7 @@ class TrainLoop:
     def _is_boundary(self, step: int, actions: Sequence[Action]) -> bool:
         """Returns whether a log or an action with a period of its own is due."""
         plan, everys = self._host.plan, [self.log_every, *(a.every for a in actions if a.every is not None)]
-        return step in plan.told or any(plan.is_due(every, step, plan.last_step) for every in everys)
+        return any(plan.is_due(every, step, plan.last_step) for every in everys)
 
     def _act(self, actions: Sequence[Action], report: Report) -> bool:
         """Calls the actions of a boundary; returns whether one of them ended the run."""
@@ -317,12 +315,9 @@ class TrainLoop:
         Raises:
             Interrupted: if any worker has a reason to leave the run.
         """
-        tells, secs = self._host.tells, time.monotonic() - self._started_at
-        numbers = self._most_steps, secs, tells is not None and tells.are_new()
-        agreed = workers.agree_to_go_on(self._state.strategy, stop_requests, step, *numbers)
+        secs = time.monotonic() - self._started_at
+        agreed = workers.agree_to_go_on(self._state.strategy, stop_requests, step, self._most_steps, secs)
         self._most_steps, self.secs = int(agreed[0]), float(agreed[1])
-        if agreed[2]:
-            tells.take(step + 1)
 
 
 def _trace(loop: TrainLoop, source: Source, step: int) -> None:
