@@ -279,10 +279,38 @@ def _shortening(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def _is_called_otherwise(method: Callable[..., Any], error: TypeError) -> ValueError:
     """Returns the error of a call whose arguments do not fit the method's parameters."""
-    signature = inspect.signature(method)
-    parameters = [p.replace(annotation=p.empty) for name, p in signature.parameters.items() if name != "self"]
-    shown = signature.replace(parameters=parameters, return_annotation=signature.empty)
+    shown = _parameters(inspect.signature(method))
     return ValueError(f"{method.__qualname__} was called otherwise than it is made ({error}): call it as {shown}.")
+
+
+def require_call(fn: Callable[..., Any], name: str, *arguments: str) -> None:
+    """Checks that a function of the user's can be called as distloop calls it.
+
+    Args:
+        fn: the function.
+        name: of the function, to begin a sentence with.
+        *arguments: the names of what it gets, by position.
+
+    Raises:
+        ValueError: if it takes other arguments.
+    """
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # Python does not know the signatures of some functions of C
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        raise ValueError(
+            f"{name} takes {_parameters(signature)} and is called with ({', '.join(arguments)}) ({error}): let it take "
+            "these, or give a lambda that does."
+        ) from None
+
+
+def _parameters(signature: inspect.Signature) -> inspect.Signature:
+    """Returns a signature without annotations and `self`."""
+    parameters = [p.replace(annotation=p.empty) for name, p in signature.parameters.items() if name != "self"]
+    return signature.replace(parameters=parameters, return_annotation=signature.empty)
 
 
 def _shorten(error: BaseException) -> None:

@@ -662,3 +662,20 @@ TAKE_A_NUMBER = {
 def test_what_is_no_number_that_a_float_can_hold_is_refused_in_a_sentence(call, value):
     if not (call == "Evaluation(every)" and value is None):  # as Config(eval_every) says
         refused(lambda: TAKE_A_NUMBER[call](value), "give" if "notebook" in call else "given")
+
+
+OTHER_ARGUMENTS = {
+    "model_fn": (lambda fn: distloop.Trainer(fn, on(1)), "()"),
+    "The function given to from_keras": (distloop.from_keras, "()"),
+    "map_fn": (lambda fn: distloop.make_dataset(ZEROS, 2, map_fn=fn), "(example, seed)"),
+    "The function of Summary 'shown'": (lambda fn: distloop.Summary("shown", fn), "(state)"),
+    "loss_fn of an Evaluation": (lambda fn: distloop.Evaluation(ZEROS, loss_fn=fn), "(batch, training)"),
+    "rows_fn of an Evaluation": (lambda fn: distloop.Evaluation(ZEROS, rows_fn=fn), "(rows)"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_ARGUMENTS)
+def test_a_function_with_other_arguments_is_refused_before_it_is_called(name):
+    give, called_with = OTHER_ARGUMENTS[name]
+    given = lambda one, two, three: None  # noqa: E731
+    refused(lambda: give(given), f"{name} takes (one, two, three) and is called with {called_with} (missing")

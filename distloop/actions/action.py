@@ -19,12 +19,15 @@ from typing import Any, Protocol
 
 from distloop.argument_kinds import shown
 from distloop.distributed.preemption import Interrupted, interrupted_together
+from distloop.errors import require_call
 from distloop.log import log
 from distloop.monitoring.media import Media
 from distloop.monitoring.records import as_numbers
 from distloop.monitoring.timing import Clock
 from distloop.settings import durations
 from distloop.settings.durations import Plan
+
+_HOOKS = {"on_start": ["report"], "on_end": ["report"], "on_error": ["error"], "get_state": [], "set_state": ["state"]}
 
 
 @dataclass(frozen=True)
@@ -91,11 +94,7 @@ class Saves:
     """The checkpoints of a run, as actions see them: at most one save at a boundary."""
 
     def __init__(self, save: Callable[[Report, Mapping[str, list[int]]], None]):
-        """Stores the function.
-
-        Args:
-            save: saves the run; called with the report and the steps to keep as the best, by metric.
-        """
+        """Stores a function that saves the run; it gets the report and the steps to keep as the best, by metric."""
         self._save = save
         self._best_steps: dict[str, dict[int, list[int]]] = {}  # by metric and keeper
         self._saved_step: int | None = None
@@ -383,6 +382,9 @@ def check_actions(actions: Sequence[Action]) -> None:
                 f"The action {action!r} was given; an action is a callable with an attribute `every`: set it, as in "
                 "`action.every = '1 epoch'`, or give a Keras callback as distloop.from_callback(callback)."
             )
+        require_call(action, f"The action {name_of(action)!r}", "report")
+        for hook in (hook for hook in _HOOKS if hasattr(action, hook)):
+            require_call(getattr(action, hook), f"{hook} of the action {name_of(action)!r}", *_HOOKS[hook])
         if action.every is not None and durations.normalize(action.every) is None:
             raise ValueError(
                 f"The action {action!r} has every={shown(action.every)}: give {durations.ALLOWED}, or None."

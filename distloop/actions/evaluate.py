@@ -15,7 +15,7 @@ from distloop.argument_kinds import checks_kinds, shown
 from distloop.data.feeds import Feed
 from distloop.data.source import Data, Source
 from distloop.distributed.preemption import StopRequests
-from distloop.errors import first_line
+from distloop.errors import first_line, require_call
 from distloop.monitoring.records import read_metrics
 from distloop.monitoring.run_files import Series
 from distloop.settings import durations
@@ -69,6 +69,9 @@ class Evaluation:
             raise ValueError(f"Evaluation was given loss_fn={self.loss_fn!r}; give a function of (batch, training).")
         if self.rows_fn is not None and not callable(self.rows_fn):
             raise ValueError(f"Evaluation was given rows_fn={self.rows_fn!r}; give a function of all rows.")
+        functions = {"loss_fn": ["batch", "training"], "rows_fn": ["rows"], "predict_fn": ["batch"]}
+        for name in (name for name in functions if getattr(self, name) is not None):
+            require_call(getattr(self, name), f"{name} of an Evaluation", *functions[name])
         if self.predict_fn is not None and self.rows_fn is None:
             raise ValueError("Evaluation was given predict_fn without the rows_fn that takes its outputs: give both.")
         if self.metrics and self.loss_fn is None:

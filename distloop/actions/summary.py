@@ -12,6 +12,7 @@ from distloop.actions.action import Action, Report
 from distloop.argument_kinds import checks_kinds
 from distloop.data.arrays import are_arrays
 from distloop.data.opening import open_batches
+from distloop.errors import require_call
 from distloop.graph_functions import graph_function
 from distloop.monitoring.media import Images, Media, Text, are_pictures
 from distloop.monitoring.records import show_number
@@ -36,6 +37,7 @@ class Summary(Action):
                 weights that train; `with state.averaged():` puts the averages in their place. Every worker calls it.
             every: how often, a duration; 0: at the end only.
         """
+        require_call(fn, f"The function of Summary {name!r}", "state")
         self.name = name
         self.every = every
         self._fn = fn

@@ -19,6 +19,7 @@ from distloop.data.info import cardinality
 from distloop.data.numbered import NumberedDataset
 from distloop.data.order import Order
 from distloop.data.rows import ArrayRows, SourceRows, is_arrays
+from distloop.errors import require_call
 from distloop.graph_functions import DRAWS_FROM_KERNEL, graph_function, with_called
 from distloop.installed import import_part
 from distloop.log import log
@@ -172,6 +173,7 @@ def _make_reader(
         reader = SourceRows(source, rows_to_look_at=extremes)
     if map_fn is None:
         return reader, None
+    require_call(map_fn, "map_fn", "example", "seed")
     try:
         return reader, trace(map_fn, reader.spec)
     except NotTraceable as error:

@@ -15,6 +15,7 @@ from typing import Any
 import keras
 
 from distloop.argument_kinds import checks_kinds
+from distloop.errors import require_call
 from distloop.keras_models.measures import metrics_made_again
 from distloop.keras_models.model_copies import copy_model, copy_optimizer, return_slots, return_weights
 from distloop.keras_models.supervised import supervised
@@ -56,6 +57,7 @@ def from_keras(model: keras.Model | Callable[[], keras.Model]) -> Callable[[], M
         raise ValueError(
             f"from_keras was given {model!r}; it takes a compiled keras.Model or a function that makes one."
         )
+    require_call(model, "The function given to from_keras")
 
     def model_fn() -> ModelSpec:
         made = model()

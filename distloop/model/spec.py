@@ -20,6 +20,7 @@ import keras
 import tensorflow as tf
 
 from distloop.argument_kinds import checks_kinds
+from distloop.errors import require_call
 from distloop.model.user_functions import NoLoss, preparing_batches
 from distloop.optimizers.loss_scale import LossScaleOptimizer
 from distloop.variables import is_seed, tensorflow_variable
@@ -53,9 +54,9 @@ class Update:
             where `step_fn` does the whole step.
         optimizer: a plain Keras optimizer, or a `LossScaleOptimizer` around one. Updates that train the same variables
             may share one: several steps of it within one train step.
-        variables: the variables to train: a list, or a regular expression that is searched in their paths; None: all
-            trainable variables. If all updates give regular expressions, layers that they leave out are frozen, as with
-            `ModelSpec(trainable=...)`.
+        variables: the variables to train: a list, or a regular expression that is searched in their paths; None, where
+            there is no other update: all trainable variables. If all updates give regular expressions, layers that they
+            leave out are frozen, as with `ModelSpec(trainable=...)`.
         gradient_fn: `gradients -> gradients`, both by path, called between clipping and the optimizer. The gradients
             are reduced, divided and unscaled, and equal on all replicas. The result must be equal too: draw no random
             numbers.
@@ -84,9 +85,10 @@ class Update:
         if not callable(self.loss_fn):
             raise ValueError(f"loss_fn={self.loss_fn!r} was given; distloop needs a function of (batch, training).")
         _check_optimizer(plain_optimizer(self.optimizer))
-        _check_function("gradient_fn", self.gradient_fn, "a function from gradients by path to as many")
+        require_call(self.loss_fn, "loss_fn", "batch", "training")
+        _check_function("gradient_fn", self.gradient_fn, "a function from gradients by path to as many", "gradients")
         described = "a function of a step that returns gradients by path, such as `lambda step: step.gradients()`"
-        _check_function("step_fn", self.step_fn, described)
+        _check_function("step_fn", self.step_fn, described, "step")
         for pattern, factor in (self.learning_rates or {}).items():
             is_number = isinstance(factor, numbers.Real)
             if not is_number or not 0 < float(factor) < math.inf:
@@ -215,7 +217,7 @@ class ModelSpec:
             self._check_updates()
         else:
             object.__setattr__(self, "updates", (self._single_update(),))
-        _check_function("batch_fn", self.batch_fn, "a function of (batch, training) that returns a batch")
+        _check_function("batch_fn", self.batch_fn, "a function that returns a batch", "batch", "training")
         object.__setattr__(self, "updates", tuple(update.with_loss(self.prepared) for update in self.updates))
         if self.metrics and not any(update.has_loss for update in self.updates):
             raise ValueError(
@@ -278,6 +280,11 @@ class ModelSpec:
         names = [update.name for update in self.updates]
         if len(set(names)) < len(names) or not all(names):
             raise ValueError(f"Updates named {names} were given; each needs a name of its own.")
+        if len(self.updates) > 1 and (without := [u.name for u in self.updates if u.variables is None]):
+            raise ValueError(
+                f"The update {without[0]!r} has no variables, so its loss would train what the others train, too: give "
+                "Update a list or a regular expression, such as '^generator/', or '.' for all."
+            )
         for a, b in itertools.combinations(self.updates, 2):
             is_shared = plain_optimizer(a.optimizer) is plain_optimizer(b.optimizer)
             if is_shared and _optimizer_settings(a) != _optimizer_settings(b):
@@ -314,9 +321,11 @@ def refuse_tf_keras(model: Any) -> None:
         )
 
 
-def _check_function(name: str, fn: Any, described: str) -> None:
+def _check_function(name: str, fn: Any, described: str, *arguments: str) -> None:
     if fn is not None and not callable(fn):
         raise ValueError(f"{name}={fn!r} was given; it is {described}.")
+    if fn is not None:
+        require_call(fn, name, *arguments)
 
 
 def _require_matches(setting: str, patterns: Iterable[str], paths: Sequence[str]) -> None:
@@ -346,6 +355,8 @@ def _check_predict_fn(predict_fn: Any) -> None:
                 f"ModelSpec(predict_fn=...) holds a {type(function).__name__} under {name!r}; names are strings, and "
                 "say what is predicted: give a function from a batch to outputs under each."
             )
+    for function in functions.values() if functions else [predict_fn]:
+        _check_function("predict_fn", function, "", "batch")
 
 
 def _check_optimizer(optimizer: Any) -> None:
@@ -386,3 +397,4 @@ def check_model_fn(model_fn: Any) -> None:
             f"Trainer was given {model_fn!r} as model_fn; it takes a function that makes the model and returns a "
             "ModelSpec, or distloop.from_keras(model) for a compiled Keras model."
         )
+    require_call(model_fn, "model_fn")

@@ -25,6 +25,7 @@ from distloop.actions.stop_early import StopEarly
 from distloop.distributed.preemption import Interrupted
 from distloop.monitoring.media import Text
 from distloop.settings.durations import Plan
+from tests.problems import refused
 
 
 def report(step=10, until=100, **metrics):
@@ -286,6 +287,17 @@ def test_a_run_that_another_action_stops_between_two_measurements_just_ends():
     run([EVALUATE, stop_early], report(step=10))
     _, reason = run([EVALUATE, action(5, StopTraining("enough")), stop_early], report(step=15, loss=1.0))
     assert reason == "enough"
+
+
+def test_an_action_or_a_hook_with_other_arguments_is_refused():
+    def act():
+        pass
+
+    act.every = 1
+    refused(lambda: check_actions([act]), "The action 'act' takes () and is called with (report)")
+    right = action(1)
+    right.on_end = lambda: None
+    refused(lambda: check_actions([right]), "on_end of the action 'act' takes () and is called with (report)")
 
 
 def test_an_action_without_a_period_or_whose_period_is_no_duration_is_refused():

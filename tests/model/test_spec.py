@@ -84,10 +84,38 @@ def test_updates_and_the_arguments_of_a_single_one_are_refused():
             ModelSpec(None, updates=[Update("a", loss_fn, keras.optimizers.SGD())], **{extra: given})
 
 
+CALLS = {  # name: what is given, and the arguments that distloop calls it with
+    "loss_fn": (lambda batch: {}, "(batch, training)"),
+    "predict_fn": (lambda batch, training: batch, "(batch)"),
+    "batch_fn": (lambda batch, training, *, seed: batch, "(batch, training)"),
+    "gradient_fn": (lambda gradients, weights: gradients, "(gradients)"),
+    "step_fn": (lambda: {}, "(step)"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_function_with_other_arguments_than_it_is_called_with_is_refused(name):
+    given, called_with = CALLS[name]
+    functions = {"loss_fn": lambda batch, training: {}, name: given}
+    make = lambda: ModelSpec(two_layers(), keras.optimizers.SGD(0.1), **functions)  # noqa: E731
+    refused(make, f"{name} takes (", f") and is called with {called_with} (", "let it take these")
+
+
+def test_functions_that_can_be_called_as_they_are_pass_whatever_else_they_take():
+    loss_fn = tf.function(lambda batch, training=False, *more, scale=1.0: {})
+    model = two_layers()
+    ModelSpec(model, keras.optimizers.SGD(0.1), loss_fn, predict_fn={"logits": model, "first": lambda *rows: rows[0]})
+
+
+def test_an_update_without_variables_beside_others_is_refused():
+    updates = [Update(name, loss_of(two_layers()), keras.optimizers.SGD(0.1)) for name in ("generator", "critic")]
+    refused(lambda: ModelSpec(None, updates=updates), "The update 'generator' has no variables", "generator", "'.'")
+
+
 def test_updates_without_names_of_their_own_or_with_a_shared_optimizer_for_other_variables_are_refused():
     def updates(names, optimizers, **rule):
         first, second = (
-            Update(name, lambda batch, training: {}, optimizer, **more)
+            Update(name, lambda batch, training: {}, optimizer, **{"variables": ".", **more})
             for name, optimizer, more in zip(names, optimizers, ({}, rule), strict=True)
         )
         return ModelSpec(None, updates=[first, second])

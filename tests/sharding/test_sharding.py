@@ -178,7 +178,7 @@ def test_a_variable_that_one_of_several_optimizers_needs_whole_is_not_cut(monkey
             return {"loss": tf.reduce_sum(tf.square(model(batch["x"], training=training)), 1)}
 
         optimizers = {"a": keras.optimizers.Adam(0.01), "b": keras.optimizers.Lamb(0.01)}  # Lamb takes norms of kernels
-        updates = [distloop.Update(name, loss_fn, optimizer) for name, optimizer in optimizers.items()]
+        updates = [distloop.Update(name, loss_fn, optimizer, ".") for name, optimizer in optimizers.items()]
         return distloop.ModelSpec(model, updates=updates)
 
     monkeypatch.setattr(variable_parts, "_SMALLEST_ROW", 8)
