@@ -24,8 +24,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from distloop import argument_kinds
-from distloop.log import IN_GRAPH, reason_of
+from distloop.log import IN_GRAPH, reason_of, shown
 
 _Class = TypeVar("_Class", bound=type)
 
@@ -214,6 +213,13 @@ def innermost_line(frames: Iterable[Any] | None) -> str | None:
     return None
 
 
+def require_bool(owner: str, **arguments: Any) -> None:
+    """Raises a ValueError for an argument that is neither True nor False, such as "no", which Python takes as true."""
+    for name, value in arguments.items():
+        if not isinstance(value, (bool, np.bool_)):
+            raise ValueError(f"{owner} was given {name}={shown(value)}; give True or False.")
+
+
 def show_full_tracebacks() -> None:
     """Makes errors show all frames for the rest of the process: distloop's, Keras's and TensorFlow's, too."""
     keras.config.disable_traceback_filtering()  # which `with_short_tracebacks` follows
@@ -269,8 +275,6 @@ def _shortening(method: Callable[..., Any]) -> Callable[..., Any]:
         except BaseException as error:
             if isinstance(error, TypeError) and error.__traceback__ and error.__traceback__.tb_next is None:
                 raise _is_called_otherwise(method, error) from None
-            if mistake := argument_kinds.explain(method, args, kwargs, error):
-                raise mistake from error
             _shorten(error)
             raise error
 
@@ -279,8 +283,8 @@ def _shortening(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def _is_called_otherwise(method: Callable[..., Any], error: TypeError) -> ValueError:
     """Returns the error of a call whose arguments do not fit the method's parameters."""
-    shown = _parameters(inspect.signature(method))
-    return ValueError(f"{method.__qualname__} was called otherwise than it is made ({error}): call it as {shown}.")
+    right = _parameters(inspect.signature(method))
+    return ValueError(f"{method.__qualname__} was called otherwise than it is made ({error}): call it as {right}.")
 
 
 def require_call(fn: Callable[..., Any], name: str, *arguments: str) -> None:

@@ -10,6 +10,7 @@ run prints about its progress belongs to `monitoring.console`.
 import logging
 import re
 import sys
+from typing import Any
 
 IN_GRAPH = "Graph execution error:"  # the first line of TensorFlow's errors in a compiled function
 
@@ -33,6 +34,14 @@ def printable(text: str, keep: str = "\n\t") -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
+
+
+def shown(value: Any) -> str:
+    """Returns a value as an error message shows it: on one line, in 100 letters at most."""
+    try:
+        return " ".join(repr(value).split())[:100]
+    except ValueError:  # Python writes no more than 4,300 digits
+        return "a number of more than 4,300 digits"
 
 
 def reason_of(message: str) -> str:

@@ -440,10 +440,12 @@ def test_a_place_in_the_workdir_that_cannot_be_written(tmp_path, name):
     [
         (lambda: {"actions": [lambda report: None]}, ["The action", "was given", "`every`", "set it"]),
         (lambda: {"actions": ["print"]}, ["The action", "was given", "`every`", "set it"]),
+        (lambda: {"actions": distloop.Summary("a", print)}, ["actions=<", "actions=[action]"]),
+        (lambda: {"actions": [distloop.Export(print, "exports", every=[])]}, ["has every=[]", "give"]),
         (lambda: {"evals": dataset()}, ["evals", "dict"]),
         (lambda: {"evals": (np.eye(5), np.ones(5))}, ["evals=(array([[1., 0.", "dict"]),
     ],
-    ids=["an action without every", "an action that is no function", "evaluations that are no dict", "arrays"],
+    ids=["no every", "no function", "one action", "every=[]", "evaluations that are no dict", "arrays"],
 )
 def test_fit_with(given, parts):
     trainer = make_trainer()
@@ -632,6 +634,28 @@ def test_labels_that_are_no_number_of_a_class_are_named(label):
 
 
 ZEROS, SGD = np.zeros((8, 2), "float32"), keras.optimizers.SGD()
+ODD = {
+    "make_dataset(shuffle)": lambda: distloop.make_dataset(ZEROS, 2, shuffle="no"),
+    "make_dataset(drop_remainder)": lambda: distloop.make_dataset(ZEROS, 2, drop_remainder="no"),
+    "make_dataset(cache)": lambda: distloop.make_dataset(tf.data.Dataset.range(3), 2, cache="no"),
+    "SaveBest(restore)": lambda: distloop.SaveBest("loss", restore="no"),
+    "StopEarly(restore_best)": lambda: distloop.StopEarly("loss", restore_best="no"),
+    "when_better(metric)": lambda: distloop.when_better(3, print, mode="min"),
+    "stages(recompute)": lambda: distloop.stages([net()], recompute="no"),
+    "split(recompute)": lambda: distloop.split(net(), 1, recompute="no"),
+    "Summary(name)": lambda: distloop.Summary(3, print),
+    "Summary(fn)": lambda: distloop.Summary("a", 3),
+    "Evaluation(predict_fn)": lambda: distloop.Evaluation(ZEROS, rows_fn=print, predict_fn=3),
+    "Trainer(config)": lambda: distloop.Trainer(net, {"steps": 3}),
+    "prepare": lambda: distloop.prepare(3),
+}
+
+
+@pytest.mark.parametrize("call", ODD)
+def test_an_argument_that_would_be_taken_for_another_is_refused(call):
+    refused(ODD[call], "given", "give" if "shuffle" not in call else "an integer")
+
+
 TAKE_A_NUMBER = {
     "make_schedule(steps)": lambda value: distloop.make_schedule(0.1, value),
     "make_schedule(peak)": lambda value: distloop.make_schedule(value, 10),

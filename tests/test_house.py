@@ -38,7 +38,6 @@ ORDER = [
     ["optimizers"],
     ["settings"],
     [
-        "argument_kinds",
         "variables",
         "errors",
         "graph_functions",
@@ -61,7 +60,6 @@ WITHOUT_TENSORFLOW = {
     "__init__",
     "launch",
     "report",
-    "argument_kinds",
     "log",
     "atomic_files",
     "installed",

@@ -17,10 +17,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from distloop.argument_kinds import shown
 from distloop.distributed.preemption import Interrupted, interrupted_together
 from distloop.errors import require_call
-from distloop.log import log
+from distloop.log import log, shown
 from distloop.monitoring.media import Media
 from distloop.monitoring.records import as_numbers
 from distloop.monitoring.timing import Clock
@@ -376,6 +375,8 @@ def check_actions(actions: Sequence[Action]) -> None:
     Raises:
         ValueError: if they are something else.
     """
+    if not isinstance(actions, Sequence):
+        raise ValueError(f"actions={actions!r} was given; fit takes a list of actions: actions=[action].")
     for action in actions:
         if not callable(action) or not hasattr(action, "every"):
             raise ValueError(

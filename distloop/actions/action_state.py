@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from distloop.actions.action import Action, member, name_of
-from distloop.argument_kinds import shown
-from distloop.log import log
+from distloop.log import log, shown
 
 _MAX_BITS = 10_000  # Python converts larger integers neither to text nor back
 

@@ -11,11 +11,11 @@ import keras
 import numpy as np
 
 from distloop.actions.action import Action, Report
-from distloop.argument_kinds import checks_kinds, shown
 from distloop.data.feeds import Feed
 from distloop.data.source import Data, Source
 from distloop.distributed.preemption import StopRequests
 from distloop.errors import first_line, require_call
+from distloop.log import shown
 from distloop.monitoring.records import read_metrics
 from distloop.monitoring.run_files import Series
 from distloop.settings import durations
@@ -24,7 +24,6 @@ from distloop.settings.durations import Plan
 _SHORT_BYTES = 1_000_000  # of metrics.jsonl, which are read in some ten milliseconds
 
 
-@checks_kinds
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
     """A dataset to evaluate on, where it differs from the others.
@@ -69,6 +68,8 @@ class Evaluation:
             raise ValueError(f"Evaluation was given loss_fn={self.loss_fn!r}; give a function of (batch, training).")
         if self.rows_fn is not None and not callable(self.rows_fn):
             raise ValueError(f"Evaluation was given rows_fn={self.rows_fn!r}; give a function of all rows.")
+        if self.predict_fn is not None and not callable(self.predict_fn):
+            raise ValueError(f"Evaluation was given predict_fn={self.predict_fn!r}; give a function of a batch.")
         functions = {"loss_fn": ["batch", "training"], "rows_fn": ["rows"], "predict_fn": ["batch"]}
         for name in (name for name in functions if getattr(self, name) is not None):
             require_call(getattr(self, name), f"{name} of an Evaluation", *functions[name])

@@ -24,7 +24,6 @@ import numpy as np
 import tensorflow as tf
 
 from distloop.actions.action import Action, Report
-from distloop.argument_kinds import checks_kinds
 from distloop.data.opening import open_batches
 from distloop.graph_functions import graph_function
 from distloop.monitoring.media import Histogram, Media
@@ -159,7 +158,6 @@ def _norm(arrays: Sequence[np.ndarray], shares: Sequence[float]) -> float:
     return float(np.sqrt(sum(square / share for square, share in zip(squares, shares, strict=True))))
 
 
-@checks_kinds
 class ActivationHistograms(Action):
     """Shows the outputs of each layer for some examples: their histogram, mean and standard deviation.
 

@@ -19,8 +19,8 @@ import numpy as np
 import tensorflow as tf
 
 from distloop.actions.action import Action, Report
-from distloop.argument_kinds import checks_kinds, shown
 from distloop.distributed.devices import HOST
+from distloop.log import shown
 from distloop.monitoring.media import Histogram, Images, Media, are_pictures
 from distloop.settings.durations import parse, whole_number
 
@@ -44,7 +44,6 @@ class _Keeping(NamedTuple):
     names: set[str]  # kept in it so far
 
 
-@checks_kinds
 def keep(
     name: str,
     tensor: Any,

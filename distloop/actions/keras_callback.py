@@ -16,7 +16,7 @@ import keras
 from distloop.actions.action import Action, Report, StopTraining
 from distloop.actions.action_state import plain
 from distloop.actions.save import choose_mode
-from distloop.argument_kinds import checks_kinds, shown
+from distloop.log import shown
 from distloop.settings import durations
 
 # The replacement of each callback that distloop has its own setting for.
@@ -144,7 +144,6 @@ def _logs(report: Report) -> dict[str, float]:
     return logs | {name.replace("/", "_"): value for name, value in logs.items()}
 
 
-@checks_kinds
 def from_callback(callback: keras.callbacks.Callback, every: int | str) -> FromCallback:
     """Returns an action that calls a Keras callback every `every` steps, as Keras does at the end of an epoch.
 

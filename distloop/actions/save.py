@@ -8,8 +8,8 @@ from typing import Any
 
 from distloop.actions.action import Action, Report, Saves, member, name_of, phase_of
 from distloop.actions.evaluate import Evaluate
-from distloop.argument_kinds import checks_kinds, shown
-from distloop.log import log
+from distloop.errors import require_bool
+from distloop.log import log, shown
 from distloop.monitoring import records
 from distloop.monitoring.run_files import better
 from distloop.monitoring.timing import SaveTimes
@@ -79,7 +79,6 @@ class SaveCosts(Action):
         return numbers
 
 
-@checks_kinds
 class SaveBest(Action):
     """Keeps the checkpoints where a metric was best, besides the newest; `checkpoints/best.json` lists their steps.
 
@@ -107,6 +106,7 @@ class SaveBest(Action):
         """
         refuse_positional("SaveBest", metric, others, "mode='max'")
         check_keep("SaveBest", keep)
+        require_bool("SaveBest", restore=restore)
         self.name = f"SaveBest({metric})"
         self.metric = self.required_metric = metric
         self.mode = choose_mode("SaveBest", metric, mode)
@@ -246,7 +246,6 @@ class WhenBetter:
             member(self._action, "set_state")(state["action"])
 
 
-@checks_kinds
 def when_better(metric: str, action: Action, *, mode: str = "auto") -> WhenBetter:
     """Returns an action that calls another one at the boundaries where a metric is better than ever.
 
@@ -260,6 +259,8 @@ def when_better(metric: str, action: Action, *, mode: str = "auto") -> WhenBette
     Raises:
         ValueError: for another mode, a name that does not say what is better, or something that cannot be called.
     """
+    if not isinstance(metric, str):
+        raise ValueError(f"when_better was given {metric!r}; give the name of a metric, such as 'test/accuracy'.")
     if not callable(action):
         raise ValueError(f"when_better was given {action!r}; its second argument is an action: give a callable.")
     return WhenBetter(metric, action, mode)

@@ -6,11 +6,11 @@ from typing import Any
 
 from distloop.actions.action import Action, Report, Saves, StopPoint, StopTraining
 from distloop.actions.save import SaveBest, choose_mode, refuse_positional
-from distloop.argument_kinds import checks_kinds, shown
+from distloop.errors import require_bool
+from distloop.log import shown
 from distloop.settings.durations import Plan, finite_number, whole_number
 
 
-@checks_kinds
 class StopEarly(Action):
     """Ends the run when a metric has not improved for `patience` measurements."""
 
@@ -46,6 +46,7 @@ class StopEarly(Action):
             raise ValueError(f"patience={shown(patience)} was given to StopEarly; it waits for 1 measurement at least.")
         if (delta := finite_number(min_delta)) is None or delta < 0:
             raise ValueError(f"min_delta={shown(min_delta)} was given to StopEarly; give a number, 0 or more.")
+        require_bool("StopEarly", restore_best=restore_best)
         self.name = f"StopEarly({metric})"
         self.metric = self.required_metric = metric
         self.patience = patience

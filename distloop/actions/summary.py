@@ -9,7 +9,6 @@ import numpy as np
 import tensorflow as tf
 
 from distloop.actions.action import Action, Report
-from distloop.argument_kinds import checks_kinds
 from distloop.data.arrays import are_arrays
 from distloop.data.opening import open_batches
 from distloop.errors import require_call
@@ -18,7 +17,6 @@ from distloop.monitoring.media import Images, Media, Text, are_pictures
 from distloop.monitoring.records import show_number
 
 
-@checks_kinds
 class Summary(Action):
     """Shows what a function returns for the state: images, sounds, texts, histograms, curves or numbers.
 
@@ -37,6 +35,8 @@ class Summary(Action):
                 weights that train; `with state.averaged():` puts the averages in their place. Every worker calls it.
             every: how often, a duration; 0: at the end only.
         """
+        if not isinstance(name, str) or not callable(fn):
+            raise ValueError(f"Summary was given {name!r} and {fn!r}; give a name and a function of the TrainState.")
         require_call(fn, f"The function of Summary {name!r}", "state")
         self.name = name
         self.every = every
@@ -50,7 +50,6 @@ class Summary(Action):
         return {f"{self.name}/{key}" if key else self.name: value for key, value in entries}
 
 
-@checks_kinds
 class WorstExamples(Summary):
     """Shows the rows of an evaluation with the largest loss: their images in a grid, or their texts in a table.
 

@@ -17,7 +17,6 @@ import tensorflow as tf
 
 from distloop.actions import memory
 from distloop.actions.memory import embedding_tables, held_by_device, known_bytes, variable_bytes
-from distloop.argument_kinds import checks_kinds
 from distloop.audit.tracing import as_replica, compiled, reached
 from distloop.data import shards
 from distloop.data.source import Data, Source
@@ -130,7 +129,6 @@ class MemoryEstimate(NamedTuple):
         return "It does not fit with any number of microbatches: give a smaller model, or optimizers with fewer slots."
 
 
-@checks_kinds
 def estimate_memory(trainer: Trainer, dataset: Data) -> MemoryEstimate:
     """Estimates the memory that each device needs for a train step; runs none and changes nothing.
 

@@ -18,7 +18,6 @@ import tensorflow as tf
 
 from distloop.actions import memory
 from distloop.actions.action import Action, Report, StopTraining
-from distloop.argument_kinds import checks_kinds
 from distloop.data import shards
 from distloop.data.arrays import as_dataset
 from distloop.data.source import Data, Source
@@ -62,7 +61,6 @@ class RateTest(NamedTuple):
         return f"RateTest(suggestion={self.suggestion and float(f'{self.suggestion:.2g}')}, {len(self.rates)} rates)"
 
 
-@checks_kinds
 def find_learning_rate(
     trainer: Trainer,
     dataset: Data,
@@ -154,7 +152,6 @@ class BatchTest(NamedTuple):
     reason: str
 
 
-@checks_kinds
 def autotune_batch(trainer: Trainer, dataset: Data, *, memory_share: float = 0.5) -> BatchTest:
     """Measures batch sizes for the one that processes most examples a second and fits into memory.
 

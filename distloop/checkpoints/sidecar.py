@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 import tensorflow as tf
 
 from distloop.actions.write import JsonWriter
-from distloop.argument_kinds import shown
 from distloop.checkpoints.resume import RunCheckpoints
 from distloop.distributed import workers
+from distloop.log import shown
 from distloop.monitoring.records import read_rows
 from distloop.monitoring.run_lock import RunLock
 from distloop.monitoring.tensorboard import SummaryWriter

@@ -13,16 +13,15 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from distloop.argument_kinds import checks_kinds, shown
 from distloop.data.examples import pad_row
 from distloop.data.info import cardinality
 from distloop.data.numbered import NumberedDataset
 from distloop.data.order import Order
 from distloop.data.rows import ArrayRows, SourceRows, is_arrays
-from distloop.errors import require_call
+from distloop.errors import require_bool, require_call
 from distloop.graph_functions import DRAWS_FROM_KERNEL, graph_function, with_called
 from distloop.installed import import_part
-from distloop.log import log
+from distloop.log import log, shown
 from distloop.settings.durations import whole_number
 
 _PARALLEL_ROWS = 16
@@ -30,7 +29,6 @@ _PARALLEL_ROWS = 16
 ExampleMap = Callable[[Any, Any], Any]
 
 
-@checks_kinds
 def make_dataset(
     source: Any,
     batch_size: int | Mapping[int, int],
@@ -78,6 +76,8 @@ def make_dataset(
     sizes = by_batch(batch_size, "batch_size") if isinstance(batch_size, Mapping) else {0: batch_size}
     sizes = {batch: _as_int(size, "batch_size") for batch, size in sizes.items()}
     seed = _as_int(seed, "seed")
+    require_bool("make_dataset", cache=cache, drop_remainder=drop_remainder)
+    shuffle = bool(shuffle) if isinstance(shuffle, (bool, np.bool_)) else _as_int(shuffle, "shuffle")
     if min(sizes.values()) < 1:
         raise ValueError(f"batch_size={shown(batch_size)} was given; a batch has one row at least.")
     if not 0 <= seed < 2**31:

@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from distloop.distributed import environment, tensorflow_internals
 from distloop.errors import show_full_tracebacks
-from distloop.log import log
+from distloop.log import log, shown
 from distloop.settings.config import Config
 
 HOST = "/CPU:0"  # holds iterators, loop counters and the numbers that are logged
@@ -43,6 +43,8 @@ def prepare_process(config: Config) -> None:
         ValueError: if Keras uses another backend or a `keras.distribution`, if functions run eagerly, if the device
             does not exist, or if TensorFlow has already started with fewer virtual CPUs or another number of threads.
     """
+    if not isinstance(config, Config):
+        raise ValueError(f"config={shown(config)} was given; give a Config, as in distloop.Config(steps=1000).")
     if config.full_tracebacks:
         show_full_tracebacks()
     if keras.backend.backend() != "tensorflow":

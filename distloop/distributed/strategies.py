@@ -20,7 +20,6 @@ from typing import Any, Generic, TypeVar
 import keras
 import tensorflow as tf
 
-from distloop.argument_kinds import checks_kinds
 from distloop.distributed import devices, environment, notes, tensorflow_internals, workers
 from distloop.distributed.environment import Cluster
 from distloop.distributed.heartbeat import Heartbeat
@@ -36,7 +35,6 @@ _SERVER_SECS = 5.0  # that the other workers wait for the server of the chief be
 _SMALL_STEP_FLOPS = 2e7  # below this, handing an operation to another thread takes longer than running it
 
 
-@checks_kinds
 def prepare(config: Config) -> None:
     """Sets up devices and memory growth, seeds Python, NumPy, Keras and TensorFlow, and joins the other workers.
 

@@ -15,7 +15,6 @@ from typing import Any
 from distloop import atomic_files
 from distloop.actions.action import Action, Report
 from distloop.actions.save import BestSoFar, check_keep
-from distloop.argument_kinds import checks_kinds
 from distloop.distributed import workers
 from distloop.errors import first_line
 from distloop.exports.export import check_suffix
@@ -24,7 +23,6 @@ from distloop.urls import absolute, expand, require_disk
 from distloop.variables import WEIGHT_FILES
 
 
-@checks_kinds
 class Export(Action):
     """Exports to `<directory>/<step>`, periodically or where a metric is better than before; keeps the last exports.
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import keras
 
-from distloop.argument_kinds import checks_kinds
 from distloop.errors import require_call
 from distloop.keras_models.measures import metrics_made_again
 from distloop.keras_models.model_copies import copy_model, copy_optimizer, return_slots, return_weights
@@ -27,7 +26,6 @@ from distloop.optimizers.loss_scale import LossScaleOptimizer
 _originals: "weakref.WeakKeyDictionary[Any, tuple[Any, ...]]" = weakref.WeakKeyDictionary()  # fingerprints, by copy
 
 
-@checks_kinds
 def from_keras(model: keras.Model | Callable[[], keras.Model]) -> Callable[[], ModelSpec]:
     """Returns a `model_fn` for a compiled Keras model: the one line that changes in a `compile`/`fit` script.
 

@@ -14,10 +14,10 @@ from typing import Any, TypedDict
 import numpy as np
 import tensorflow as tf
 
-from distloop.argument_kinds import shown
 from distloop.data.arrays import are_arrays, are_same_arrays, as_arrays, as_dataset, with_labels
 from distloop.data.opening import EACH_AN_ARRAY
 from distloop.data.source import Data
+from distloop.log import shown
 from distloop.settings.durations import whole_number
 
 EVALUATION = "val"  # the name of the evaluation on Keras's validation data

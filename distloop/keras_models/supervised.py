@@ -10,7 +10,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from distloop.argument_kinds import checks_kinds
 from distloop.data.shards import batch_size
 from distloop.keras_models.losses import loss_values, per_example, resolve_loss, weigh
 from distloop.keras_models.measures import LayerMetrics, Measure, make_measures, spread
@@ -19,7 +18,6 @@ from distloop.model.metrics import Weighted
 from distloop.model.spec import ModelSpec
 
 
-@checks_kinds
 def supervised(
     model: keras.Model,
     loss: Any,

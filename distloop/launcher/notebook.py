@@ -21,14 +21,13 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from distloop.argument_kinds import checks_kinds, shown
 from distloop.distributed import environment
+from distloop.log import shown
 from distloop.settings.durations import whole_number
 
 _FUNCTION, _RESULT, _ERROR = "function.pkl", "result.pkl", "error-{}.txt"
 
 
-@checks_kinds
 def notebook_launch(fn: Callable[..., Any], args: tuple[Any, ...] = (), *, workers: int = 2) -> Any:
     """Calls a function on each of several local workers, and returns what it returned on the chief.
 

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from distloop.argument_kinds import checks_kinds, shown
 from distloop.data.make_dataset import by_batch
 from distloop.data.order import Order
 from distloop.data.rows import ArrayRows, SourceRows, is_arrays, read_rows, spread
+from distloop.log import shown
 from distloop.mixtures.orders import MixedOrder, by_length
 from distloop.settings.durations import finite_number, whole_number
 
@@ -26,7 +26,6 @@ _MOST_SLOTS = 10_000  # of a block
 _MOST_FINGERPRINT = 400  # characters
 
 
-@checks_kinds
 class Mixture:
     """Several sources with weights, as a source for `make_dataset`.
 

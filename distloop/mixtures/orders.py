@@ -23,9 +23,9 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from distloop.argument_kinds import shown
 from distloop.data.order import Order, permute
 from distloop.distributed.devices import HOST
+from distloop.log import shown
 from distloop.settings.durations import whole_number
 
 _MOST_TEXT = 300  # characters of `facts_at`'s text

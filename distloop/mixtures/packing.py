@@ -13,13 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from distloop.argument_kinds import checks_kinds, shown
 from distloop.data.examples import as_example
 from distloop.data.rows import read_rows
+from distloop.log import shown
 from distloop.settings.durations import whole_number
 
 
-@checks_kinds
 def pack(source: Any, length: int, *, lengths: Sequence[int] | np.ndarray) -> "PackedRows":
     """Returns a source whose rows are of one length and hold several sequences each, for `make_dataset`.
 

@@ -19,7 +19,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from distloop.argument_kinds import checks_kinds
 from distloop.errors import require_call
 from distloop.model.user_functions import NoLoss, preparing_batches
 from distloop.optimizers.loss_scale import LossScaleOptimizer
@@ -43,7 +42,6 @@ _REPLACED_SETTINGS = {
 }
 
 
-@checks_kinds
 @dataclass(frozen=True)
 class Update:
     """One optimizer's part of a step.
@@ -162,7 +160,6 @@ class Update:
         return [not any(re.search(pattern, path) for pattern in patterns) for path in paths]
 
 
-@checks_kinds
 @dataclass(frozen=True)
 class ModelSpec:
     """A model and how to train it; `model_fn` returns one.

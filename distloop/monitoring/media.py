@@ -28,7 +28,6 @@ from tensorboard.plugins.image import metadata as images
 from tensorboard.plugins.pr_curve import summary as pr_curves
 from tensorboard.plugins.text import metadata as text
 
-from distloop.argument_kinds import checks_kinds
 from distloop.monitoring.writers import MediaFile
 
 Encoded = tuple[TensorProto, SummaryMetadata]
@@ -64,7 +63,6 @@ class Media(abc.ABC):
         return MediaFile(".gif" if data.startswith(b"GIF8") else suffix, data) if suffix else None
 
 
-@checks_kinds
 @dataclass(frozen=True, eq=False)
 class Text(Media):
     """A text in Markdown."""
@@ -113,7 +111,6 @@ class Histogram(Media):
         return tensor, histograms.create_summary_metadata(None, None)
 
 
-@checks_kinds
 @dataclass(frozen=True, eq=False)
 class Images(Media):
     """Images in one grid, row by row.
@@ -141,7 +138,6 @@ class Images(Media):
         return _encode_image(_grid(_pictures(self.array[: self.max]), list(self.captions or [])[: self.max]))
 
 
-@checks_kinds
 @dataclass(frozen=True, eq=False)
 class Video(Media):
     """A video, which is shown as an animated GIF; of 256 colors each frame, and without sound.
@@ -169,7 +165,6 @@ class Video(Media):
         return _encode_image(first, file.getvalue())
 
 
-@checks_kinds
 @dataclass(frozen=True, eq=False)
 class Embeddings(Media):
     """Vectors with labels, for TensorBoard's projector.
@@ -206,7 +201,6 @@ class Embeddings(Media):
         return {".tsv": self.as_file().data, ".labels.tsv": lines.encode()}
 
 
-@checks_kinds
 @dataclass(frozen=True, eq=False)
 class Audio(Media):
     """A sound.
@@ -264,7 +258,6 @@ class PRCurve(Media):
         return value.tensor, value.metadata
 
 
-@checks_kinds
 @dataclass(frozen=True, eq=False)
 class ConfusionMatrix(Media):
     """A picture of how often each label was predicted as each class.

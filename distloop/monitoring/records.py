@@ -16,9 +16,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from distloop import urls
-from distloop.argument_kinds import checks_kinds, shown
 from distloop.atomic_files import open_at_once
-from distloop.log import log
+from distloop.log import log, shown
 from distloop.monitoring.timing import unix_time
 
 METRICS = "Metrics"  # loss and metrics: the first group in TensorBoard, which sorts capital letters first
@@ -192,7 +191,6 @@ def _read_if_any(path: str, parse: Callable[[bytes], _T], instead: str, warn: Ca
     return None
 
 
-@checks_kinds
 def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, float]]:
     """Returns the metrics of a run; the run may still be training.
 

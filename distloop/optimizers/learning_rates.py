@@ -16,11 +16,10 @@ from typing import Any
 import keras
 from keras.optimizers import schedules
 
-from distloop.argument_kinds import checks_kinds, shown
+from distloop.log import shown
 from distloop.settings.durations import Units, finite_number, parse, whole_number
 
 
-@checks_kinds
 def scale_learning_rate(
     base_learning_rate: float, batch_size: int, base_batch_size: int = 256, rule: str = "linear"
 ) -> float:
@@ -242,7 +241,6 @@ def _run_schedules(schedule: Any) -> Iterator[RunSchedule]:
             yield from _run_schedules(part)
 
 
-@checks_kinds
 def make_schedule(
     peak: float,
     steps: int | str,

@@ -16,8 +16,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from distloop.argument_kinds import checks_kinds, shown
-from distloop.log import log
+from distloop.log import log, shown
 from distloop.optimizers import gradients, keras_hooks
 from distloop.settings.config import Config
 from distloop.settings.durations import finite_number, whole_number
@@ -104,7 +103,6 @@ def check_precision(model: Any, precision: str) -> None:
         )
 
 
-@checks_kinds
 class LossScaleOptimizer(tf.Module):
     """An optimizer that scales the loss, and skips a step if a gradient on any replica or worker is not finite.
 

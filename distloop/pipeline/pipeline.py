@@ -21,9 +21,10 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops
 
-from distloop.argument_kinds import checks_kinds, shown
 from distloop.distributed import workers
 from distloop.distributed.devices import short_device
+from distloop.errors import require_bool
+from distloop.log import shown
 from distloop.optimizers.keras_hooks import masks_of, with_masks
 from distloop.pipeline import splitting
 from distloop.pipeline.stage_placement import StagePlacement
@@ -180,7 +181,6 @@ class Pipeline(ModelRunner):
                     )
 
 
-@checks_kinds
 def stages(modules: Sequence[Any], devices: Sequence[str] | None = None, *, recompute: bool = False) -> Pipeline:
     """Builds a pipeline with one stage for each module; to be called in `model_fn`.
 
@@ -198,13 +198,13 @@ def stages(modules: Sequence[Any], devices: Sequence[str] | None = None, *, reco
         ValueError: if there are fewer devices than stages, the strategy copies the network to several devices, or
             stages share a variable.
     """
+    require_bool("stages", recompute=recompute)
     parts = [list(stage) if isinstance(stage, (list, tuple)) else [stage] for stage in modules]
     if not parts or not all(parts):
         raise ValueError(f"stages was given {modules!r}; it takes a list of modules, one or more for each stage.")
     return Pipeline([part for stage in parts for part in stage], parts, devices, recompute)
 
 
-@checks_kinds
 def split(model: Any, num_stages: int, devices: Sequence[str] | None = None, *, recompute: bool = False) -> Pipeline:
     """Builds a pipeline by cutting a network into stages of similar size and work; to be called in `model_fn`.
 
@@ -220,6 +220,7 @@ def split(model: Any, num_stages: int, devices: Sequence[str] | None = None, *, 
     Raises:
         ValueError: if the network cannot be cut into that many stages, or as for `stages`.
     """
+    require_bool("split", recompute=recompute)
     if (whole_number(num_stages) or 0) < 1:
         raise ValueError(f"split was given num_stages={shown(num_stages)}; it takes a whole number, 1 or more.")
     if isinstance(model, (list, tuple)):

@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from distloop.argument_kinds import checks_kinds
 from distloop.log import log
 from distloop.records.record_index import (
     FOOTER_BYTES,
@@ -147,7 +146,6 @@ def _data_of(record: bytes) -> bytes | None:
     return data if is_intact(data, record[-FOOTER_BYTES:]) else None
 
 
-@checks_kinds
 def open_records(
     files: FileNames, *, index_dir: str | os.PathLike[str] = "", on_corrupt: Literal["raise", "skip"] = "raise"
 ) -> "Records | Any":

@@ -18,7 +18,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from distloop.argument_kinds import shown
 from distloop.assembly import make_step
 from distloop.checkpoints.checkpoint import DamagedError
 from distloop.checkpoints.phases import number_at, units_at
@@ -29,6 +28,7 @@ from distloop.data.numbered import NumberedDataset
 from distloop.data.shards import Batch
 from distloop.data.source import Source
 from distloop.graph_functions import TRAINING_PASSES, count_flops, graph_function
+from distloop.log import shown
 from distloop.model.saved_state import SavedState
 from distloop.model.state import TrainState
 from distloop.monitoring import notebook, records

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from absl import flags
 
 from distloop import urls
-from distloop.argument_kinds import shown
+from distloop.log import shown
 from distloop.settings import contradictions, durations
 from distloop.settings.durations import CountOrAuto
 

@@ -21,7 +21,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from distloop.argument_kinds import shown
+from distloop.log import shown
 
 ALLOWED = (
     "a number of steps, or a text with a unit, such as '500 steps', '2 epochs', '1e6 examples', '1e9 tokens', '90 s', "

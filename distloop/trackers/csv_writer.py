@@ -12,12 +12,10 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from distloop.argument_kinds import checks_kinds
 from distloop.atomic_files import make_directory, replacing
 from distloop.monitoring.run_files import Run
 
 
-@checks_kinds
 class CsvWriter:
     """Writes the rows of a run to a CSV file: `step`, `time` (Unix, seconds), and each number under its name.
 

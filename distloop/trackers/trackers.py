@@ -21,7 +21,6 @@ from typing import Any
 from PIL import Image
 
 from distloop import urls
-from distloop.argument_kinds import checks_kinds
 from distloop.monitoring.writers import MediaFile
 from distloop.settings.flags import shown_arguments
 
@@ -30,7 +29,6 @@ _NOT_IN_KEYS = re.compile(r"[^\w\-./ ]", re.ASCII)  # and these in the name of a
 _NOT_IN_ARTIFACTS = re.compile(r"[^\w\-.]+", re.ASCII)  # and W&B these in the name of an artifact
 
 
-@checks_kinds
 class WandbWriter:
     """Sends the rows, media and files of a run to Weights & Biases, with its settings and flags as the config.
 
@@ -116,7 +114,6 @@ class WandbWriter:
         return self._wandb.Html(f"<pre>{html.escape(file.data.decode())}</pre>")
 
 
-@checks_kinds
 class MLflowWriter:
     """Sends the rows, media and files of a run to MLflow, with its settings and flags as parameters.
 

@@ -9,10 +9,10 @@ All steps count from the run's beginning, not from this call of `fit`.
 import functools
 from typing import Any
 
-from distloop.argument_kinds import shown
 from distloop.data.source import Source
 from distloop.distributed import workers
 from distloop.errors import EMPTY_DATASET
+from distloop.log import shown
 from distloop.monitoring.timing import show_secs
 from distloop.settings import durations
 from distloop.settings.config import Config
