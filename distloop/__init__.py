@@ -63,7 +63,6 @@ _MODULES = {
     "from_callback": "actions.keras_callback",
     "from_keras": "keras_models.compiled_model",
     "gather_rows": "distributed.gathering",
-    "keep": "actions.keep",
     "make_dataset": "data.make_dataset",
     "make_schedule": "optimizers.learning_rates",
     "notebook_launch": "launcher.notebook",
@@ -97,7 +96,6 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not run the code
     from distloop.actions.action import StopTraining as StopTraining
     from distloop.actions.evaluate import Evaluation as Evaluation
     from distloop.actions.histograms import ActivationHistograms as ActivationHistograms
-    from distloop.actions.keep import keep as keep
     from distloop.actions.keras_callback import from_callback as from_callback
     from distloop.actions.save import SaveBest as SaveBest
     from distloop.actions.save import when_better as when_better

@@ -22,7 +22,6 @@ from distloop.actions.action import run as run_actions
 from distloop.actions.built_in import CheckReplicas, DataSeen, Goodput, PipelineUsage, Utilization
 from distloop.actions.evaluate import Evaluate, earlier_rows
 from distloop.actions.gradient_noise import GradientNoise
-from distloop.actions.keep import KeptTensors
 from distloop.actions.memory import MemoryUse
 from distloop.actions.save import SaveCosts, make_saves, require_metrics
 from distloop.actions.stop_early import SyncStop
@@ -100,7 +99,7 @@ class Fit:
         self._say = speaker(self._is_chief, self.config.console)
         workdir, verify = self.config.local_workdir, self.checkpoints.directory.verify
         self._goodput = Goodput(workdir, self.clock.seconds, self._is_chief, verify)
-        self._notes: list[Action] = [KeptTensors(self.state), *([MemoryUse(workdir), self._goodput] if workdir else [])]
+        self._notes: list[Action] = [MemoryUse(workdir), self._goodput] if workdir else []
         self._plan = Plan(self.units, is_chief=self._is_chief)
         every, updates = self.config.gradient_noise_every, [update.name for update in self.state.spec.updates]
         self._noise = [GradientNoise(every, updates)] if every else []

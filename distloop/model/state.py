@@ -43,7 +43,6 @@ class TrainState(tf.Module):
 
     Attributes:
         step: how many times the train step was called, a scalar int64.
-        kept: by name, what `keep` shows of a train step; known once a step was traced.
         token_count: the sum of the loss's weights over the steps of the run, a scalar float64, if a schedule reads it.
         skipped_steps: how many of those calls changed nothing, a scalar int64.
         spec: the result of `model_fn`.
@@ -108,7 +107,6 @@ class TrainState(tf.Module):
             self.step = tf.Variable(0, dtype=tf.int64, trainable=False, name="step")
         with tf.device(strategies.lead_device(strategy)):  # a step changes them without the host
             self.token_count: tf.Variable | None = None
-            self.kept: dict[str, Any] = {}
             self.skipped_steps = tf.Variable(0, dtype=tf.int64, trainable=False, name="skipped_steps")
             self.loss_watch = LossWatch(len(spec.updates))
         self.average: MovingAverage | None = None

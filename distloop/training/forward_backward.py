@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, TypeAlias
 import tensorflow as tf
 
 from distloop.actions import gradient_noise
-from distloop.actions.keep import keeping, part
 from distloop.data.shards import Batch, BatchLayout, batch_size, take_shard
 from distloop.distributed import gathering, strategies, tensorflow_internals
 from distloop.distributed.placement import Sums
@@ -194,8 +193,7 @@ class ForwardBackward:
 
         def microbatch(index: tf.Tensor | int) -> Sums:
             rows, row_weights = take_shard(shard.batch, shard.layout, self.microbatches, index)
-            with part(index):
-                result = compute(rows, row_weights)
+            result = compute(rows, row_weights)
             written = shard.traces[-1].written
             sums = _of_part(self, shard, Part(index, rows, row_weights, result, {id(v): v for v in written}))
             self.written_values.rewind(written, shard.before, index)
@@ -272,8 +270,7 @@ class ForwardBackward:
         Raises:
             ValueError: if the loss depends on no variable.
         """
-        recorded = variable_writes.recorded_writes(self.writable)
-        with recorded as written, keeping(self.state, self.name, is_compiled=self.jit_compile, is_first=is_first):
+        with variable_writes.recorded_writes(self.writable) as written:
             outputs, gradients, new_values, tallies, metric_rows = self.differentiate(
                 rows, row_weights, factor, value, is_first=is_first
             )

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, TypeVar
 import keras
 import tensorflow as tf
 
-from distloop.actions.keep import part
 from distloop.data.shards import Batch, BatchLayout, place_of_shard, take_shard
 from distloop.distributed import environment, gathering, strategies, workers
 from distloop.distributed.gathering import NeedsRowsError, RowExchange
@@ -135,7 +134,7 @@ class Turns:
             turn, microbatch = divmod(number, self._microbatches)
             values = self._values(turn, written if microbatch else {})
             rows, row_weights = take_shard(self._batch, self._layout, self._microbatches, number)
-            position = (*place_of_shard(self._batch, self._layout, turn), tf.constant(number))
+            position = place_of_shard(self._batch, self._layout, turn)
             with tf.control_dependencies(kept[number - width] if number >= width else []):
                 result, given, slopes, by_index = isolated(values, rows, row_weights, position, all_rows)
             written = {id(self._variables[int(index)]): value for index, value in by_index.items()}
@@ -164,7 +163,7 @@ class Turns:
         values: list[tf.Tensor],
         rows: Any,
         row_weights: tf.Tensor | None,
-        position: tuple[tf.Tensor, tf.Tensor, tf.Tensor],
+        position: tuple[tf.Tensor, tf.Tensor],
         all_rows: Rows | None,
     ) -> tuple[Any, list[tf.Tensor], list[tf.Tensor], dict[str, tf.Tensor]]:
         """Calls a function with values for the variables; returns result, given, slopes, and new values by index."""
@@ -175,7 +174,7 @@ class Turns:
         nothing: contextlib.AbstractContextManager[list[Any]] = contextlib.nullcontext([])
         recorded = nothing if tf.executing_eagerly() else recorded_writes(candidates)
         with recorded as found, own_values(self._variables, values) as own:
-            with gathering.exchanging(RowExchange(*position[:2], all_rows)) as exchange, part(position[2]):
+            with gathering.exchanging(RowExchange(*position, all_rows)) as exchange:
                 result = fn(rows, row_weights)
         found += [v for v in trained if own.get_current_value(v) is not None]
         if found:
