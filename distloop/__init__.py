@@ -65,7 +65,6 @@ _MODULES = {
     "gather_rows": "distributed.gathering",
     "make_dataset": "data.make_dataset",
     "make_schedule": "optimizers.learning_rates",
-    "notebook_launch": "launcher.notebook",
     "open_records": "records.record_files",
     "pack": "mixtures.packing",
     "prepare": "distributed.strategies",
@@ -115,7 +114,6 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not run the code
     from distloop.exports.action import Export as Export
     from distloop.keras_models.compiled_model import from_keras as from_keras
     from distloop.keras_models.supervised import supervised as supervised
-    from distloop.launcher.notebook import notebook_launch as notebook_launch
     from distloop.mixtures.mixtures import Mixture as Mixture
     from distloop.mixtures.packing import pack as pack
     from distloop.model.metrics import weighted as weighted

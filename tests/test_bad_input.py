@@ -675,7 +675,6 @@ TAKE_A_NUMBER = {
     "make_dataset(seed)": lambda value: distloop.make_dataset(ZEROS, 2, seed=value),
     "pack(length)": lambda value: distloop.pack([ZEROS[0]] * 4, value, lengths=[2] * 4),
     "from_callback(every)": lambda value: distloop.from_callback(keras.callbacks.Callback(), value),
-    "notebook_launch(workers)": lambda value: distloop.notebook_launch(print, workers=value),
 }
 
 
@@ -685,7 +684,7 @@ TAKE_A_NUMBER = {
 @pytest.mark.parametrize("call", TAKE_A_NUMBER)
 def test_what_is_no_number_that_a_float_can_hold_is_refused_in_a_sentence(call, value):
     if not (call == "Evaluation(every)" and value is None):  # as Config(eval_every) says
-        refused(lambda: TAKE_A_NUMBER[call](value), "give" if "notebook" in call else "given")
+        refused(lambda: TAKE_A_NUMBER[call](value), "given")
 
 
 OTHER_ARGUMENTS = {

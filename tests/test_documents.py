@@ -265,6 +265,19 @@ def test_the_notebook_imports_distloop_before_keras():
     assert imports_of(program)[0] == "distloop"
 
 
+@pytest.mark.slow
+def test_the_notebook_of_the_documents_runs():
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    pytest.importorskip("ipykernel"), pytest.importorskip("matplotlib")
+    book = nbformat.read(ROOT / "docs" / "notebook.ipynb", as_version=4)
+    nbclient.NotebookClient(book, timeout=120, kernel_name="python3").execute()
+    outputs = [output for cell in book.cells if cell.cell_type == "code" for output in cell.outputs]
+    shown = [output.data for output in outputs if output.output_type == "display_data"]
+    assert len(shown) == 1 and "Finished 200 steps" in shown[0]["text/plain"]
+    results = [output.data for output in outputs if output.output_type == "execute_result"]
+    assert len(results) == 3 and "'test/accuracy': 0.9" in results[0]["text/plain"] and "image/svg+xml" in results[2]
+
+
 def test_written_pages_are_what_their_program_writes():
     spec = importlib.util.spec_from_file_location("docs_generated", ROOT / "docs" / "generated.py")
     program = importlib.util.module_from_spec(spec)

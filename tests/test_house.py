@@ -73,7 +73,7 @@ WITHOUT_TENSORFLOW |= {
 WITHOUT_TENSORFLOW |= {
     f"distributed.{name}" for name in ("environment", "heartbeat", "liveness", "star", "notes", "output", "preemption")
 }
-WITHOUT_TENSORFLOW |= {f"launcher.{name}" for name in "elastic notebook processes ray_actors".split()}
+WITHOUT_TENSORFLOW |= {f"launcher.{name}" for name in "elastic processes ray_actors".split()}
 WITHOUT_TENSORFLOW |= {"urls", *(f"bucket.{name}" for name in "directory tree upload".split())}
 JUNK_DRAWERS = {"utils", "util", "common", "base", "core", "helpers", "helper", "manager", "handler", "wrapper", "misc"}
 

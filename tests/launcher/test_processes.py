@@ -596,24 +596,27 @@ def test_who_failed_is_named_even_if_one_that_noticed_it_is_seen_at_the_same_tim
 
 
 KERNEL = """
-import sys
-from distloop.launcher import notebook
+import os, subprocess, sys
 
-def train(path):
-    import os, signal, subprocess, time
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a step that does not end
-    child = subprocess.Popen(["sleep", "100"])
-    open(path, "w").write(f"{os.getppid()} {os.getpid()} {child.pid}")
-    time.sleep(100)
+parent = f"--parent={os.getpid()}"
+subprocess.run([sys.executable, "-m", "distloop.launch", "--workers=1", parent, *sys.argv[1:]], start_new_session=True)
+"""
+WORKER = """
+import os, signal, subprocess, sys, time
 
-notebook.notebook_launch(train, (sys.argv[1],), workers=1)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a step that does not end
+child = subprocess.Popen(["sleep", "100"])
+open(sys.argv[1], "w").write(f"{os.getppid()} {os.getpid()} {child.pid}")
+time.sleep(100)
 """
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda number: number.name)
 def test_quiet_workers_end_with_a_kernel_that_is_ended(number, start, tmp_path):
     (tmp_path / "kernel.py").write_text(KERNEL)
-    kernel = start("", command=[sys.executable, str(tmp_path / "kernel.py"), str(tmp_path / "run")])
+    (tmp_path / "worker.py").write_text(WORKER)
+    paths = [str(tmp_path / name) for name in ("kernel.py", "worker.py", "run")]
+    kernel = start("", command=[sys.executable, *paths])
     until(lambda: (tmp_path / "run").exists() and len((tmp_path / "run").read_text().split()) == 3)
     pids = (tmp_path / "run").read_text().split()
     assert all(map(is_running, pids))
