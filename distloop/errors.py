@@ -40,6 +40,7 @@ TEXT_AS_NUMBER = (
 _CARRIED = "distloop carries error "
 _MOST_CARRIED = 8
 _LABEL = re.compile(r"Received a label value of (-?\d+) which is outside the valid range of \[0, (\d+)\)")
+_BEFORE_REASON = re.compile(r"^(?:\[Errno -?\d+\] |/.*; (?=[A-Z][^;]*$))")  # Python's, and TensorFlow's with a path
 _carried: list[Exception] = []  # the latest
 _OF_OPERATIONS = (
     tf.errors.InvalidArgumentError,
@@ -93,10 +94,28 @@ def cannot_be_written(workdir: str, error: OSError) -> ValueError:
     )
 
 
+@contextlib.contextmanager
+def explaining_disk_errors(path: str) -> Iterator[None]:
+    """Enters a scope in which an error of the disk becomes one sentence that names a path.
+
+    Raises:
+        ValueError: in place of an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"{path!r} cannot be written ({first_line(error)}): make room there, or give another path."
+        ) from error
+
+
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an error's message, TensorFlow's or any other; its type's name if it has none."""
+    """Returns the first line of an error's message, TensorFlow's or any other; its type's name if it has none.
+
+    Of an error of the operating system it is the reason, without the number and without TensorFlow's temporary path.
+    """
     message = error.message if isinstance(error, tf.errors.OpError) else str(error)
-    return (message.strip().splitlines() or [type(error).__name__])[0][:200].rstrip(" .:")
+    return _BEFORE_REASON.sub("", reason_of(message), count=1)[:200].rstrip(" .:") or type(error).__name__
 
 
 def carry(error: Exception) -> RuntimeError:

@@ -7,11 +7,13 @@ It is Python's logger "distloop": a program sets its level or adds handlers with
 run prints about its progress belongs to `monitoring.console`.
 """
 
+import errno
 import logging
 import re
 import sys
-from typing import Any
+from typing import IO, Any
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 IN_GRAPH = "Graph execution error:"  # the first line of TensorFlow's errors in a compiled function
 
 
@@ -20,8 +22,16 @@ class StderrLines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Writes a record."""
-        text = f"distloop: {record.levelname.lower()}: {self.format(record)}"
-        print(printable(text), file=sys.stderr, flush=True)
+        print_line(printable(f"distloop: {record.levelname.lower()}: {self.format(record)}"), sys.stderr)
+
+
+def print_line(text: str, file: IO[str] | None = None) -> None:
+    """Prints a line to stdout or another file; a run goes on without the lines that a full disk does not take."""
+    try:
+        print(text, file=file, flush=True)
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
 
 
 def printable(text: str, keep: str = "\n\t") -> str:

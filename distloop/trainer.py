@@ -21,7 +21,8 @@ from distloop.data.source import Data, Passes, Source
 from distloop.distributed import devices, strategies, workers
 from distloop.errors import with_short_tracebacks
 from distloop.evaluation.evaluation import EvalLoop, make_evaluations
-from distloop.evaluation.prediction import Predictor, write_outputs
+from distloop.evaluation.prediction import Predictor
+from distloop.evaluation.prediction_files import write_outputs
 from distloop.fit import Fit
 from distloop.installed import import_part
 from distloop.keras_models.compiled_model import weights_returned

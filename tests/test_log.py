@@ -1,12 +1,15 @@
 """The log of the package: what a user reads on stderr."""
 
 import logging
+import os
 import subprocess
 import sys
 
 import pytest
 
-from distloop.log import printable, reason_of
+from distloop.log import log, print_line, printable, reason_of
+from distloop.monitoring.console import Console, say
+from tests.problems import full_disk
 
 
 def test_a_warning_is_one_line_on_stderr_beside_absls_handler():
@@ -54,3 +57,20 @@ IN_GRAPH = (
 )
 def test_the_reason_of_an_error_is_its_first_line_without_tensorflows_operations(message, reason):
     assert reason_of(message) == reason
+
+
+def test_a_full_disk_under_the_output_ends_no_run(tmp_path, monkeypatch):
+    with open(tmp_path / "out.txt", "w") as out, full_disk():
+        for stream in ("stdout", "stderr"):
+            monkeypatch.setattr(sys, stream, out)
+        for _ in range(5_000):  # more than a buffer
+            say("one")
+            log.error("two")
+        Console(steps=2, stream=out).write(1, {"loss": 1.0})
+    monkeypatch.undo()
+    assert (tmp_path / "out.txt").read_text().startswith("distloop: one\n"), "there is room again"
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with pytest.raises(BrokenPipeError):
+        print_line("three", os.fdopen(write_end, "w", closefd=False))
+    os.close(write_end)

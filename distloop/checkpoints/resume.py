@@ -42,6 +42,8 @@ from distloop.checkpoints.warm_start import take_over, warm_start
 from distloop.checkpoints.writing import DiskWatch
 from distloop.data.source import Source
 from distloop.distributed import workers
+from distloop.errors import first_line
+from distloop.log import log
 from distloop.model.saved_state import SavedState
 from distloop.model.state import TrainState
 from distloop.monitoring.console import say, speaker
@@ -328,7 +330,11 @@ def _on_disk(config: Config, directory: Directory, watch: DiskWatch, times: Save
 
 def _write_incident(state: TrainState, config: Config, incident: Mapping[str, Any]) -> None:
     if workers.is_chief(state.strategy):
-        append_row(os.path.join(config.local_workdir, "incidents.jsonl"), incident)
+        path = os.path.join(config.local_workdir, "incidents.jsonl")
+        try:
+            append_row(path, incident)
+        except OSError as error:  # of a disk that is full, on which a run may train
+            log.warning("%s cannot be written (%s): the report will lack this incident.", path, first_line(error))
 
 
 def _emptied(window: Mapping[str, Any], state: TrainState) -> dict[str, Any]:

@@ -9,7 +9,6 @@ variables fit.
 
 import os
 import re
-import zipfile
 from collections.abc import Mapping
 from typing import Any
 
@@ -127,7 +126,7 @@ def _read(path: str, model: Any, given: str) -> Mapping[str, Any]:
     try:
         with local_copy(path) as local:
             return _read_local(local, model)
-    except (OSError, ValueError, TypeError, zipfile.BadZipFile, tf.errors.OpError) as error:
+    except Exception as error:  # each package has errors of its own for a damaged file
         raise ValueError(
             f"{given} cannot be read ({first_line(error)}): give a workdir, a checkpoint's directory, a "
             ".keras, .weights.h5, .npz or .safetensors file, or the prefix of a TensorFlow checkpoint."

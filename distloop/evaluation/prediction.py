@@ -2,26 +2,18 @@
 
     predictor = Predictor(state)
     logits = predictor.predict(source)                                      # NumPy arrays, [N, ...]
-    write_outputs("predictions", predictor.stream(source), is_chief=True)   # a batch at a time
-    logits = np.load("predictions/outputs.npy", mmap_mode="r")
 
 A `PredictLoop` calls one function: it yields the outputs of a pass. It changes no variable.
 """
 
-import contextlib
 import functools
 import itertools
-import os
-import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
-from distloop import urls
-from distloop.atomic_files import make_directory, replacing
 from distloop.data import shards
 from distloop.data.shards import Batch, BatchLayout
 from distloop.data.source import Source
@@ -38,8 +30,7 @@ from distloop.training.virtual_replicas import join_rows, run_forward
 DEFAULT_SIGNATURE = "serving_default"  # the signature that TensorFlow's tools call unless they are given a name
 _MAX_JOINED_BATCHES = 64  # batches whose outputs are on the host at the same time
 _MAX_JOINED_SECS = 1.0  # after which no other batch is joined to those before
-_KINDS_IN_FILES = "biufcSUmM"  # of dtypes that an .npy file can hold without pickle
-_IS_EMPTY = "The dataset to predict for is empty; distloop needs one batch at least."
+IS_EMPTY = "The dataset to predict for is empty; distloop needs one batch at least."
 
 
 class PredictLoop:
@@ -225,7 +216,7 @@ class Predictor:
         loop = self._loop(signature, keep_dtypes)
         pieces = list(loop.predict(source, is_joined=True, limit=limit, stop_requests=stop_requests))
         if not pieces:
-            raise ValueError(_IS_EMPTY)
+            raise ValueError(IS_EMPTY)
         try:
             return tf.nest.map_structure(lambda *parts: np.concatenate(parts), *pieces)
         except ValueError as error:
@@ -309,91 +300,3 @@ def _join_outputs(output: Any) -> tf.Tensor:
             "which TensorFlow cannot collect from several workers: return dense numbers, or predict on one worker."
         )
     return gathering.all_gather(output)
-
-
-class _ArrayFile:
-    """An `.npy` file that grows; its header, of a fixed length, gets the number of rows at the end."""
-
-    def __init__(self, path: str, first: np.ndarray):
-        self._num_rows, self._row = 0, (first.dtype, first.shape[1:])
-        self._file = open(path, "wb")
-        self._header_bytes = self._write_header()
-
-    def append(self, rows: np.ndarray) -> None:
-        """Appends rows; raises a ValueError if they are others than the first."""
-        if (rows.dtype, rows.shape[1:]) != self._row:
-            raise ValueError(
-                f"Rows of {rows.dtype} {list(rows.shape[1:])} follow rows of {self._row[0]} {list(self._row[1])}, and "
-                "one file holds one kind: pad them to one length, or use trainer.stream_predictions(dataset)."
-            )
-        self._file.write(np.ascontiguousarray(rows).tobytes())
-        self._num_rows += len(rows)
-
-    def close(self) -> None:
-        """Writes the number of rows."""
-        self._file.seek(0)
-        length = self._write_header()
-        assert length == self._header_bytes  # NumPy leaves room for a longer first axis
-        self._file.close()
-
-    def _write_header(self) -> int:
-        dtype, row_shape = self._row
-        header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False}
-        np.lib.format.write_array_header_1_0(self._file, {**header, "shape": (self._num_rows, *row_shape)})
-        return self._file.tell()
-
-
-def write_outputs(path: str, batches: Iterable[Any], is_chief: bool) -> None:
-    """Writes the outputs of batches to a directory, which replaces an older one once it is complete.
-
-    Args:
-        path: of the directory. Each output becomes `<name>.npy`, `[N, ...]`: `outputs.npy` if it is the only one.
-        batches: outputs of one structure, NumPy arrays `[B, ...]`; all workers take them, and the chief writes.
-        is_chief: whether this worker writes.
-
-    Raises:
-        ValueError: if something else is at the path, there is no batch, or a file cannot hold an output.
-        OSError: if a file cannot be written.
-    """
-    urls.require_disk(path, "path={} is a URL, and predictions go to a disk: give a directory of this machine.")
-    path = os.path.abspath(urls.expand(path))
-    if is_chief:
-        _require_replaceable(path)
-        make_directory(os.path.dirname(path))
-    with replacing(path) if is_chief else contextlib.nullcontext("") as directory:
-        files, outputs = dict[str, _ArrayFile](), None
-        for outputs in batches:
-            flat = keras.tree.flatten_with_path(outputs) if is_chief else ()
-            named = {".".join(re.sub(r"[^\w\-]", "_", str(k)) for k in keys) or "outputs": rows for keys, rows in flat}
-            if len(named) < len(flat):
-                raise ValueError(f"Two outputs of predict_fn would be one of the files {sorted(named)}: rename one.")
-            for name, rows in named.items():
-                if not isinstance(rows, np.ndarray) or rows.dtype.kind not in _KINDS_IN_FILES:
-                    raise ValueError(
-                        f"The output {name!r} is of {getattr(rows, 'dtype', type(rows).__name__)}, which an .npy file "
-                        "cannot hold: return dense numbers from predict_fn."
-                    )
-                if name not in files:
-                    os.makedirs(directory, exist_ok=True)
-                    files[name] = _ArrayFile(os.path.join(directory, f"{name}.npy"), rows)
-                files[name].append(rows)
-            if is_chief:
-                _require_replaceable(path, {f"{name}.npy" for name in files})
-        if outputs is None:
-            raise ValueError(_IS_EMPTY)
-        for file in files.values():
-            file.close()
-
-
-def _require_replaceable(path: str, files: Collection[str] = ()) -> None:
-    """Raises a ValueError unless nothing is at the path, or a directory of `.npy` files, of these names if given."""
-    there = os.listdir(path) if os.path.isdir(path) else []
-    if os.path.lexists(path) and not (os.path.isdir(path) and all(name.endswith(".npy") for name in there)):
-        raise ValueError(
-            f"{path!r} is not a directory of .npy files alone, and predictions would replace it: give another path."
-        )
-    if files and (others := sorted(set(there) - set(files))):
-        raise ValueError(
-            f"{path!r} holds {others[0]}, which is none of these predictions ({', '.join(sorted(files))}) and "
-            "would be lost: give another path."
-        )

@@ -25,7 +25,7 @@ from absl import logging
 
 from distloop.atomic_files import remove_leftovers, replacing
 from distloop.distributed import workers
-from distloop.errors import as_user_error
+from distloop.errors import as_user_error, explaining_disk_errors, first_line
 from distloop.log import log
 from distloop.monitoring.directory import send
 from distloop.urls import is_url
@@ -86,22 +86,24 @@ def writing(path: str, strategy: tf.distribute.Strategy, suffix: str = "") -> It
         The temporary path.
 
     Raises:
-        ValueError: if the directory cannot be made, or the URL cannot be written to.
+        ValueError: if the disk is full, or the directory or URL cannot be written to.
     """
-    if is_url(path) or not workers.is_chief(strategy):
-        with tempfile.TemporaryDirectory() as directory:
-            yield (temporary := os.path.join(directory, f"export{suffix}"))
-            if workers.is_chief(strategy):
-                send(temporary, path)
-        return
-    try:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"{path!r} cannot be written ({error.strerror}: {error.filename!r}): give another path."
-        ) from error
-    with replacing(path, suffix) as temporary:
-        yield temporary
+    temporary = ""
+    with explaining_disk_errors(path):
+        try:
+            if is_url(path) or not workers.is_chief(strategy):
+                with tempfile.TemporaryDirectory() as directory:
+                    yield (temporary := os.path.join(directory, f"export{suffix}"))
+                    if workers.is_chief(strategy):
+                        send(temporary, path)
+                return
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with replacing(path, suffix) as temporary:
+                yield temporary
+        except tf.errors.OpError as error:
+            if temporary in error.message:
+                raise OSError(first_line(error)) from error
+            raise  # of an operation of the model
 
 
 @contextlib.contextmanager

@@ -9,7 +9,6 @@ a SavedModel with weights of 8 bits and activations of floating point, for phone
 """
 
 import contextlib
-import importlib
 import os
 import pathlib
 import random
@@ -23,7 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 from distloop.distributed import workers
-from distloop.errors import cause
+from distloop.errors import cause, first_line
 from distloop.evaluation.comparison import relative_difference
 from distloop.evaluation.prediction import DEFAULT_SIGNATURE, Predictor
 from distloop.exports.export import (
@@ -119,6 +118,8 @@ def _write_onnx(state: TrainState, path: str) -> None:
     with writing(path, state.strategy, ".onnx") as temporary, state.averaged(), merged(model), quiet_logging():
         try:
             model.export(temporary, format="onnx", verbose=False)
+        except OSError:  # of the disk, not of the model
+            raise
         except Exception as error:  # Keras and its converter raise whatever an operation does
             raise ValueError(
                 f"Keras cannot write {path!r} ({cause(error)}): install what it names, such as tf2onnx, or export a "
@@ -148,17 +149,21 @@ def _write_trained_weights(state: TrainState, path: str, suffix: str) -> None:
             if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable:
                 changed |= {id(v) for v in layer.non_trainable_variables}
     try:
-        save_file = importlib.import_module("safetensors.numpy").save_file if suffix == ".safetensors" else None
+        if suffix == ".safetensors":
+            import safetensors.numpy
     except ImportError:
         raise ValueError(f"{path!r} needs the package safetensors: pip install safetensors, or give .npz.") from None
     with writing(path, state.strategy, suffix) as temporary, state.averaged():
         values = {name: v.numpy() for name, v in portable_names(state.model).items() if id(v) in changed}
         # NumPy does not read back bfloat16 and others that it does not know: they become float32, exactly.
         values = {n: value.astype(np.float32) if value.dtype.kind == "V" else value for n, value in values.items()}
-        if save_file is None:
+        if suffix == ".npz":
             np.savez(temporary, **values)
-        else:
-            save_file(values, temporary)
+            return
+        try:
+            safetensors.numpy.save_file(values, temporary)
+        except safetensors.SafetensorError as error:
+            raise OSError(first_line(error)) from error
 
 
 def _require_built(state: TrainState, name: str) -> None:

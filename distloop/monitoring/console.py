@@ -22,7 +22,7 @@ import rich.progress_bar
 import rich.table
 import rich.text
 
-from distloop.log import printable
+from distloop.log import print_line, printable
 from distloop.monitoring import timing
 from distloop.monitoring.records import ABOUT_THE_RUN, show_number
 from distloop.monitoring.run_files import Series
@@ -36,7 +36,7 @@ _BAR_WIDTHS = (8, 40)
 
 def say(text: str) -> None:
     """Prints a message of distloop."""
-    print(f"distloop: {printable(text)}", flush=True)
+    print_line(f"distloop: {printable(text)}")
 
 
 def speaker(is_chief: bool, console: str) -> Callable[[str], None]:
@@ -184,8 +184,7 @@ class Console:
         lines += [f"and {len(metrics) - _MAX_METRICS} more"] if len(metrics) > _MAX_METRICS else []
         lines += filter(None, [timing.show_shares(seconds), self._busy(), clock.advice(against_waiting)])
         for text in lines:
-            print(f"distloop: {text}", file=self._console.file)
-        self._console.file.flush()
+            print_line(f"distloop: {text}", self._console.file)
 
     def _busy(self) -> str:
         """Returns how busy processors were at the last log; empty: it was not measured."""
@@ -223,7 +222,7 @@ class Console:
 
     def _print(self, words: Iterable[str]) -> None:
         self._printed_at = time.monotonic()
-        print("  ".join(words), file=self._console.file, flush=True)
+        print_line("  ".join(words), self._console.file)
 
     def _note(self, step: int, metrics: Mapping[str, float]) -> None:
         """Stores metrics for the closing table."""

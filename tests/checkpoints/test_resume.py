@@ -1,5 +1,6 @@
 """Resuming: a run goes on from its checkpoints as if it had not stopped."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -10,7 +11,6 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.checkpoints import store
 from distloop.monitoring import run_lock
 from distloop.monitoring.ledger import read_starts
 from distloop.monitoring.run_lock import RunLock
@@ -20,6 +20,7 @@ from tests.problems import (
     classification,
     classifier,
     everything,
+    full_disk,
     json_lines,
     mostly_wide,
     on,
@@ -336,14 +337,17 @@ def test_save_needs_a_place_and_something_to_save(tmp_path):
         make_trainer(tmp_path).restore()
 
 
-def test_a_full_disk_stops_no_training_but_is_an_error_at_the_end(tmp_path, monkeypatch, caplog):
+def test_a_full_disk_stops_no_training_but_is_an_error_at_the_end(tmp_path, caplog, capsys):
     trainer = make_trainer(tmp_path, checkpoint_every=2, keep_checkpoints=1)
     trainer.fit(data(), steps=2)
-    monkeypatch.setattr(store, "write_files", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-    with pytest.raises(OSError, match="No space left on device"):
-        trainer.fit(data(), steps=7)
-    assert trainer.step == 7 and caplog.text.count("could not be written") == 3
-    assert saved(tmp_path) == ["2"]
+    with contextlib.ExitStack() as stack:
+        fill = every(3, lambda report: stack.enter_context(full_disk()) if report.step == 3 else None)
+        with pytest.raises(OSError, match=r"could not be written to '.*checkpoints' \(File too large\): make room"):
+            trainer.fit(data(), steps=7, actions=[fill])
+    assert trainer.step == 7 and saved(tmp_path) == ["2"]
+    assert caplog.text.count("could not be written (File too large)") == 3
+    make_trainer(tmp_path, checkpoint_every=2).fit(data(), steps=7)
+    assert saved(tmp_path) == ["4", "6", "7"]
 
 
 @pytest.mark.wide

@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 import distloop
+from distloop.checkpoints.warm_start import warm_start
 from tests.problems import classification, mostly_wide, on
 
 
@@ -136,6 +137,39 @@ def test_what_does_not_fit_is_refused_and_nothing_is_taken(settings, model, says
         trainer.fit(data(), steps=1)
     assert "\n" not in str(caught.value)
     assert_same(arrays(trainer.model), before)
+
+
+FILES = ["w.npz", "w.safetensors", "w.keras", "w.weights.h5", "w.index", "w.data-00000-of-00001"]
+
+
+def damages(good):
+    """Yields contents that are not those of a file: cut off, another file's, or with another byte here and there."""
+    yield from (b"", good[:8], good[: len(good) // 2], good[:-1], b"<html>not found</html>" * 10, b"{" * 10_000)
+    for i in range(0, len(good), max(1, len(good) // 40)):
+        yield good[:i] + bytes([good[i] ^ 0x55]) + good[i + 1 :]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", mostly_wide(FILES, "w.safetensors", "w.data-00000-of-00001"))
+def test_a_damaged_file_is_said_to_be_unreadable_and_nothing_is_taken(file, tmp_path):
+    trainer, path = make_trainer(1), str(tmp_path / file)
+    if file.startswith(("w.index", "w.data")):
+        tf.train.Checkpoint(net=trainer.model).write(path := str(tmp_path / "w"))
+    elif file == "w.weights.h5":
+        trainer.model.save_weights(path)
+    else:
+        trainer.export(path)
+    before, num_unread = arrays(trainer.model), 0
+    for content in damages((tmp_path / file).read_bytes()):
+        (tmp_path / file).write_bytes(content)
+        try:
+            warm_start(trainer.state, path)
+        except ValueError as error:  # a name with another letter is one that the model lacks
+            assert "\n" not in str(error) and repr(path) in str(error)
+            num_unread += "cannot be read" in str(error)
+            assert_same(arrays(trainer.model), before)
+        before = arrays(trainer.model)
+    assert num_unread >= 5
 
 
 def test_a_file_of_weights_is_found_in_the_home_directory_waits_for_no_model_and_is_named_as_given(

@@ -13,7 +13,9 @@ import tensorflow as tf
 from distloop.evaluation.comparison import relative_difference
 from distloop.exports.export import call_on_ones, output_difference, prepare_path
 from tests.export_trainers import ROWS, assert_weights, dataset, dead_process, export_keras_file, make_trainer, serve
+from tests.problems import full_disk, mostly_wide, refused
 
+FORMATS = ["model", "model.keras", "model.tflite", "model.npz", "model.safetensors"]
 each_kind = pytest.mark.parametrize("name", ["model", "model.keras"])
 
 
@@ -105,28 +107,23 @@ def test_an_export_is_replaced_whole_even_behind_a_link(name, tmp_path):
 
 
 @pytest.mark.slow
-@each_kind
-def test_an_export_that_fails_keeps_the_old_one(name, untrained, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", mostly_wide(FORMATS, "model", "model.safetensors"))
+def test_an_export_to_a_full_disk_is_said_and_keeps_the_old_one(name, untrained, tmp_path):
     def files():
         return {file.name: file.read_bytes() for file in [path, *path.rglob("*")] if file.is_file()}
 
-    def fail(model, path, **settings):
-        os.makedirs(path)
-        raise OSError("No space left on device")
-
     untrained.export(path := tmp_path / name)
     old = files()
-    monkeypatch.setattr("tensorflow.saved_model.save", fail)
-    monkeypatch.setattr("keras.saving.save_model", fail)
-    with pytest.raises(OSError, match="No space left"):
-        untrained.export(path)
-    assert os.listdir(tmp_path) == [name] and files() == old
+    for num_bytes in (0, 50):
+        with full_disk(num_bytes):
+            refused(lambda: untrained.export(path), "/", " cannot be written (", "File too large", "): make room")
+        assert os.listdir(tmp_path) == [name] and files() == old
 
 
 @each_kind
 def test_a_place_that_cannot_be_is_refused(name, untrained, tmp_path):
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(ValueError, match=f"file/{name}' cannot be written .*: give another path"):
+    with pytest.raises(ValueError, match=f"file/{name}' cannot be written .*File exists: .*give another path"):
         untrained.export(tmp_path / "file" / name)
 
 
