@@ -299,13 +299,8 @@ class Trainer:
         )
 
     def predict(
-        self,
-        dataset: Data,
-        *,
-        signature: str | None = None,
-        keep_dtypes: bool = False,
-        batches: int = 0,
-        path: str = "",
+        self, dataset: Data, *, signature: str | None = None, keep_dtypes: bool = False, batches: int = 0,
+        path: str = ""
     ) -> Any:
         """Predicts for every row of a dataset, in its order, with the averaged weights if there are any.
 
