@@ -92,7 +92,7 @@ class Fit:
 
     def __post_init__(self) -> None:
         self._loop: TrainLoop
-        self._window: Mapping[str, Any] | None = None  # the open log window of the checkpoint
+        self._window: Mapping[str, Any] | None = None  # the open window of the checkpoint
         self._has_gone_back = False
         self._stop_requests: StopRequests | None = None
         self._has_finished, self._is_training, self._history = False, False, History()
@@ -244,7 +244,7 @@ class Fit:
         self._has_gone_back = True
 
     def _attach(self) -> None:
-        """Restores the position in the data, the state of the actions and the log window from the checkpoint."""
+        """Restores the position in the data, the state of the actions and the open window from the checkpoint."""
         actions = [*self.actions, *self.evaluations, *self._noise]
         self._window = self.checkpoints.attach(self.source, self._loop, actions, self.units.run)
         if (histograms := self._loop.histograms) is not None:

@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 import distloop
+from distloop.distributed.preemption import StopRequests
 from distloop.monitoring.records import OF_THE_MACHINE
 from distloop.optimizers import keras_hooks
 from distloop.training import loop
@@ -680,6 +681,73 @@ def test_how_a_run_is_cut_changes_no_bit(cut, monkeypatch, tmp_path):
         monkeypatch.setattr(loop, "_LOOP_SECS", 0.0)  # every loop ends after its first step
     assert_equal(run(workdir=str(tmp_path), **CUTS[cut]), expected)
     assert len(list((tmp_path / "checkpoints").iterdir())) == 3  # besides the last one: saved by the clock
+
+
+def rows_of_a_run(workdir, steps=23, **settings):
+    config = on(1, workdir=str(workdir), average_decay=0.9, **settings)
+    data = batches(16, shuffle=True)
+    train(classifier(dropout=0.5, metrics=True), config, data, steps, evals={"test": data})
+    return problems.rows_of(workdir)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cut", mostly_wide(CUTS, "by steps"))
+def test_however_a_run_is_cut_a_row_has_the_means_since_the_row_before(cut, monkeypatch, tmp_path):
+    each_step = rows_of_a_run(tmp_path / "each step", log_every=1)
+    assert [row["step"] for row in each_step] == list(range(1, 24))
+    seen = [0, *(row["examples_seen"] for row in each_step)]
+    counts = np.diff(seen)  # the weights of the means of a step; the last batch of an epoch has 3 rows
+    monkeypatch.setattr(loop, "time", problems.seconds_of_one_loop())
+    if cut != "by steps":
+        monkeypatch.setattr(loop, "_LOOP_SECS", 0.0)
+    rows = rows_of_a_run(tmp_path / "cut", **CUTS[cut])
+    ends = [row["step"] for row in rows]
+    assert len(rows) > 5 and ends[-1] == 23 and len({b - a for a, b in itertools.pairwise([0, *ends])}) > 1
+    for name in ("loss", "accuracy"):
+        of_steps = np.array([row[name] for row in each_step])
+        for row, begin, end in zip(rows, [0, *ends], ends, strict=False):
+            mean = np.average(of_steps[begin:end], weights=counts[begin:end])
+            assert row[name] == pytest.approx(mean, rel=1e-12), (name, begin, end)
+        weights_of_rows = np.diff([0, *(row["examples_seen"] for row in rows)])
+        of_rows = np.average([row[name] for row in rows], weights=weights_of_rows)
+        assert of_rows == pytest.approx(np.average(of_steps, weights=counts), rel=1e-12)
+
+
+@pytest.mark.slow
+def test_a_run_that_stops_between_two_rows_writes_the_rows_of_the_run_that_does_not(monkeypatch, tmp_path):
+    cut = dict(log_every=7, eval_every=10, checkpoint_every="1 s", keep_checkpoints=99)
+    monkeypatch.setattr(loop, "time", problems.seconds_of_one_loop())
+    monkeypatch.setattr(loop, "_LOOP_SECS", 0.0)  # a checkpoint after each step
+    whole = rows_of_a_run(tmp_path / "whole", **cut)
+    for step in (9, 12):  # with steps since the row of 7, and since the row of 10
+        shutil.copytree(tmp_path / "whole", killed := tmp_path / f"killed at {step}")
+        (killed / "run_id.json").unlink(missing_ok=True)
+        for path in (killed / "checkpoints").iterdir():
+            if path.name.isdecimal() and int(path.name) > step:
+                shutil.rmtree(path)
+        assert rows_of_a_run(killed, **cut) == whole
+
+
+@pytest.mark.slow
+def test_a_fit_that_was_stopped_and_is_called_again_writes_the_same_rows(monkeypatch, tmp_path):
+    monkeypatch.setattr(loop, "_LOOP_SECS", 0.0)  # each loop ends after its first step
+    asked, data = {"loops": 0}, batches(16, shuffle=True)
+
+    def reason(_):
+        asked["loops"] += 1
+        return "by SIGTERM" if asked["loops"] == 9 else None
+
+    def trainer(name):
+        return distloop.Trainer(classifier(metrics=True), on(1, workdir=str(tmp_path / name), log_every=5))
+
+    trainer("whole").fit(data, steps=13)
+    monkeypatch.setattr(StopRequests, "reason", property(reason))
+    stopped = trainer("stopped")
+    with pytest.raises(SystemExit):
+        stopped.fit(data, steps=13)
+    assert 5 < stopped.step < 10
+    stopped.fit(data, steps=13)
+    assert problems.rows_of(tmp_path / "stopped") == problems.rows_of(tmp_path / "whole")
 
 
 @pytest.mark.wide

@@ -104,7 +104,7 @@ def test_epochs_are_passes_over_the_dataset_or_some_batches_of_it_and_what_fit_i
     assert some.step == 6
 
 
-def test_training_values_are_means_over_the_window_since_the_last_log():
+def test_training_values_are_weighted_means_over_the_steps_of_a_row():
     rows = {"x": np.arange(12, dtype=np.float32), "w": np.arange(12, dtype=np.float32) % 3}
 
     def values(weight, batch):
@@ -118,9 +118,9 @@ def test_training_values_are_means_over_the_window_since_the_last_log():
         assert found["weighted"] == pytest.approx(np.average(rows["x"][part], weights=rows["w"][part]))
 
 
-def test_keras_metrics_of_training_are_those_of_the_window():
+def test_keras_metrics_of_training_are_those_of_the_steps_of_a_row():
     rows = classification(64)
-    trainer = distloop.Trainer(classifier(optimizer=rate(0.0), metrics=True), on(1, log_every=2))
+    trainer = distloop.Trainer(classifier(optimizer=rate(0.0), metrics=True), on(1, log_every=5))
     found = looks(trainer, distloop.make_dataset(rows, 16), 4, 2, lambda report: report.metrics["auc"])
     probability = tf.nn.softmax(trainer.model(rows["x"])).numpy()[:, 0]
     for value, part in zip(found, (slice(0, 32), slice(32, 64)), strict=True):

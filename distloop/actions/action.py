@@ -36,7 +36,7 @@ class Report:
     Attributes:
         step: number of steps done.
         until: the last step of the run; inf: not known yet, as the run ends by time.
-        metrics: name -> number: training values are means since the last log, evaluations are called `test/accuracy`.
+        metrics: name -> number: training values are means since the last row, evaluations are called `test/accuracy`.
         state: everything that training changes, a `TrainState`.
         stop_reason: why an earlier action of this boundary ended the run; None: no action did.
         time: when the last step ended; Unix, seconds.

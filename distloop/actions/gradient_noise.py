@@ -86,7 +86,7 @@ class GradientNoise(Action):
         self._averages = dict(state)
 
     def __call__(self, report: Report) -> dict[str, Any]:
-        """Returns the scales; of an update without a measurement since the last log, none."""
+        """Returns the scales; of an update without a measurement since the last row, none."""
         scales = {}
         for prefix in self._prefixes:
             trace, square = (report.metrics.get(f"{prefix}{name}", float("nan")) for name in (TRACE, SQUARE))

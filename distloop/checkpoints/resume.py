@@ -174,7 +174,7 @@ class RunCheckpoints:
         """Sets the parts that are saved, and restores them if a checkpoint was restored.
 
         Returns:
-            The log window to continue, from `TrainLoop.save_window`; None: no checkpoint was restored.
+            The window of the next row, to continue, from `TrainLoop.save_window`; None: no checkpoint was restored.
 
         Raises:
             ValueError: if two actions have one name, or JSON cannot hold an action's state, or as for `resume`.
@@ -338,7 +338,7 @@ def _write_incident(state: TrainState, config: Config, incident: Mapping[str, An
 
 
 def _emptied(window: Mapping[str, Any], state: TrainState) -> dict[str, Any]:
-    """Returns a log window for a phase that begins, with the counts of the one before; Keras metrics begin, too."""
+    """Returns a window for a phase that begins, with the counts of the one before; Keras metrics begin, too."""
     state.keras_metrics.reset()
     return Window(examples_seen=window.get("examples_seen")).save()
 

@@ -88,7 +88,7 @@ class History(dict[str, float]):
     """The last numbers of a run by name, and all numbers of this call of `fit`.
 
     Attributes:
-        history: name -> values, means since the last log or of an evaluation; of more than 10,000, older ones are
+        history: name -> values, means since the row before or of an evaluation; of more than 10,000, older ones are
             thinned out.
         steps: name -> the steps of these values.
     """

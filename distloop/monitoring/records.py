@@ -24,7 +24,7 @@ METRICS = "Metrics"  # loss and metrics: the first group in TensorBoard, which s
 # The numbers that distloop reports itself: group -> name -> description.
 GROUPS = {
     METRICS: {
-        "loss": "The data term that training minimizes: a weighted mean over the examples since the last log. In an "
+        "loss": "The data term that training minimizes: a weighted mean over the examples since the last row. In an "
         "evaluation: over all its examples.",
         "regularization": "The sum of `model.losses`, such as L2 terms. It is not part of `loss`.",
     },
@@ -35,7 +35,7 @@ GROUPS = {
         "`gradient_trace` / `gradient_square`, each averaged over measurements.",
         "gradient_trace": "The trace of the covariance of an example's gradient, without bias.",
         "gradient_square": "The squared norm of the gradient without its noise, without bias.",
-        "clipped_share": "The fraction of the steps since the last log whose gradient was clipped.",
+        "clipped_share": "The fraction of the steps since the last row whose gradient was clipped.",
         "loss_scale": "The factor of the loss in float16.",
         "skipped_steps": "Steps since step 0 that changed nothing, because a gradient was not finite.",
         "weight_norm": "The global norm of the weights that train, without tables that are updated by rows.",

@@ -45,7 +45,7 @@ _GROUP_OF = {name: group for group, names in GROUPS.items() for name in names}
 
 _VALUE = (
     "A value of `loss_fn`, or a number of an action. Values of `loss_fn` are weighted means over the examples since "
-    "the last log; in an evaluation, over all its examples."
+    "the last row; in an evaluation, over all its examples."
 )
 _MEDIA = "Returned by an action, such as a `distloop.Summary`."
 _MEDIA_GROUPS = {

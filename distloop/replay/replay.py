@@ -7,8 +7,10 @@ The run's directory is only read, and no lock is taken, so the run may be traini
 before are taken as they were, and each row of `metrics.jsonl` on the way is compared.
 """
 
+import bisect
 import contextlib
 import dataclasses
+import math
 import os
 import tempfile
 from collections.abc import Mapping
@@ -52,7 +54,7 @@ _TOLERANCE = 1e-6  # of a row, relative, where the bits need not be those of the
 # Settings about numbers.
 _OF_NUMBERS = (
     *("batch_size", "seed", "precision", "microbatches", "clip_norm", "clip_variable_norm", "clip_value"),
-    *("average_decay", "on_nonfinite", "log_every", "virtual_replicas", "jit_compile", "limit_train_batches"),
+    *("average_decay", "on_nonfinite", "virtual_replicas", "jit_compile", "limit_train_batches"),
 )
 _LOOP_SECS = 1.0  # after which a loop of steps ends, to show the progress
 
@@ -62,22 +64,22 @@ class _Recorded:
     """What the files of a run tell of it.
 
     Attributes:
-        rows: of `metrics.jsonl`, by step, from the checkpoint before the step on.
         furthest: the last step of which its rows, or what it notes of its progress, tell.
         speed: steps a second, as of the last row; 0: unknown.
         incidents: the rows of `incidents.jsonl`.
         checkpoints: the notes of each checkpoint, by step, in ascending order.
         settings: of `config.json`.
         began: the step at which its first process began; 0, or that of a checkpoint which was given to `restore`.
+        rows: of `metrics.jsonl`, by step in ascending order, after the step that the replay starts from.
     """
 
-    rows: dict[int, dict[str, float]]
     furthest: int
     speed: float
     incidents: list[dict[str, Any]]
     checkpoints: dict[int, dict[str, Any]]
     settings: dict[str, Any]
     began: int
+    rows: dict[int, dict[str, float]] = dataclasses.field(default_factory=dict)
 
     @property
     def last_step(self) -> int:
@@ -132,20 +134,25 @@ def replay(state: TrainState, config: Config, source: Source, units: Units, step
     """
     say = speaker(is_chief=True, console=config.console)
     with tempfile.TemporaryDirectory(prefix="distloop_") as root:  # for the files of a run at a URL
-        run = _read(fetch_reports(config.workdir, root), step)
-    _require_step(run, config, step)
-    if (trained := run.settings.get("virtual_replicas", state.virtual_replicas)) != state.virtual_replicas:
-        raise ValueError(
-            f"The run in {config.workdir!r} was trained with virtual_replicas={trained}, and {state.virtual_replicas} "
-            f"were given, with which a step has other numbers: give virtual_replicas={trained}."
-        )
-    if source.layout.is_split:
-        raise ValueError("replay was given a DistributedDataset, of which replicas have parts: give the plain dataset.")
-    # Nothing of this decides about a step: `on_divergence` needs a workdir, and the noise two parts of a batch.
-    off: dict[str, Any] = {"copy_every": 0, "histograms_every": 0, "gradient_noise_every": 0, "profile": ""}
-    settings = dataclasses.replace(config, workdir="", on_divergence="none", **off)
-    checkpoints = RunCheckpoints(state, settings)
-    start = _start(run, config, checkpoints, state, step)
+        directory = fetch_reports(config.workdir, root)
+        run = _read(directory)
+        _require_step(run, config, step)
+        if (trained := run.settings.get("virtual_replicas", state.virtual_replicas)) != state.virtual_replicas:
+            raise ValueError(
+                f"The run in {config.workdir!r} was trained with virtual_replicas={trained}, and "
+                f"{state.virtual_replicas} were given, with which a step has other numbers: give "
+                f"virtual_replicas={trained}."
+            )
+        if source.layout.is_split:
+            raise ValueError(
+                "replay was given a DistributedDataset, of which replicas have parts: give the plain dataset."
+            )
+        # Nothing of this decides about a step: `on_divergence` needs a workdir, and the noise two parts of a batch.
+        off: dict[str, Any] = {"copy_every": 0, "histograms_every": 0, "gradient_noise_every": 0, "profile": ""}
+        settings = dataclasses.replace(config, workdir="", on_divergence="none", **off)
+        start = _start(run, config, RunCheckpoints(state, settings), state, step)
+        rows = records.rows_between(os.path.join(directory, "metrics.jsonl"), start, step)
+        run.rows = {int(row["step"]): records.as_metrics(row) for row in rows}
     progress = _Steps(state, settings, source, units, run, start)
     source.skipped_batches = run.skipped_at(step)
     say(_announcement(run, start, step))
@@ -157,9 +164,9 @@ class _Steps:
     """The steps from a checkpoint on, in loops as those of the run, without its actions."""
 
     def __init__(self, state: TrainState, config: Config, source: Source, units: Units, run: _Recorded, start: int):
-        """Restores the position in the data, the log window and the constants of a step."""
+        """Restores the position in the data, the window of the next row and the constants of a step."""
         self._state, self._config, self._source, self._run, self._at = state, config, source, run, start
-        self._log_steps = units.period(run_length.log_every(config, units)).steps
+        self._log_steps, self._row_steps = units.period(run_length.log_every(config, units)).steps, [*run.rows]
         self._step = make_step(state, dataclasses.replace(config, locate_nonfinite=False))
         self._loop, self._start = CompiledLoop(state, self._step, keeps_batch=True), start
         graph = ForwardPass(state, config).trace(source.info.element_spec, source.info.batch_size)
@@ -187,9 +194,7 @@ class _Steps:
                 console.show_progress(self._at, "tracing the train step ...")
                 self._loop.trace(self._source, self._executor)
             while self._at < until:
-                count = min(until - self._at, self._source.start_loop() or until)
-                if self._state.keras_metrics and self._log_steps:  # their results are read at the end of a loop
-                    count = min(count, self._log_steps - self._at % self._log_steps)
+                count = int(min(until - self._at, self._source.start_loop() or until, self._until_row()))
                 options: dict[str, Any] = dict(executor=self._executor, is_single=False, secs=_LOOP_SECS)
                 for row in self._loop.run(self._source, count, self._log_steps, **options):
                     self._add(row, say)
@@ -250,15 +255,21 @@ class _Steps:
             failure=failure,
         )
 
+    def _until_row(self) -> float:
+        """Returns the steps to the next row of the run at which the loop has to end; inf: there is none."""
+        log_steps = 0 if self._state.keras_metrics else self._log_steps  # their results are read at the end of a loop
+        later = self._row_steps[bisect.bisect(self._row_steps, self._at) :]
+        return next((at - self._at for at in later if not log_steps or at % log_steps), math.inf)
+
     def _add(self, row: Row, say: Any) -> None:
-        """Adds the steps of a row to the position and the window, and compares the window at a log."""
+        """Adds the steps of a loop's row to the position and the window, and compares the window with the run's row."""
         state = self._state
         self._source.batches_taken += row.steps
         self._window.add(row)
         self._at += row.steps
-        if self._log_steps and self._at % self._log_steps == 0:
-            recorded = {} if self._differences else self._run.rows.get(self._at, {})
-            if found := self._compare(recorded, self._window.metrics(self._step.names)):
+        if (recorded := self._run.rows.get(self._at)) is not None:
+            found = self._compare(recorded, self._window.metrics(self._step.names))
+            if found and not self._differences:
                 self._differences.append(found)
                 say(found)
             self._window = Window(examples_seen=self._window.examples_seen)
@@ -296,21 +307,18 @@ class _Steps:
         return reasons
 
 
-def _read(directory: str, step: int) -> _Recorded:
+def _read(directory: str) -> _Recorded:
     """Reads what the files of a run tell of it."""
     notes = {at: manifest["notes"] for at, manifest in sorted(manifests_of(directory).items()) if "notes" in manifest}
-    path = os.path.join(directory, "metrics.jsonl")
-    before = max((at for at in notes if at < step), default=0)
-    rows = {int(row["step"]): records.as_metrics(row) for row in records.rows_between(path, before, step)}
     progress = records.read_json(os.path.join(directory, "progress.json"), instead="it is not read")
-    last = records.last_row(path) or {}
+    last = records.last_row(os.path.join(directory, "metrics.jsonl")) or {}
     furthest = max(int((noted or {}).get("step", 0)) for noted in (last, progress))
     incidents = records.read_rows_if_any(os.path.join(directory, "incidents.jsonl"), instead="it counts as empty")
     starts = records.read_rows_if_any(os.path.join(directory, "starts.jsonl"), instead="it counts as empty")
     settings = records.read_json(os.path.join(directory, "config.json"), instead="it is not compared")
     began = int(starts[0]["step"]) if starts else 0
     speed = float(last.get("steps_per_sec") or 0.0)
-    return _Recorded(rows, furthest, speed, incidents, notes, settings or {}, began)
+    return _Recorded(furthest, speed, incidents, notes, settings or {}, began)
 
 
 def _require_step(run: _Recorded, config: Config, step: Any) -> None:

@@ -82,7 +82,7 @@ class TrainLoop:
             set before `train`.
         stop_reason: why an action ended the last `train`; None: none did.
         tokens: the sum of the loss's weights over all steps of the run; NaN: unknown; with earlier processes, likewise.
-        log_every: the window of the reported means, a duration; 0: the whole run.
+        log_every: the duration between two logs, which are boundaries; 0: only the end of the run is one.
         require_metrics: called once by the next `train`, before its first step, with the names of what a step reports.
         open_boundary: of this step, whose actions were interrupted, or an evaluation failed: `train` calls all of them;
             None: there is none.
@@ -145,7 +145,7 @@ class TrainLoop:
             until: the global step to end with; inf: the run ends when the plan says so.
             actions: in order.
             host: what the host does beside the steps; None: nothing.
-            window: what `save_window` returned, to go on with; None: a new window begins.
+            window: what `save_window` returned, to go on with; None: the steps since the last row of this loop.
 
         Returns:
             The numbers of the last report.
@@ -160,9 +160,7 @@ class TrainLoop:
         plan.last_step = until
         self._most_steps = _MOST_STEPS if self._is_alone else 1
         self._started_at = time.monotonic() - self.secs
-        if window is None:
-            self._open_window()
-        else:
+        if window is not None:
             self._window = Window(window)
         _begin_to_count(self)
         step = int(self._state.step)
@@ -176,14 +174,13 @@ class TrainLoop:
                     if row.diagnosis is not None:
                         if self._step.runs_ahead:
                             source.lose_position(0)  # the iterator may be a batch further
+                        self._open_window()  # without the numbers of the failed step
                         raise _diverged(self._step, self._compiled.last_batch(), source, step, row.diagnosis)
                     if self._is_boundary(step, actions) and self._act(actions, self._report(step, row.end)):
                         return self.reported
             finally:  # an action failed: the steps of the rows after that are done all the same
                 for row in rows:
                     step += _count(self, source, row, step)
-                    if plan.is_due(self.log_every, step, plan.last_step):
-                        self._open_window()
             self._host.show_progress(step, "")
             if step < plan.last_step:
                 self._pause(step, actions)
@@ -203,7 +200,7 @@ class TrainLoop:
         return self._step.histograms
 
     def save_window(self) -> dict[str, Any]:
-        """Returns the sums since the last log, as JSON can hold them."""
+        """Returns the sums since the last row, as JSON can hold them."""
         return self._window.save()
 
     def trace_again(self) -> None:
@@ -273,13 +270,16 @@ class TrainLoop:
         return any(plan.is_due(every, step, plan.last_step) for every in everys)
 
     def _act(self, actions: Sequence[Action], report: Report) -> bool:
-        """Calls the actions of a boundary; returns whether one of them ended the run."""
+        """Opens a new window and calls the actions of a boundary; returns whether one of them ended the run."""
+        window = self._open_window()  # before the actions run: a checkpoint then begins with the new window
         try:
             self.reported, self.stop_reason = run_actions(actions, report, self._host.clock, self._host.plan)
         except (Exception, KeyboardInterrupt):
             is_last, plan = int(self._state.step) == report.step, self._host.plan  # else later steps are done
             due = {"due_secs": [*plan.due_secs], "due_tokens": [*plan.due_tokens]}
             self.open_boundary = {"metrics": report.metrics, "time": report.time, **due} if is_last else None
+            if not is_last:
+                self._window = window  # this boundary may have no row: the next row has its steps, too
             raise
         if self.stop_reason:
             self._host.say(f"Stopped at step {report.step}: {self.stop_reason}.")
@@ -297,17 +297,16 @@ class TrainLoop:
         return is_stopped or is_over
 
     def _report(self, step: int, end: float) -> Report:
-        """Reports the window, and opens a new one if a log is due."""
+        """Reports the steps since the last row."""
         per_token = [update.full_name("loss") for update in self._step.updates if update.trace.has_tokens]
         plan, numbers = self._host.plan, self._window.metrics(self._step.names, per_token)
-        report = Report(step, plan.last_step, numbers, self._state, time=unix_time(end))
-        if plan.is_due(self.log_every, step, plan.last_step):
-            self._open_window()  # before the actions run: a checkpoint then begins with the new window
-        return report
+        return Report(step, plan.last_step, numbers, self._state, time=unix_time(end))
 
-    def _open_window(self) -> None:
-        self._window = Window(examples_seen=self._window.examples_seen)
+    def _open_window(self) -> Window:
+        """Opens a window for the steps after this boundary; returns the window before."""
+        before, self._window = self._window, Window(examples_seen=self._window.examples_seen)
         self._state.keras_metrics.reset()
+        return before
 
     def _agree_on_next_loop(self, stop_requests: StopRequests | None, step: int) -> None:
         """Exchanges whether the run goes on, how many steps the chief lets the next loop run, and the chief's time.

@@ -1,7 +1,8 @@
-"""Log window: sums over the steps since the last log, which are divided once.
+"""Window of a row: sums over the steps since the last row of a run, which are divided once.
 
-The compiled loop hands the host one row of numbers for each log. A `RowLayout` names the segments of such a row, in the
-loop and on the host; a `Window` adds rows up and reports their means. Nothing here knows TensorFlow.
+The compiled loop hands the host one row of sums for each log, and one for the steps after the last log. A `RowLayout`
+names the segments of such a row, in the loop and on the host; a `Window` adds rows up and reports their means. Nothing
+here knows TensorFlow.
 
     layout = RowLayout({"tallies": 2 * len(names), "examples": 1})
     row = tf.concat(layout.pack({"tallies": tallies, "examples": [examples]}), 0)      # in the compiled loop
@@ -82,7 +83,7 @@ class Row:
 
 
 class Window:
-    """Sums since the last log.
+    """Sums since the last row of the run.
 
     Attributes:
         steps: how many steps they cover.

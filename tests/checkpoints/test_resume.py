@@ -128,7 +128,7 @@ def test_another_model_or_optimizer_is_refused_and_nothing_is_restored(change, s
 
 @pytest.mark.wide
 def test_a_run_may_go_on_with_other_metrics(tmp_path):
-    make_trainer(tmp_path, model_fn=classifier()).fit(data(), steps=3)  # in the middle of a log window
+    make_trainer(tmp_path, model_fn=classifier()).fit(data(), steps=3)  # between two logs
 
     def more():
         spec = classifier()()

@@ -1,4 +1,4 @@
-"""The log window; plain arrays, no TensorFlow operation."""
+"""The window of a row; plain arrays, no TensorFlow operation."""
 
 import dataclasses
 
