@@ -19,6 +19,8 @@ import numpy as np
 import tensorflow as tf
 
 from distloop.data.shards import Batch, batch_size, shard_bounds
+from distloop.distributed import gathering
+from distloop.distributed.devices import HOST
 from distloop.model.metrics import Weighted
 from distloop.model.state import TrainState
 from distloop.monitoring.records import show_number
@@ -101,7 +103,11 @@ class Look:
         """Prepares for a step of a state."""
         self._state = state
         self.gradients_by_path: dict[str, np.ndarray] = {}
-        self._parts: dict[str, dict[int, list[np.ndarray]]] = {}  # by name and replica, in the order of their rows
+        # By name and replica, then by the number of the call of `loss_fn`. Calls of the host have no order of their
+        # own, and TensorFlow keeps the program's order of what writes one variable, inside functions and loops too.
+        self._values: dict[str, dict[int, dict[int, np.ndarray]]] = {}
+        with tf.device(HOST):
+            self._num_calls = tf.Variable(0, trainable=False)
 
     def watch(self, make_step: Callable[[], Any]) -> Any:
         """Returns a step whose `loss_fn`s hand over what they return."""
@@ -130,24 +136,29 @@ class Look:
         total, replicas = int(batch_size(batch.rows)), self._state.strategy.num_replicas_in_sync
         bounds = [shard_bounds(replica, replicas, total) for replica in range(replicas)]
         values = {}
-        for name, of_replicas in self._parts.items():  # of the first pass
-            pieces = [np.concatenate(of_replicas[i])[: end - start] for i, (start, end) in enumerate(bounds)]
-            values[name] = np.concatenate(pieces)[: None if batch.size is None else int(batch.size)]
+        for name, of_replicas in self._values.items():
+            pieces = []
+            for replica, (start, end) in enumerate(bounds):
+                calls = of_replicas[replica]
+                pieces.append(_join([calls[number] for number in sorted(calls)])[: end - start])  # of the first pass
+            values[name] = _join(pieces)[: None if batch.size is None else int(batch.size)]
         return values
 
     def _watched(self, update: str, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(loss_fn)
         def call(batch: Any, training: bool) -> Any:
             outputs = loss_fn(batch, training)
-            if isinstance(outputs, Mapping):
+            exchange = gathering.current_exchange()
+            computes_values = exchange is None or not exchange.given or bool(exchange.rows)  # else from rows of zeros
+            if isinstance(outputs, Mapping) and computes_values:
                 named = _tensors(f"{update}/" if update else "", outputs)
                 replica = tf.convert_to_tensor(tf.distribute.get_replica_context().replica_id_in_sync_group)
 
-                def keep(replica: np.ndarray, *arrays: np.ndarray) -> None:
+                def keep(number: np.ndarray, replica: np.ndarray, *arrays: np.ndarray) -> None:
                     for name, array in zip(named, arrays, strict=True):
-                        self._parts.setdefault(name, {}).setdefault(int(replica), []).append(array)
+                        self._values.setdefault(name, {}).setdefault(int(replica), {})[int(number)] = array
 
-                _hand_over(keep, [replica, *named.values()])
+                _hand_over(keep, [self._num_calls.assign_add(1), replica, *named.values()])
             return outputs
 
         return call
@@ -167,6 +178,13 @@ def _tensors(prefix: str, outputs: Mapping[str, Any]) -> dict[str, tf.Tensor]:
         n: t.to_tensor() if isinstance(t, tf.RaggedTensor) else tf.convert_to_tensor(t) for n, t in tensors.items()
     }
     return {n: tf.cast(t, tf.float32) if t.dtype.is_floating and t.dtype.size < 4 else t for n, t in dense.items()}
+
+
+def _join(pieces: list[np.ndarray]) -> np.ndarray:
+    """Returns the rows of several arrays, `[b, ...]`, padded with zeros where other axes differ."""
+    shape = np.max([piece.shape for piece in pieces], 0)[1:]
+    widths = [[(0, 0), *((0, int(n)) for n in shape - piece.shape[1:])] for piece in pieces]
+    return np.concatenate([np.pad(piece, width) for piece, width in zip(pieces, widths, strict=True)])
 
 
 def _hand_over(keep: Callable[..., None], tensors: list[tf.Tensor]) -> None:

@@ -106,6 +106,50 @@ def test_a_step_has_the_batch_values_gradients_and_weights_that_it_had(tmp_path,
     assert f"step {step}: applied" in text and str(result.rows[np.argmax(result.values["loss"])]) in text
 
 
+def looking_around(step):
+    """A step whose second pass is at other weights, which do not wait for the first pass."""
+    gradients = step.gradients()
+    with step.moved({path: tf.ones_like(gradient) for path, gradient in gradients.items()}):
+        step.gradients()
+    return gradients
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "replicas", "changes"),
+    mostly_wide(
+        [
+            ("gathers", 1, {"virtual_replicas": 2}),
+            ("two passes", 1, {"virtual_replicas": 4, "microbatches": 2}),
+            ("two passes", 2, {"microbatches": 3}),
+            ("gathers", 2, {}),
+        ]
+    ),
+)
+def test_each_value_stands_at_the_row_of_its_example(kind, replicas, changes, tmp_path):
+    def model_fn():
+        net = keras.Sequential([keras.Input((8,)), keras.layers.Dense(64, "tanh"), keras.layers.Dense(1)])
+
+        def loss_fn(batch, training):
+            outputs = net(batch["x"], training=training)
+            longest = tf.tile(batch["label"][:, None], [1, tf.reduce_max(batch["label"]) + 1])  # of these rows
+            mean = tf.reduce_mean(distloop.gather_rows(outputs)[0]) if kind == "gathers" else 0.0
+            return {"loss": (outputs[:, 0] - mean) ** 2, "row": tf.cast(batch["row"], tf.float32), "long": longest}
+
+        step_fn = None if kind == "gathers" else looking_around
+        return distloop.ModelSpec(net, keras.optimizers.SGD(0.01), loss_fn, step_fn=step_fn)
+
+    rows = data(row=np.arange(ROWS))
+    trainer_of(model_fn, replicas, tmp_path, log_every=1, **changes).fit(rows)
+    losses = {row["step"]: row["loss"] for row in distloop.read_metrics(str(tmp_path))}
+    trainer = trainer_of(model_fn, replicas, tmp_path, log_every=1, **changes)
+    for step in (6, 7):
+        result = trainer.replay(rows, step=step)
+        assert list(result.values["row"]) == list(result.rows)
+        assert np.mean(result.values["loss"]) == pytest.approx(losses[step], rel=1e-5)
+        assert list(result.values["long"].max(1)) == list(result.batch["label"])
+
+
 BITS = [
     pytest.param(2, 1, {"virtual_replicas": 4}, {"batch_norm": "plain"}, id="virtual replicas"),
     pytest.param(2, 2, {"microbatches": 3}, {}, id="microbatches"),
