@@ -17,12 +17,12 @@ from distloop.data.source import Source
 from distloop.distributed import workers
 from distloop.installed import import_part
 from distloop.keras_models.fit_arguments import FitData
-from distloop.model import user_functions
+from distloop.model import dtype_policy, user_functions
 from distloop.model.spec import ModelSpec
 from distloop.model.state import TrainState
-from distloop.optimizers import loss_scale
 from distloop.optimizers.gradients import Clipping
 from distloop.settings.config import Config
+from distloop.settings.precision import PRECISIONS
 from distloop.training import agreement, overview
 from distloop.training.loop import TrainLoop
 from distloop.training.step import TrainStep
@@ -33,16 +33,16 @@ def make_state(model_fn: Callable[[], ModelSpec], strategy: tf.distribute.Strate
     if config.recompute:
         recomputation = import_part("recompute.recomputation", f"recompute={config.recompute!r}")
         model_fn = recomputation.with_recomputation(model_fn, config.recompute)
-    with agreement.divisible(strategy, config), loss_scale.policy(config.precision):
+    with agreement.divisible(strategy, config), dtype_policy.policy(config.precision):
         state = TrainState(
             model_fn,
             strategy,
             config.average_decay or float(bool(config.average_from)),
             config.virtual_replicas,
-            is_loss_scaled=config.precision == "mixed_float16",
+            is_loss_scaled=PRECISIONS[config.precision].needs_loss_scale,
             shard_optimizer=config.shard_optimizer,
         )
-    loss_scale.check_precision(state.model, config.precision)
+    dtype_policy.check_precision(state.spec, config.precision)
     state.placement.require_stages(config.num_stages)
     return state
 

@@ -29,6 +29,7 @@ from distloop.graph_functions import graph_function
 from distloop.installed import import_part
 from distloop.model.spec import ModelSpec
 from distloop.settings.config import Config
+from distloop.settings.precision import FLOAT16
 from distloop.trainer import Trainer
 from distloop.variables import digest, named_variables, tensorflow_variable
 
@@ -146,7 +147,7 @@ def _same_bits(config: Config) -> str:
 
 
 def _overflow(config: Config) -> str:
-    trainer = _train(replace(config, precision="mixed_float16"))
+    trainer = _train(replace(config, precision=FLOAT16.name))
     before, scale = _values(trainer), float(trainer.state.loss_scale)
     rows = _rows()
     rows["x"][_BATCH_SIZE - 1] = np.inf  # on the last replica alone

@@ -166,7 +166,7 @@ def assert_same_bits(
         replicas: numbers of devices, which divide `virtual_replicas`; the others are compared with the first.
         virtual_replicas: as `Config.virtual_replicas`.
         steps: number of steps to train.
-        **settings: of `Config`, such as `precision="mixed_bfloat16"`.
+        **settings: of `Config`, such as `microbatches=2`.
 
     Raises:
         AssertionError: if a byte differs; the message names the first value that does, and by how much.

@@ -27,13 +27,13 @@ from distloop.fit import Fit
 from distloop.installed import import_part
 from distloop.keras_models.compiled_model import weights_returned
 from distloop.keras_models.fit_arguments import KerasArguments, read_arguments
+from distloop.model import dtype_policy
 from distloop.model.spec import ModelSpec, check_model_fn
 from distloop.monitoring.console import speaker
 from distloop.monitoring.curves import History
 from distloop.monitoring.directory import resolve_workdir
 from distloop.monitoring.timing import Clock
 from distloop.monitoring.writers import Writer, check_writers
-from distloop.optimizers import loss_scale
 from distloop.settings.config import Config
 from distloop.training import run_length
 from distloop.training.loop import TrainLoop
@@ -74,7 +74,7 @@ class Trainer:
         self.strategy = strategies.make_strategy(config) if strategy is None else strategies.check_strategy(strategy)
         strategies.prepare_eager(self.strategy, config.eager)
         self.workers = workers.Workers(self.strategy)
-        config = loss_scale.with_policy_of_keras(config)
+        config = dtype_policy.with_policy_of_keras(config)
         settings = _tryouts("fast_dev_run").dry_settings(config, owner=self) if config.fast_dev_run else config
         self.config = config = resolve_workdir(settings, self.workers)
         self._say = speaker(self.workers.is_chief, config.console)
@@ -377,7 +377,7 @@ class Trainer:
     def _build(self, source: Source, *, metrics: bool = True) -> Source:
         """Builds the model, and its Keras metrics if asked to, if they are not built yet; returns the data."""
         self._element_spec = source.info.element_spec
-        with loss_scale.policy(self.config.precision):
+        with dtype_policy.policy(self.config.precision):
             if not self.state.is_built:
                 self.state.build(source.first_rows())
                 self._checkpoints.restore_built_model()

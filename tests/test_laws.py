@@ -14,6 +14,7 @@ import distloop
 from distloop.distributed.preemption import StopRequests
 from distloop.monitoring.records import OF_THE_MACHINE
 from distloop.optimizers import keras_hooks
+from distloop.settings.precision import PRECISIONS
 from distloop.training import loop
 from distloop.training.compiled_loop import CompiledLoop
 from distloop.training.loop import Diverged
@@ -261,8 +262,6 @@ def test_a_distributed_dataset_trains_the_same():
     assert_close({"outputs": trainer.predict(split)}, {"outputs": trainer.predict(data)})
 
 
-# The unit roundoffs of the two.
-ROUNDOFF = {"mixed_float16": 2.0**-11, "mixed_bfloat16": 2.0**-8}
 # Each pair of a precision, numbers of replicas and microbatches, and a model occurs.
 HALF_PRECISION = [
     ("mixed_float16", (4, 1), "plain"),
@@ -285,7 +284,7 @@ def test_half_precision_trains_to_the_same_weights_within_its_rounding(precision
     # with 64 rows instead of 16 they come to 4, with 4096 to 140.
     expected = change_in_half_precision(precision, 1, 1, case)
     found = change_in_half_precision(precision, replicas, microbatches, case)
-    assert_close(found, expected, 4 * ROUNDOFF[precision])
+    assert_close(found, expected, 4 * PRECISIONS[precision].roundoff)
     assert any(not np.array_equal(found[path], expected[path]) for path in expected)  # else it was no half precision
 
 

@@ -29,6 +29,7 @@ from distloop.monitoring import ledger
 from distloop.monitoring.console import say
 from distloop.monitoring.records import show_bytes
 from distloop.optimizers.gradients import Rows, values_of
+from distloop.settings.precision import BFLOAT16
 from distloop.trainer import Trainer
 from distloop.training.forward_backward import ForwardBackward
 from distloop.training.virtual_replicas import side_by_side
@@ -124,7 +125,7 @@ class MemoryEstimate(NamedTuple):
         if self.enough_microbatches is not None:
             return (
                 f"It does not fit: give --microbatches={self.enough_microbatches}, a smaller batch, or "
-                "--precision=mixed_bfloat16, which about halves the activations."
+                f"--precision={BFLOAT16.name}, which about halves the activations."
             )
         return "It does not fit with any number of microbatches: give a smaller model, or optimizers with fewer slots."
 

@@ -30,6 +30,7 @@ from distloop.model.layers import stream_of
 from distloop.model.spec import Update
 from distloop.model.state import TrainState
 from distloop.model.user_functions import VariableCreatedError
+from distloop.settings.precision import HALF_DTYPES
 from distloop.training.forward_backward import ForwardBackward
 from distloop.training.step import TrainStep
 from distloop.variables import named_variables
@@ -120,7 +121,7 @@ class Probe:
         self.layers = [
             layer for layers in state.layers_of_update.values() for top in layers for layer in top._flatten_layers()
         ]
-        is_half_precision = any(layer.compute_dtype in ("float16", "bfloat16") for layer in self.layers)
+        is_half_precision = any(layer.compute_dtype in HALF_DTYPES for layer in self.layers)
         self.tolerance = _HALF_PRECISION_TOLERANCE if is_half_precision else _TOLERANCE
 
     @functools.cached_property

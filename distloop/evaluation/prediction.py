@@ -24,6 +24,7 @@ from distloop.errors import raise_as_user_error, require
 from distloop.graph_functions import TimeLimit, compiled
 from distloop.model.state import TrainState
 from distloop.model.user_functions import as_tensor, explaining_mistakes
+from distloop.settings.precision import HALF_DTYPES
 from distloop.training.out_of_memory import explain_pass
 from distloop.training.virtual_replicas import join_rows, run_forward
 
@@ -283,7 +284,7 @@ def check_outputs(outputs: Any, batch_size: tf.Tensor | int, keep_dtypes: bool =
         )
         if output.shape.rank == 0 or (rows is not None and rows != static_size):
             raise ValueError(message)
-        if output.dtype in (tf.float16, tf.bfloat16) and not keep_dtypes:
+        if output.dtype.name in HALF_DTYPES and not keep_dtypes:
             output = tf.cast(output, tf.float32)
         if rows is None:
             require(tf.equal(shards.batch_size(output), batch_size), message)

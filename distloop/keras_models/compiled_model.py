@@ -160,7 +160,7 @@ def _require_compiled(model: keras.Model) -> None:
 
 
 def _unwrapped(optimizer: Any) -> keras.optimizers.Optimizer:
-    """Returns the optimizer inside Keras's loss-scale optimizer, which compile adds under mixed_float16."""
+    """Returns the optimizer inside Keras's loss-scale optimizer, which compile adds for float16."""
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 

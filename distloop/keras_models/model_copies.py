@@ -16,7 +16,6 @@ import tensorflow as tf
 
 from distloop.errors import cause
 from distloop.optimizers.learning_rates import config_of
-from distloop.optimizers.loss_scale import follow_policy, inheriting
 from distloop.variables import portable_names, slot_names, tensorflow_variable
 
 
@@ -157,6 +156,10 @@ def _weight_pairs(model: keras.Model, copy: keras.Model) -> list[tuple[Any, Any]
     for layers in _layer_pairs(model, copy):
         # Private: the variables of a layer without those of its parts.
         old_weights, new_weights = (layer._trainable_variables + layer._non_trainable_variables for layer in layers)
+        names = [weight.name for weight in old_weights]
+        by_name = {weight.name: weight for weight in new_weights}
+        if len(by_name) == len(new_weights) and by_name.keys() == set(names):  # quantized layers order them anew
+            new_weights = [by_name[name] for name in names]
         if len(old_weights) != len(new_weights):
             raise ValueError(
                 f"its layer {layers[0].name!r} has {len(old_weights)} variables, and now {len(new_weights)}"
@@ -170,16 +173,12 @@ def _weight_pairs(model: keras.Model, copy: keras.Model) -> list[tuple[Any, Any]
 
 
 def _copy_layers(model: keras.Model, copy: keras.Model) -> None:
-    """Copies what layers keep beside their config, as Keras does when it writes and reads a file.
-
-    Layers without a dtype policy of their own get the global one, if that is a mixed one.
-    """
-    following = {id(layer) for layer in inheriting(model)}
+    """Copies what layers keep beside their config, as Keras does when it writes and reads a file."""
     for old, new in _layer_pairs(model, copy):
-        if new.dtype_policy != old.dtype_policy:
-            new.dtype_policy = old.dtype_policy
-        if id(old) in following:
-            follow_policy([new])
+        # Compared as configs, since Keras cannot compare maps of policies; copied, since a map belongs to its layers.
+        old_policy, new_policy = (keras.dtype_policies.serialize(layer.dtype_policy) for layer in (old, new))
+        if new_policy != old_policy:
+            new.dtype_policy = keras.dtype_policies.deserialize(old_policy)
         if new.trainable != old.trainable:
             new.trainable = old.trainable  # of all layers below, too, whose turn comes later
         if new.weights and not old.built:

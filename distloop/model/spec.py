@@ -22,6 +22,7 @@ import tensorflow as tf
 from distloop.errors import require_call
 from distloop.model.user_functions import NoLoss, preparing_batches
 from distloop.optimizers.loss_scale import LossScaleOptimizer
+from distloop.settings.precision import FLOAT16
 from distloop.variables import is_seed, tensorflow_variable
 
 # Settings of `Update` that `ModelSpec` takes, too, for a single update.
@@ -366,7 +367,7 @@ def _check_optimizer(optimizer: Any) -> None:
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise ValueError(
             "A Keras LossScaleOptimizer was given, which asks one replica alone whether gradients are finite: give the "
-            "optimizer inside it and set Config(precision='mixed_float16'), or give distloop.LossScaleOptimizer."
+            f"optimizer inside it and set Config(precision={FLOAT16.name!r}), or give distloop.LossScaleOptimizer."
         )
     if isinstance(optimizer, getattr(keras.optimizers, "MultiOptimizer", ())):  # new in Keras 3.15
         raise ValueError(

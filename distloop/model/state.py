@@ -23,7 +23,7 @@ from distloop.model.keras_metrics import KerasMetrics
 from distloop.model.layers import Frozen, RandomStreams, frozen_layers, keep_losses_apart
 from distloop.model.metrics import LossWatch
 from distloop.model.spec import ModelSpec, Update, plain_optimizer
-from distloop.optimizers import keras_hooks, loss_scale
+from distloop.optimizers import keras_hooks
 from distloop.optimizers.loss_scale import LossScaleOptimizer
 from distloop.optimizers.slot_placement import MovingAverage, make_slot_placement
 from distloop.variables import (
@@ -180,8 +180,6 @@ class TrainState(tf.Module):
         named = named_variables(self.spec.model)
         _require_created(self.created, named.items(), "model")
         layers = list(top_layers(self.spec.model, in_parts=True))
-        if self.spec.original is None:  # a copy follows the policy as far as the original's layers did
-            loss_scale.follow_policy(part for layer in layers for part in loss_scale.inheriting(layer))
         self.paths = {id(variable): path for path, variable in named.items()}
         self.variables_of_update = {update.name: update.select_variables(named) for update in self.spec.updates}
         of_updates = [(self.plain_optimizers[n], of) for n, of in self.variables_of_update.items()]

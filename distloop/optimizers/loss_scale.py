@@ -1,106 +1,25 @@
-"""Precision: the dtype policy under which models are created, and the loss scale that float16 needs.
-
-    with policy("mixed_float16"):
-        model = ...                                    # layers compute in float16, weights stay float32
+"""The scale of the loss that float16 needs.
 
 float16 ends at 65,504 and has no number between 0 and 6e-8, where many gradients lie. Multiplying the loss by a large
 scale multiplies its gradients by the same scale; they are divided by it again in float32, after the sum over the
-replicas. `mixed_bfloat16` has float32's range and needs no scale. It does not know how a step goes.
+replicas. bfloat16 has the range of float32 and needs no scale.
 """
 
-import contextlib
-import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from distloop.log import log, shown
+from distloop.log import shown
 from distloop.optimizers import gradients, keras_hooks
-from distloop.settings.config import Config
 from distloop.settings.durations import finite_number, whole_number
-from distloop.variables import top_layers
 
 # After this many overflows in a row at the smallest scale, the scale is not the cause.
 MAX_OVERFLOWS_AT_FLOOR = 10
 
-_MIXED = ("mixed_float16", "mixed_bfloat16")
-
 # Good steps between two doublings, until a step overflows.
 _SEARCH_STEPS = 10
-
-
-@contextlib.contextmanager
-def policy(name: str) -> Iterator[None]:
-    """Enters a scope with another global dtype policy of Keras; layers take it when they are created."""
-    before = keras.config.dtype_policy()
-    keras.config.set_dtype_policy(name)
-    try:
-        yield
-    finally:
-        keras.config.set_dtype_policy(before)
-
-
-def with_policy_of_keras(config: Config) -> Config:
-    """Returns settings whose precision is the mixed policy that the user has set in Keras, if it was float32."""
-    given = keras.config.dtype_policy().name
-    is_taken = config.precision == "float32" and given in _MIXED
-    return dataclasses.replace(config, precision=given) if is_taken else config
-
-
-def inheriting(parent: keras.Layer) -> Iterator[keras.Layer]:
-    """Yields a layer and those within it that have the policy of their surroundings, and not one of their own.
-
-    Layers made without a dtype share the policy object of the model that holds them. Layers read from a file have an
-    object each: where no layer of a model shares the model's, all are taken for such.
-    """
-    yield parent
-    unique = {id(child): child for child in getattr(parent, "layers", None) or parent._layers}.values()
-    children = [child for child in unique if not isinstance(child, keras.layers.InputLayer)]
-    plain = [child for child in children if not isinstance(child, keras.Model)]  # files keep no policy of a model
-    has_config = isinstance(parent, keras.Sequential) or hasattr(parent, "output_names")
-    is_read = has_config and not any(child.dtype_policy is parent.dtype_policy for child in plain)
-    for child in children:
-        given = getattr(child, "_auto_config", None)  # private: the arguments of __init__; of files, `trainable` too
-        is_named = given is not None and given.config.get("dtype") is not None and "trainable" not in given.config
-        if not is_named and (is_read or child.dtype_policy is parent.dtype_policy):
-            yield from inheriting(child)
-
-
-def follow_policy(layers: Iterable[keras.Layer]) -> None:
-    """Lets layers compute under the global policy, if it is a mixed one; their variables stay float32."""
-    policy = keras.config.dtype_policy()
-    for layer in layers if policy.name in _MIXED else ():
-        if layer.dtype_policy.name in ("float32", *_MIXED):
-            layer.dtype_policy = policy
-
-
-def check_precision(model: Any, precision: str) -> None:
-    """Warns if no layer computes in the precision of a run, and refuses another that the user has set in Keras.
-
-    Raises:
-        ValueError: if Keras's global policy or floatx is neither float32 nor a mixed one, and no layer has it.
-    """
-    layers = [part for layer in top_layers(model, in_parts=True) for part in layer._flatten_layers()]
-    computing = [layer for layer in layers if not isinstance(layer, keras.layers.InputLayer)]
-    # Private: a model that only calls its layers computes nothing itself.
-    used = {layer.compute_dtype for layer in computing if layer._trainable_variables or not layer._layers}
-    policy, floatx = keras.config.dtype_policy(), keras.config.floatx()
-    of_user = policy.compute_dtype if policy.name not in ("float32", *_MIXED) else floatx
-    if of_user != "float32" and layers and of_user not in used:
-        raise ValueError(
-            f"Keras's global dtype policy or floatx is {of_user}, but layers are made under Config.precision, which is "
-            f"float32, {' or '.join(_MIXED)}: set both to float32 in Keras, or give layers a dtype of their own."
-        )
-    compute = keras.DTypePolicy(precision).compute_dtype
-    if precision in _MIXED and compute not in used:
-        log.warning(
-            "precision=%s was given, but no layer of the model computes in %s: layers with a dtype of their own keep "
-            "it, and code without Keras's layers has to cast for itself.",
-            precision,
-            compute,
-        )
 
 
 class LossScaleOptimizer(tf.Module):

@@ -19,6 +19,7 @@ from distloop import urls
 from distloop.log import shown
 from distloop.settings import contradictions, durations
 from distloop.settings.durations import CountOrAuto
+from distloop.settings.precision import FLOAT16, FLOAT32, PRECISIONS
 
 T = TypeVar("T", str, int, float, bool)
 
@@ -138,9 +139,9 @@ class Config:
 
     precision: str = setting(
         NUMERICS,
-        "float32",
-        "Compute type of layers; weights stay float32. mixed_float16 uses loss scaling.",
-        choices=("float32", "mixed_float16", "mixed_bfloat16"),
+        FLOAT32.name,
+        f"Compute type of layers; weights stay float32. {FLOAT16.name} uses loss scaling.",
+        choices=tuple(PRECISIONS),
     )
     deterministic: bool = setting(NUMERICS, False, "Use deterministic operations only; slower.")
     jit_compile: bool = setting(NUMERICS, False, "Compile forward and backward pass with XLA; for large layers.")

@@ -21,6 +21,7 @@ from distloop.graph_functions import graph_function, outermost
 from distloop.log import log
 from distloop.model import metrics
 from distloop.optimizers.loss_scale import MAX_OVERFLOWS_AT_FLOOR
+from distloop.settings.precision import BFLOAT16, FLOAT16
 from distloop.training import step_operations
 from distloop.training.forward_backward import ForwardBackward
 from distloop.training.step import GRADIENT_NORM, TrainStep
@@ -127,7 +128,7 @@ def explain_nonfinite(step: int, report: UpdateReport, cause: Cause) -> str:
             f"Step {step} is number {report.overflows} in a row that was not finite at the smallest loss scale, "
             f"{report.loss_scale:g}"
         )
-        advice = "keep large numbers in float32 layers, lower the learning rate, or use precision=mixed_bfloat16"
+        advice = f"keep large numbers in float32 layers, lower the learning rate, or use precision={BFLOAT16.name}"
     else:
         subject = f"Step {step} is the first that was not finite"
         advice = "lower the learning rate, set clip_norm, or skip such steps with on_nonfinite=skip"
@@ -284,12 +285,13 @@ def warn(train_step: TrainStep) -> None:
                 "The loss does not depend on %s, which stays as it is: leave it out with ModelSpec(trainable=...).",
                 ", ".join(state.paths[id(v)] for v in unreached),
             )
-        half = [layer.name for layer in _layers(train_step, update) if layer.compute_dtype == "float16"]
+        half = [layer.name for layer in _layers(train_step, update) if layer.compute_dtype == FLOAT16.compute_dtype]
         if half and update.loss_scaler is None:
             log.warning(
                 "Layers such as %s compute in float16 and the loss is not scaled, so small gradients become 0: set "
-                "precision=mixed_float16, or give distloop.LossScaleOptimizer.",
+                "precision=%s, or give distloop.LossScaleOptimizer.",
                 half[0],
+                FLOAT16.name,
             )
         if state.strategy.num_replicas_in_sync == 1 or state.virtual_replicas:
             continue

@@ -23,6 +23,7 @@ from distloop.graph_functions import compiled
 from distloop.log import log
 from distloop.model.saved_state import SavedState
 from distloop.model.state import TrainState
+from distloop.settings.precision import BFLOAT16, HALF_DTYPES
 from distloop.training.step import TrainStep
 
 _TENSOR = re.compile(r"allocating tensor with shape\s*\[([\d,]*)\] and type (\w+)")
@@ -71,8 +72,8 @@ def _explain(
 
 def _half_precision(state: TrainState) -> str:
     """Returns the advice to compute in half precision; empty if a layer does."""
-    is_half = any("float16" in layer.compute_dtype for layers in state.layers_of_update.values() for layer in layers)
-    return "" if is_half else "precision=mixed_bfloat16, "
+    layers = (layer for layers in state.layers_of_update.values() for layer in layers)
+    return "" if any(layer.compute_dtype in HALF_DTYPES for layer in layers) else f"precision={BFLOAT16.name}, "
 
 
 class Halving:

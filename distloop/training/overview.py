@@ -34,6 +34,7 @@ from distloop.monitoring.tensorboard import SummaryWriter
 from distloop.optimizers.gradients import Clipping
 from distloop.settings import flags
 from distloop.settings.config import Config
+from distloop.settings.precision import PRECISIONS
 from distloop.training import run_length
 from distloop.urls import absolute
 from distloop.variables import count_parameters, named_variables, tensorflow_variable, top_layers
@@ -95,7 +96,7 @@ def make_charts(settings: Config) -> dict[str, dict[str, str]]:
     }
     if Clipping.from_settings(settings):
         charts["Steps"]["share of the steps that were clipped"] = r"optimizer/(.*/)?clipped_share$"
-    if settings.precision == "mixed_float16":
+    if PRECISIONS[settings.precision].needs_loss_scale:
         charts["Steps"]["loss scale"] = r"optimizer/(.*/)?loss_scale$"
     if settings.gradient_noise_every:
         charts["Steps"]["gradient noise scale"] = r"optimizer/(.*/)?gradient_noise_scale$"
@@ -194,7 +195,7 @@ def peak_flops(state: TrainState, settings: Config) -> float | None:
     if not peak:
         gpus = tf.config.get_visible_devices("GPU") if settings.device != "cpu" else []
         names = {tf.config.experimental.get_device_details(gpu).get("device_name", "") for gpu in gpus}
-        peak = peak_of(names.pop(), settings.precision != "float32") if len(names) == 1 else None
+        peak = peak_of(names.pop(), PRECISIONS[settings.precision].is_half) if len(names) == 1 else None
     return peak and peak * num_devices(state)
 
 
@@ -300,10 +301,12 @@ def describe_shard(source: Source, strategy: tf.distribute.Strategy) -> str:
 
 
 def _precision(state: TrainState, settings: Config) -> str:
-    """Returns the precision of a run; where no layer with variables has it, theirs, most of them first."""
+    """Returns the precision of the layers with variables; of several, in how many layers each is."""
     parts = [part for layer in top_layers(state.model) for part in layer._flatten_layers() if part._trainable_variables]
-    names = [name for name, _ in collections.Counter(part.dtype_policy.name for part in parts).most_common()]
-    return settings.precision if settings.precision in names else ", ".join(names) or settings.precision
+    counts = collections.Counter(part.dtype_policy.name for part in parts)
+    if len(counts) < 2:
+        return next(iter(counts), settings.precision)
+    return f"{', '.join(f'{name} in {count}' for name, count in counts.most_common())} of {len(parts)} layers"
 
 
 def console_lines(state: TrainState, settings: Config, source: Source) -> list[str]:

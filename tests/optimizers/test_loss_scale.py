@@ -13,7 +13,7 @@ import tensorflow as tf
 import distloop
 from distloop.data.iterators import iterate
 from distloop.distributed import strategies
-from distloop.optimizers import loss_scale
+from distloop.model import dtype_policy
 from tests.problems import (
     Lazy,
     assert_close,
@@ -61,7 +61,7 @@ def make_trainer(name, model_class):
 @pytest.mark.parametrize("name", ["float32", *HALF])
 def test_the_policy_is_in_force_inside_and_put_back_after_also_after_an_exception(name):
     before = keras.config.dtype_policy()
-    with pytest.raises(KeyError), loss_scale.policy(name):
+    with pytest.raises(KeyError), dtype_policy.policy(name):
         assert keras.config.dtype_policy().name == name
         layer = keras.layers.Dense(1)
         raise KeyError
@@ -527,7 +527,7 @@ def test_the_example_of_its_docstring_runs():
     rows = tf.data.Dataset.from_tensor_slices((inputs, targets)).batch(BATCH_SIZE)
     loss_fn = keras.losses.MeanSquaredError(reduction="none")
 
-    with strategy.scope(), loss_scale.policy("mixed_float16"):
+    with strategy.scope(), dtype_policy.policy("mixed_float16"):
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(8, "tanh"), keras.layers.Dense(1)])
         optimizer = distloop.LossScaleOptimizer(keras.optimizers.Adam(0.05))
         optimizer.build(model.trainable_variables)
