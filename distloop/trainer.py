@@ -128,7 +128,7 @@ class Trainer:
 
         Args:
             train: a dataset of global batches, a function that returns one, or one worker's part for a
-                `tf.distribute.InputContext`, a `DistributedDataset`, `PyDataset`, generator, `DataLoader`, or arrays
+                `tf.distribute.InputContext`, `PyDataset`, generator, `DataLoader`, or arrays
                 `[N, ...]`: batches of `Config.batch_size`, shuffled with `Config.seed`; `evals` take them in order.
             y: the labels, if `train` is features alone: `fit(x, y)` is `fit((x, y))`.
             steps: the global step to end with; overrides the config's steps, epochs and until.

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import distloop
 from distloop.training.loop import Diverged
-from tests.problems import assert_equal, classification, classifier, mostly_wide, on, refused, weights
+from tests.problems import assert_equal, classification, classifier, mirrored, mostly_wide, on, refused, weights
 
 RNG = np.random.default_rng(0)
 ROWS = {"x": RNG.normal(size=(12, 3)).astype(np.float32), "y": RNG.normal(size=(12, 2)).astype(np.float32)}
@@ -207,6 +207,11 @@ NOT_OF_ARRAYS = [
             "of examples that look like batches of different sizes",
             lambda: tf.data.Dataset.from_tensor_slices(ROWS),  # x [3], y [2]
             *("first axes of [2, 3]", "call .batch(batch_size)"),
+        ),
+        case(
+            "that TensorFlow has distributed",
+            lambda: mirrored(2).experimental_distribute_dataset(dataset()),
+            *("a DistributedDataset", "give the dataset before it was distributed", "InputContext"),
         ),
         case("a list", lambda: [{"x": ROWS["x"]}], "is a list", *NOT_OF_ARRAYS),
         case("a tuple with None", lambda: (ROWS["x"], None), "is a tuple", *NOT_OF_ARRAYS),

@@ -195,8 +195,6 @@ def _estimate(trainer: Trainer, data: FitData) -> MemoryEstimate:
 def _rows_of_replica(source: Source, strategy: tf.distribute.Strategy) -> Any:
     """Returns the first batch's rows that one replica gets, the largest share."""
     rows = source.first_rows()
-    if source.layout.is_split:
-        return rows
     replicas = workers.num_local_replicas(strategy) if source.layout.is_sharded else strategy.num_replicas_in_sync
     count = math.ceil(int(shards.batch_size(rows)) / replicas)
     return tf.nest.map_structure(lambda t: t[:count], rows)

@@ -179,8 +179,8 @@ def autotune_batch(trainer: Trainer, dataset: Data, *, memory_share: float = 0.5
         )
     trainer.build(dataset)
     source = Source(dataset, state.strategy, repeat=False, batch_size=settings.global_batch_size(state.strategy))
-    rows, is_split = source.first_rows(), source.layout.is_split
-    batch_size = int(shards.batch_size(rows)) * (state.strategy.num_replicas_in_sync if is_split else 1)
+    rows = source.first_rows()
+    batch_size = int(shards.batch_size(rows))
     max_rows = source.info.num_certain_rows
     memory_before, max_memory = memory.peaks()["host_memory_gb"], memory_share * memory.available_gb()
     say, reason = speaker(is_chief=True, console=settings.console), ""

@@ -176,10 +176,9 @@ def make_feed(
     Raises:
         ValueError: if there is no batch, or batches are no structures of arrays, [B, ...].
     """
-    is_tensorflows = isinstance(data, (tf.data.Dataset, tf.distribute.DistributedDataset))
     if isinstance(data, keras.utils.PyDataset):
         feed = _feed_of_py_dataset(data, shuffle_seed)
-    elif is_tensorflows or isinstance(data, _NO_BATCHES) or not hasattr(data, "__iter__"):
+    elif isinstance(data, (tf.data.Dataset, *_NO_BATCHES)) or not hasattr(data, "__iter__"):
         return None
     elif not hasattr(data, "__next__"):
         feed = _feed_of_iterable(data)

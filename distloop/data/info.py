@@ -82,7 +82,7 @@ def inspect(
     """Checks a dataset and returns what is known about it; on several workers, all of them call it.
 
     Args:
-        dataset: a `tf.data.Dataset` or a `DistributedDataset`; read only to count a shard's batches.
+        dataset: read only to count a shard's batches.
         strategy: whose replicas share out each batch.
         microbatches: the parts in which a replica computes its rows.
         virtual_replicas: as `Config.virtual_replicas`.
@@ -93,14 +93,12 @@ def inspect(
         ValueError: if the dataset is not batched or known to be empty, if the shards do not fit together, if
             workers that should read the same do not, or if batches depend on the devices and must not.
     """
-    is_split = isinstance(dataset, tf.distribute.DistributedDataset)
-    if virtual_replicas and (is_split or is_sharded):
+    if virtual_replicas and is_sharded:
         raise ValueError(
-            f"{virtual_replicas=} was given with {'a DistributedDataset' if is_split else 'a shard for each worker'}, "
-            "whose batches depend on the devices: give the plain dataset of global batches, which distloop shares out."
+            f"{virtual_replicas=} was given with a shard for each worker, whose batches depend on the devices: give "
+            "the plain dataset of global batches, which distloop shares out."
         )
-    if not is_split:
-        _require_batched(dataset.element_spec)
+    _require_batched(dataset.element_spec)
     num_batches, num_missing = cardinality(dataset), 0
     if num_batches == 0:
         raise ValueError(EMPTY_DATASET)
@@ -108,21 +106,21 @@ def inspect(
     turns = virtual_replicas // replicas or 1
     replicas *= turns
     min_rows = replicas * microbatches
-    static_size = None if is_split else static_batch_size(dataset.element_spec)
-    is_padded = not is_split and min_rows > 1 and (static_size is None or static_size < min_rows)
+    static_size = static_batch_size(dataset.element_spec)
+    is_padded = min_rows > 1 and (static_size is None or static_size < min_rows)
     if is_sharded:
         num_batches, num_missing = _compare_shards(count_batches(dataset), strategy)
         is_padded = bool(workers.gather(strategy, is_padded or num_missing > 0).any())
-    batch_size = batch_size or (None if is_split else _find_batch_size(dataset))
+    batch_size = batch_size or _find_batch_size(dataset)
     sizes = () if batch_size is None else _replica_batch_sizes(batch_size, replicas, min_rows)
     padded_rows = min_rows if is_padded and static_size is None else 0
-    if not (is_sharded or is_split):  # all workers read the same
+    if not is_sharded:  # all workers read the same
         facts = {"the batch size": batch_size, "the batches of a pass": num_batches, "a batch": dataset.element_spec}
         workers.require_same(strategy, "read a dataset", facts)
     return DataInfo(
         dataset.element_spec,
         BatchLayout(
-            is_split, is_padded, is_sharded, _max_replica_rows(sizes, turns, padded_rows, strategy, is_sharded), turns
+            is_padded, is_sharded, _max_replica_rows(sizes, turns, padded_rows, strategy, is_sharded), turns
         ),
         num_batches,
         num_missing,

@@ -6,10 +6,9 @@
     dataset = fresh_copy(dataset)            # as it was before its first iterator, however often it was read since
 
 Deleting an iterator waits for the thread of tf.data that tunes it. That thread sleeps twice as long each time, up to a
-minute, and its wake-up call can come too early: of 60 plain iterators 8 seconds old, 4 took from 2 to 41 seconds to
-delete. Those of a dataset distributed over several devices always wait for the whole sleep. So threads delete them.
-Until then each holds 17 threads and 2 MB on two devices, so a new one waits where very many have ended and are not yet
-deleted.
+minute, and its wake-up call can come too early: of 60 iterators 8 seconds old, 4 took from 2 to 41 seconds to delete.
+So threads delete them. Until then each holds 17 threads and 2 MB on two devices, so a new one waits where very many
+have ended and are not yet deleted.
 
 Batches are skipped in pieces, as `Dataset.skip` is one operation that nothing can end. All workers look every half
 second whether the run is to stop, and stop together. Data by number has no need of this.
@@ -57,13 +56,12 @@ def iterate(dataset: Any) -> Any:
     """Returns an iterator that is deleted in a thread, for which the end of the process waits a second at most.
 
     Args:
-        dataset: a `tf.data.Dataset`, or a distributed one.
+        dataset: a `tf.data.Dataset`.
     """
     deletions = _deletions()
     deletions.wait_for_room()
     iterator = iter(dataset)
-    parts = getattr(iterator, "_iterators", None)  # one per worker, if the dataset is distributed
-    weakref.finalize(iterator, deletions.add, list(parts) if parts else [iterator._iterator_resource])
+    weakref.finalize(iterator, deletions.add, [iterator._iterator_resource])
     return iterator
 
 
@@ -165,7 +163,7 @@ class Behind:
     """An iterator that is some batches behind its position.
 
     Attributes:
-        iterator: over a dataset, or a distributed one.
+        iterator: over a dataset.
         num_batches: by which it is behind.
     """
 

@@ -64,7 +64,7 @@ def open_data(
         is_cached: whether each pass repeats the batches of the first one.
 
     Raises:
-        ValueError: if it is none of these, or TensorFlow has split batches that are to be limited.
+        ValueError: if it is none of these.
     """
     data = as_dataset(data, batch_size, shuffle_seed)
     takes_context, make = False, None
@@ -72,11 +72,10 @@ def open_data(
         takes_context = _takes_argument(data)
         make = functools.partial(data, worker_context(num_workers, worker)) if takes_context else data
         data = make()
-    if limit and isinstance(data, tf.distribute.DistributedDataset):
+    if isinstance(data, tf.distribute.DistributedDataset):
         raise ValueError(
-            f"A pass of {limit} batches was asked for (limit_train_batches or overfit_batches), but the data given "
-            "is a DistributedDataset, which TensorFlow has split already: give the plain dataset, or call take() "
-            "on it before it is distributed."
+            "The data given is a DistributedDataset, which TensorFlow has split: give the dataset before it was "
+            "distributed, or a function of a tf.distribute.InputContext."
         )
     map_batch = map_batch and tf.autograph.experimental.do_not_convert(map_batch)
     if isinstance(data, NumberedDataset):
@@ -87,7 +86,7 @@ def open_data(
     feed = make_feed(data, shuffle_seed=shuffle_seed, make_again=make, map_batch=map_batch)
     if feed is not None:
         dataset = feed.one_pass(is_endless_if_unknown=takes_context and num_workers > 1)  # shards may differ in length
-    elif isinstance(data, (tf.data.Dataset, tf.distribute.DistributedDataset)):
+    elif isinstance(data, tf.data.Dataset):
         dataset = data if map_batch is None else data.map(map_batch)
     else:
         raise ValueError(
@@ -110,11 +109,9 @@ def open_batches(data: Any, batch_size: int, *, again: bool = False) -> tf.data.
         again: whether it is read more than once.
 
     Raises:
-        ValueError: if the data is of no kind that `fit` takes, TensorFlow has split it, or it can be read only once.
+        ValueError: if the data is of no kind that `fit` takes, or it can be read only once.
     """
     opened = open_data(data, 1, 0, batch_size=batch_size)
-    if isinstance(opened.dataset, tf.distribute.DistributedDataset):
-        raise ValueError("The data given is a DistributedDataset, which TensorFlow has split: give the plain dataset.")
     if again and isinstance(opened.feed, Feed):
         opened.feed.require_restart()
     return opened.dataset

@@ -22,7 +22,7 @@ from distloop.errors import require
 
 
 class Batch(NamedTuple):
-    """A global batch, or one value per replica of a batch that TensorFlow has split or that was sent ahead."""
+    """A global batch, or one value per replica of a batch that was sent ahead."""
 
     rows: Any  # the user's structure, tensors [B, ...]
     size: tf.Tensor | None  # []: the number of rows that count; None: all of them
@@ -32,7 +32,6 @@ class Batch(NamedTuple):
 class BatchLayout(NamedTuple):
     """What tracing needs to know about the batches of an iterator."""
 
-    is_split: bool  # whether TensorFlow has split each batch into a value per replica
     is_padded: bool  # whether the iterator's elements are pairs of rows and how many of them count
     is_sharded: bool = False  # whether each worker reads a shard of the data, so that its batches are its own
     max_replica_rows: int | None = None  # of any batch, on any worker, if known; for collectives
@@ -67,10 +66,9 @@ class RowsAhead:
         ]
 
     @staticmethod
-    def are_possible(iterator: Any, layout: BatchLayout) -> bool:
-        """Returns whether batches are dense, and TensorFlow has not split them already."""
-        leaves = tf.nest.flatten(iterator.element_spec)
-        return not layout.is_split and all(isinstance(leaf, tf.TensorSpec) for leaf in leaves)
+    def are_possible(iterator: Any) -> bool:
+        """Returns whether batches are dense."""
+        return all(isinstance(leaf, tf.TensorSpec) for leaf in tf.nest.flatten(iterator.element_spec))
 
     @property
     def layout(self) -> BatchLayout:
@@ -159,7 +157,7 @@ def next_batch(iterator: Any, layout: BatchLayout) -> Batch:
     """Returns the iterator's next batch; call it in a `tf.function`, outside `strategy.run`."""
     spec = iterator.element_spec
     leaves = tf.nest.flatten(spec)
-    if layout.is_split or not all(isinstance(leaf, tf.TensorSpec) for leaf in leaves):
+    if not all(isinstance(leaf, tf.TensorSpec) for leaf in leaves):
         return _as_batch(next(iterator), layout)
     # `next` switches to another thread and back, 40 us of a small step; this operation waits in its own thread. It
     # cannot block the pipeline, which has a private thread pool (`source.Source`).
@@ -190,15 +188,12 @@ def _as_batch(element: Any, layout: BatchLayout) -> Batch:
     return Batch(*element) if layout.is_padded else Batch(element, None)
 
 
-def count_examples(batch: Batch, strategy: tf.distribute.Strategy) -> tf.Tensor:
+def count_examples(batch: Batch) -> tf.Tensor:
     """Returns the number of rows without padding, int32 []; on this worker alone if each has its own batches.
 
     Call it in a `tf.function`, outside `strategy.run`.
     """
-    if batch.size is not None or batch.total is not None:
-        return tf.convert_to_tensor(batch.total if batch.size is None else batch.size)
-    parts = strategy.experimental_local_results(tf.nest.flatten(batch.rows)[0])
-    return tf.add_n([tf.convert_to_tensor(batch_size(part)) for part in parts])
+    return tf.convert_to_tensor(_total(batch) if batch.size is None else batch.size)
 
 
 def shard_bounds(index: Any, shards: int, rows: Any) -> tuple[Any, Any]:
@@ -212,7 +207,7 @@ def take_shard(
     """Returns the rows of one microbatch of this replica; call it in replica context.
 
     Args:
-        batch: the global batch, or this replica's part if the layout is split.
+        batch: the global batch.
         layout: of the iterator that the batch is from.
         microbatches: k, the parts into which the shard of a replica, or of each virtual one, is cut.
         microbatch: the index of the part, from 0; those of this replica's first virtual replica come first.
@@ -223,28 +218,23 @@ def take_shard(
     """
     context = tf.distribute.get_replica_context()
     replicas, replica = context.num_replicas_in_sync, context.replica_id_in_sync_group
-    if layout.is_split:
-        replicas, replica = 1, 0
-    elif layout.is_sharded:
+    if layout.is_sharded:
         replicas = workers.num_local_replicas(context.strategy)
         replica = replica % replicas
     if layout.turns > 1:
         replicas, replica = replicas * layout.turns, replica * layout.turns + microbatch // microbatches
         microbatch = microbatch % microbatches
     rows, size = batch[:2]
-    if layout.is_split and microbatches > 1:
-        batch = pad(rows, microbatches)
-        rows, size = batch[:2]
     if replicas * microbatches == 1 and size is None:
         return rows, None
-    with _on_host(layout, context.strategy):
+    with _on_host(context.strategy):
         total = _total(batch)
         shard_start, shard_end = shard_bounds(replica, replicas, total)
         start, end = shard_bounds(microbatch, microbatches, shard_end - shard_start)
         start, end = shard_start + start, shard_start + end
         weights = None if size is None else tf.cast(tf.range(start, end) < size, tf.float32)
         own = shard_bounds(replica // layout.turns, replicas // layout.turns, total)[0] if layout.is_cut else 0
-    with contextlib.nullcontext() if layout.is_cut else _on_host(layout, context.strategy):
+    with contextlib.nullcontext() if layout.is_cut else _on_host(context.strategy):
         is_own = layout.is_cut and layout.turns * microbatches == 1
         shard = rows if is_own else tf.nest.map_structure(lambda t: t[start - own : end - own], rows)
     is_even = isinstance(total, int) and total % (replicas * microbatches) == 0
@@ -255,17 +245,16 @@ def take_shard(
     return shard, weights
 
 
-def _on_host(layout: BatchLayout, strategy: tf.distribute.Strategy) -> contextlib.AbstractContextManager[Any]:
+def _on_host(strategy: tf.distribute.Strategy) -> contextlib.AbstractContextManager[Any]:
     """Returns the scope in which a shard is cut: the host, so that a GPU gets its own rows and no others."""
-    is_on_gpus = not layout.is_split and strategies.has_gpus(strategy)
-    return tf.device(HOST) if is_on_gpus else contextlib.nullcontext()
+    return tf.device(HOST) if strategies.has_gpus(strategy) else contextlib.nullcontext()
 
 
 def place_of_shard(batch: Batch, layout: BatchLayout, turn: int) -> tuple[tf.Tensor, tf.Tensor]:
     """Returns where the rows of a turn begin in the global batch, and how many it has, without padding, int32 []."""
     context = tf.distribute.get_replica_context()
     replicas, replica = context.num_replicas_in_sync * layout.turns, context.replica_id_in_sync_group * layout.turns
-    with _on_host(layout, context.strategy):
+    with _on_host(context.strategy):
         size = tf.convert_to_tensor(_total(batch))
         total = size if batch.size is None else batch.size
         return tf.minimum(shard_bounds(replica + turn, replicas, size)[0], total), total

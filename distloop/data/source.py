@@ -33,7 +33,6 @@ Data: TypeAlias = (
     tf.data.Dataset
     | Callable[[tf.distribute.InputContext], tf.data.Dataset]
     | Callable[[], tf.data.Dataset]
-    | tf.distribute.DistributedDataset
     | Arrays
     | keras.utils.PyDataset
     | Iterable[Any]  # of batches: a generator, a Grain dataset, a DataLoader
@@ -82,7 +81,7 @@ class Source:
 
         Args:
             data: a dataset of global batches; a function that returns one; a function of `worker_context` that
-                returns one worker's shard; a `DistributedDataset` that `strategy` made; or NumPy arrays.
+                returns one worker's shard; or NumPy arrays.
             strategy: as the attribute.
             microbatches: the parts in which a replica computes its rows.
             virtual_replicas: as `Config.virtual_replicas`.
@@ -115,7 +114,7 @@ class Source:
                 self.feed.require_restart()
         self._is_sharded = opened.takes_context and self._num_workers > 1
         self.set_microbatches(self._microbatches)
-        self.depends_on_workers = opened.takes_context or self.layout.is_split
+        self.depends_on_workers = opened.takes_context
         starts_anywhere = opened.begins_anywhere and not self.info.num_missing_batches
         self._starting_feed = self.feed if starts_anywhere else None
         self.seeks = self._starting_feed is not None and self._starting_feed.seeks
@@ -166,7 +165,7 @@ class Source:
 
     def count_batches(self) -> float | None:
         """Returns the batches in one pass; counts them once where a `tf.data` dataset does not know. None: unknown."""
-        if self.info.num_batches is not None or self.layout.is_split or self.feed is not None:
+        if self.info.num_batches is not None or self.feed is not None:
             return self.info.num_batches  # a generator of unknown length may never end
         return self._count_batches()
 
@@ -177,7 +176,7 @@ class Source:
                 raise ValueError(EMPTY_DATASET)
 
     def first_rows(self) -> Any:
-        """Returns the first batch, to build a model from; if TensorFlow has split it, the first replica's part.
+        """Returns the first batch, to build a model from.
 
         Raises:
             ValueError: if the data is empty.
@@ -185,7 +184,7 @@ class Source:
         if self.feed is not None:
             return self.feed.first_rows()
         for rows in self._dataset:
-            return tf.nest.map_structure(lambda t: getattr(t, "values", (t,))[0] if self.layout.is_split else t, rows)
+            return rows
         raise ValueError(EMPTY_DATASET)
 
     def iterator(self) -> Any:
@@ -199,8 +198,6 @@ class Source:
 
     def new_iterator(self) -> Any:
         """Returns a new iterator at the first batch; the position in the data stays."""
-        if self.layout.is_split:
-            return iterate(self._dataset)
         with tf.device(HOST):
             return iterate(self._pipeline_from_start())
 
@@ -210,21 +207,17 @@ class Source:
             self._whole_pipeline, _ = self._pipeline_at()
         return self._whole_pipeline
 
-    def iterator_spec(self) -> Any:
-        """Returns the type of `new_iterator`, to trace with; None: TensorFlow has split the data."""
-        if self.layout.is_split:
-            return None
+    def iterator_spec(self) -> tf.TypeSpec:
+        """Returns the type of `new_iterator`, to trace with."""
         return tf.data.IteratorSpec(self._pipeline_from_start().element_spec)
 
     def start_loop(self) -> int | None:
         """Takes the batches to skip here, before a loop; returns the most that it may take, None: any number."""
-        left = self._left_of_pass()
         while self.batches_taken in self.skipped_batches:
             next(self.iterator())
             self.batches_taken += 1
-            left = self._left_of_pass()
         ahead = [batch - self.batches_taken for batch in self.skipped_batches if batch > self.batches_taken]
-        return min([*ahead, *([] if left is None else [left])], default=None)
+        return min(ahead, default=None)
 
     def lose_position(self, num_taken: int) -> None:
         """Notes that a loop failed after some batches, so that the iterator may be further."""
@@ -253,13 +246,9 @@ class Source:
         self.batches_taken = taken = position["batches"]
         self.is_astray = False
         self.skipped_batches = set(position["skipped"])
-        if self.layout.is_split:
-            num_behind = taken if self._left_of_pass() is None else taken % int(self.info.num_batches or 1)
-            self._iterator = iterate(self._dataset)
-        else:
-            with tf.device(HOST):
-                pipeline, num_behind = self._pipeline_at(taken, position.get("state"))
-                self._iterator = iterate(pipeline)
+        with tf.device(HOST):
+            pipeline, num_behind = self._pipeline_at(taken, position.get("state"))
+            self._iterator = iterate(pipeline)
         self.behind = Behind(self._iterator, num_behind)
 
     def _facts(self, position: Mapping[str, Any]) -> dict[str, Any]:
@@ -281,20 +270,6 @@ class Source:
             are_alike, options = are_rows_alike(dataset), self._dataset.options()
             return _prepared(dataset, self.info, options, repeat=self._repeat, are_alike=are_alike), first
 
-    def _left_of_pass(self) -> int | None:
-        """Returns the batches left of a pass over a DistributedDataset, which cannot be repeated within a loop."""
-        if not self.layout.is_split or self.info.is_endless:
-            return None
-        if self.info.num_batches is None:
-            raise ValueError(
-                "The DistributedDataset given does not know its length; distloop has to, to start it again at its end: "
-                "give the plain dataset, which distloop splits itself, or call repeat() before it is distributed."
-            )
-        num_read = self.batches_taken % int(self.info.num_batches)
-        if not num_read:
-            self._iterator = None
-        return int(self.info.num_batches) - num_read
-
 
 @dataclasses.dataclass(eq=False)
 class Passes:
@@ -315,7 +290,7 @@ class Passes:
         """Returns the source of a dataset: a new one, unless the same object is among the latest.
 
         Args:
-            data: a dataset, a function of `tf.distribute.InputContext`, a `DistributedDataset`, or arrays.
+            data: a dataset, a function of `tf.distribute.InputContext`, or arrays.
             may_be_endless: whether the caller ends a pass over endless data itself.
 
         Raises:

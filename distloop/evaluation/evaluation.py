@@ -198,8 +198,7 @@ class EvalLoop:
             return None
         self.build_metrics(source)
         if not self._step.names:
-            iterator = source.iterator_spec() or source.new_iterator()
-            self._run.get_concrete_function(iterator, source.layout, *_limits(0, np.inf))
+            self._run.get_concrete_function(source.iterator_spec(), source.layout, *_limits(0, np.inf))
         return [*self._step.names, *self._step.keras_metrics]
 
     def trace(self, source: Source) -> None:
@@ -209,8 +208,8 @@ class EvalLoop:
             ValueError: if `loss_fn` or a metric breaks a rule.
         """
         self.build_metrics(source)
-        if not self._eager and (iterator := source.iterator_spec()) is not None:
-            graph = self._run.get_concrete_function(iterator, source.layout, *_limits(0, 0.0)).graph
+        if not self._eager:
+            graph = self._run.get_concrete_function(source.iterator_spec(), source.layout, *_limits(0, 0.0)).graph
             texts = [op for op in with_called(graph.get_operations()) if op.type == "Cast"]
             if any(op.inputs[0].dtype == tf.string for op in texts):
                 raise ValueError(TEXT_AS_NUMBER)

@@ -54,8 +54,8 @@ class PredictLoop:
 
     def trace(self, source: Source) -> None:
         """Traces the outputs for a batch, which runs nothing; `predict` uses the trace."""
-        if not self._eager and (iterator := source.iterator_spec()) is not None:
-            self._run.get_concrete_function(iterator, source.layout)
+        if not self._eager:
+            self._run.get_concrete_function(source.iterator_spec(), source.layout)
 
     def predict(
         self, source: Source, *, is_joined: bool = False, limit: int = 0, stop_requests: StopRequests | None = None

@@ -130,7 +130,7 @@ def read_arguments(
             + (f"is not of arrays alone: give {EACH_AN_ARRAY}." if is_structure else _OWN_BATCHES)
         )
     class_weight, split = given.get("class_weight"), given.get("validation_split", 0.0)
-    map_batch = None if class_weight is None else _class_weigher(class_weight, train)
+    map_batch = None if class_weight is None else _class_weigher(class_weight)
     asked_for = (train, batch_size, steps_per_epoch, class_weight, split)
     validation = given.get("validation_data")
     train = train if arrays is None else arrays
@@ -187,18 +187,13 @@ def _split(train: Data, part: float) -> tuple[Any, Any]:
     return first, tf.nest.map_structure(lambda array: array[num_trained:], train)
 
 
-def _class_weigher(class_weight: Any, train: Any) -> Callable[..., Any]:
+def _class_weigher(class_weight: Any) -> Callable[..., Any]:
     """Returns a function that multiplies the sample weights of a batch `(x, y)` or `(x, y, sample_weight)`.
 
     Source: `class_weight_to_sample_weights` in keras/src/trainers/data_adapters/data_adapter_utils.py.
     """
     if not isinstance(class_weight, Mapping) or not all(isinstance(n, numbers.Integral) for n in class_weight):
         raise ValueError(f"fit was given class_weight={class_weight!r}; it takes a dict, class -> weight: {{0: 1.0}}.")
-    if isinstance(train, tf.distribute.DistributedDataset):
-        raise ValueError(
-            "fit was given class_weight and a DistributedDataset, which TensorFlow has split already: give the plain "
-            "dataset."
-        )
     classes = np.array(list(class_weight), np.int64)  # [K]
     values = np.array(list(class_weight.values()), np.float32)
 

@@ -143,10 +143,6 @@ def replay(state: TrainState, config: Config, source: Source, units: Units, step
                 f"{state.virtual_replicas} were given, with which a step has other numbers: give "
                 f"virtual_replicas={trained}."
             )
-        if source.layout.is_split:
-            raise ValueError(
-                "replay was given a DistributedDataset, of which replicas have parts: give the plain dataset."
-            )
         # Nothing of this decides about a step: `on_divergence` needs a workdir, and the noise two parts of a batch.
         off: dict[str, Any] = {"copy_every": 0, "histograms_every": 0, "gradient_noise_every": 0, "profile": ""}
         settings = dataclasses.replace(config, workdir="", on_divergence="none", **off)

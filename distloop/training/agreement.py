@@ -114,7 +114,7 @@ def _check(membership: Membership, config: Config, source: Source) -> None:
         )
     if source.depends_on_workers:
         raise ValueError(
-            f"{given} with data that is one worker's part (a function of InputContext, or a DistributedDataset), which "
+            f"{given} with data that is one worker's part (a function of InputContext), which "
             "cannot be cut anew for fewer: give a dataset of global batches, or one number of workers."
         )
     if config.replica_batch_size and not config.virtual_replicas:

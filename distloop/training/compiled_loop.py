@@ -153,7 +153,7 @@ class CompiledLoop:
     def _prepare(self, source: Source) -> None:
         if self._step.locate_nonfinite or self._keeps_batch:
             self._last_batch = shards.LastBatch(source.iterator())
-        elif self._step.runs_ahead and shards.RowsAhead.are_possible(source.iterator(), source.layout):
+        elif self._step.runs_ahead and shards.RowsAhead.are_possible(source.iterator()):
             kind = _kind(source.iterator(), source.layout)
             if kind not in self._ahead:
                 self._ahead[kind] = shards.RowsAhead(source.iterator(), source.layout, self._state.strategy)
@@ -283,7 +283,7 @@ class CompiledLoop:
                 batch, layout, is_fetched, is_last = call.take(carry)
             with tf.control_dependencies(is_fetched):
                 input_secs = tf.timestamp() - start
-            examples = tf.cast(shards.count_examples(batch, self._state.strategy), tf.float64)
+            examples = tf.cast(shards.count_examples(batch), tf.float64)
             if self._last_batch is not None:
                 self._last_batch.keep(batch)
         looks_back = self._step.runs_ahead and self._step.may_fail
@@ -326,7 +326,7 @@ class CompiledLoop:
         """Lays out the row of a log: what the steps added up, and the numbers as they stand."""
         sums_layout = self._sums_layout()
         segments = sums_layout.unpack(tf.broadcast_to(sums, [sums_layout.width]))  # a loop of no steps has one zero
-        if (layout.is_sharded or layout.is_split) and workers.num_workers(self._state.strategy) > 1:
+        if layout.is_sharded:
             segments["examples"] = workers.sum_over_workers(self._state.strategy, segments["examples"])
         numbers = self._read_numbers()
         self._number_names = list(numbers)

@@ -292,8 +292,6 @@ def describe_shard(source: Source, strategy: tf.distribute.Strategy) -> str:
         missing = source.info.num_missing_batches
         fillers = f", {missing} of them without examples, as other shards are longer" if missing else ""
         return f"{worker} reads its own shard, {batches}{fillers}."
-    if source.layout.is_split:
-        return f"{worker} reads its part of TensorFlow's DistributedDataset."
     first, last = index * local, (index + 1) * local - 1
     shards = f"shard {first}" if local == 1 else f"shards {first} to {last}"
     reads = "reads its rows of every batch" if source.reads_own_rows else "reads every batch"

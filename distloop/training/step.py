@@ -212,9 +212,8 @@ class TrainStep:
 
     def count_examples(self, batch: Batch, layout: BatchLayout) -> tf.Tensor:
         """Returns the number of examples in the step: over all workers if a loss scale needs it, else on this one."""
-        examples = tf.cast(shards.count_examples(batch, self._strategy), tf.float32)
-        is_local = (layout.is_sharded or layout.is_split) and workers.num_workers(self._strategy) > 1
-        if is_local and any(update.is_loss_scaled for update in self.updates):  # alike on all workers
+        examples = tf.cast(shards.count_examples(batch), tf.float32)
+        if layout.is_sharded and any(update.is_loss_scaled for update in self.updates):  # alike on all workers
             return workers.sum_over_workers(self._strategy, examples)
         return examples
 

@@ -43,7 +43,6 @@ def test_the_batch_size_is_known_behind_operations_that_keep_it_and_not_guessed(
     assert sizes(tf.data.Dataset.range(20).batch(4, drop_remainder=True).map(lambda x: x)) == (4, (4,))
     assert sizes(numbers(20, 4).unbatch().padded_batch(3)) == (3, (3,))
     assert sizes(sizes_1_to_9()) == sizes(numbers(20, 4).concatenate(numbers(20, 5))) == (None, ())
-    assert sizes(mirrored(2).experimental_distribute_dataset(numbers(8, 4)), mirrored(2)) == (None, ())
 
 
 def test_rows_are_counted_only_where_something_may_have_changed_the_batches():

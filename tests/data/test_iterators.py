@@ -23,20 +23,18 @@ class SlowPart:
 
 
 class Data:
-    def __init__(self, deleted, parts_name):
-        self._deleted, self._parts_name = deleted, parts_name
+    def __init__(self, deleted):
+        self._deleted = deleted
 
     def __iter__(self):
         iterator = type("Iterator", (), {"__next__": lambda self: None})()
-        part = SlowPart(self._deleted)
-        setattr(iterator, self._parts_name, [part] if self._parts_name == "_iterators" else part)
+        iterator._iterator_resource = SlowPart(self._deleted)
         return iterator
 
 
-@pytest.mark.parametrize("parts_name", ["_iterators", "_iterator_resource"])
-def test_iterators_that_end_together_are_deleted_together_each_in_a_thread_of_its_own(parts_name):
+def test_iterators_that_end_together_are_deleted_together_each_in_a_thread_of_its_own():
     deleted = []
-    alive = [iterate(Data(deleted, parts_name)) for _ in range(20)]
+    alive = [iterate(Data(deleted)) for _ in range(20)]
     time.sleep(2 * iterators._RELEASE_SECS)
     assert not deleted
     began = time.monotonic()
@@ -72,7 +70,7 @@ def test_a_new_iterator_waits_for_room_where_many_are_not_yet_deleted(monkeypatc
     def evaluate():
         for _ in range(10):
             made.append(None)
-            iterate(Data(Stuck(), "_iterator_resource"))
+            iterate(Data(Stuck()))
 
     thread = threading.Thread(target=evaluate)
     thread.start()
@@ -84,21 +82,15 @@ def test_a_new_iterator_waits_for_room_where_many_are_not_yet_deleted(monkeypatc
     assert len(made) == 10
 
 
-def test_the_parts_of_tensorflow_iterators_are_found():
-    dataset = tf.data.Dataset.range(8).batch(4)
-    assert iterate(dataset)._iterator_resource.dtype == tf.resource
-    distributed = iterate(mirrored(2).experimental_distribute_dataset(dataset))
-    assert len(distributed._iterators) == 1
-    assert next(distributed).values[0].numpy().tolist() == [0, 1]
+def test_the_resource_of_a_tensorflow_iterator_is_found():
+    assert iterate(tf.data.Dataset.range(8).batch(4))._iterator_resource.dtype == tf.resource
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_split", [False, True])
-def test_every_iterator_of_a_source_is_made_with_iterate(is_split, monkeypatch):
+def test_every_iterator_of_a_source_is_made_with_iterate(monkeypatch):
     made = []
     monkeypatch.setattr("distloop.data.source.iterate", lambda dataset: made.append(iterate(dataset)) or made[-1])
-    data = numbers(8, 4)
-    source = Source(mirrored(2).experimental_distribute_dataset(data) if is_split else data, mirrored(2))
+    source = Source(numbers(8, 4), mirrored(2))
     used = [source.iterator(), source.new_iterator()]
     source.restore_position(source.save_position())
     used.append(source.iterator())

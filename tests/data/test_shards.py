@@ -47,14 +47,13 @@ def test_next_batch_if_any_returns_false_at_the_end():
     [
         (1, sizes_1_to_9, range(1, 10)),
         (3, sizes_1_to_9, range(1, 10)),
-        (2, lambda: mirrored(2).experimental_distribute_dataset(numbers(7, 4)), [4, 3]),
     ],
-    ids=["one replica", "three replicas", "a split batch"],
+    ids=["one replica", "three replicas"],
 )
 def test_examples_are_counted_over_the_replicas_without_padding(replicas, data, expected):
     source = Source(data(), mirrored(replicas))
     iterator = source.iterator()
-    count = tf.function(lambda: shards.count_examples(shards.next_batch(iterator, source.layout), mirrored(replicas)))
+    count = tf.function(lambda: shards.count_examples(shards.next_batch(iterator, source.layout)))
     assert [int(count()) for _ in expected] == list(expected)
 
 
@@ -109,19 +108,16 @@ def test_a_gpu_receives_only_its_own_rows(monkeypatch, device, place):
     monkeypatch.setattr(strategies, "has_gpus", lambda strategy: device == "GPU")
     with tf.Graph().as_default(), tf.device(f"/device:{device}:1"):
         batch = shards.Batch({"x": tf.zeros([4, 3])}, None)
-        rows, _ = shards.take_shard(batch, shards.BatchLayout(is_split=False, is_padded=False))
+        rows, _ = shards.take_shard(batch, shards.BatchLayout(is_padded=False))
         assert rows["x"].device == place and rows["x"].shape == [2, 3]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("microbatches", [1, 3])
-def test_shards_of_a_split_batch_are_the_replicas_parts_and_those_of_a_static_size_make_up_the_batch(microbatches):
-    split = mirrored(2).experimental_distribute_dataset(tf.data.Dataset.range(10).batch(6))
-    static = tf.data.Dataset.range(10).batch(5, drop_remainder=True)
-    for data, replicas, first in ((split, 2, 6), (static, 3, 5)):
-        source = Source(data, mirrored(replicas), microbatches=microbatches)
-        read = shards_of(source, mirrored(replicas), microbatches)
-        assert [joined(read()) for _ in range(2)] == [list(range(first)), list(range(first, 10))]
+def test_shards_of_a_batch_of_a_static_size_make_up_the_batch(microbatches):
+    data = tf.data.Dataset.range(10).batch(5, drop_remainder=True)
+    read = shards_of(Source(data, mirrored(3), microbatches=microbatches), mirrored(3), microbatches)
+    assert [joined(read()) for _ in range(2)] == [list(range(5)), list(range(5, 10))]
 
 
 @pytest.mark.slow

@@ -22,12 +22,6 @@ def taken(source, count, strategy=ONE):
     return [[t.numpy().tolist() for t in strategy.experimental_local_results(take().rows["x"])] for _ in range(count)]
 
 
-def distributed(count, batch_size, replicas=2, change=lambda data: data, **settings):
-    """Returns the source of numbers in a dataset that TensorFlow distributes."""
-    strategy = mirrored(replicas)
-    return Source(strategy.experimental_distribute_dataset(change(numbers(count, batch_size))), strategy, **settings)
-
-
 def test_a_dataset_is_read_in_order_and_repeated_and_the_iterator_keeps_its_place():
     source = Source(numbers(5, 2), ONE)
     assert taken(source, 2) == [[[0, 1]], [[2, 3]]]
@@ -58,8 +52,6 @@ def test_a_limit_bounds_each_pass_and_cached_batches_repeat_the_first_one():
     shuffled = tf.data.Dataset.range(100).shuffle(100).batch(5).map(lambda x: {"x": x})
     batches = taken(Source(shuffled, ONE, limit=2, is_cached=True), 6)
     assert batches[:2] == batches[2:4] == batches[4:] and batches[0] != batches[1]
-    with pytest.raises(ValueError, match="call take\\(\\) on it"):
-        distributed(6, 2, limit=2)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -108,34 +100,6 @@ def test_each_worker_counts_as_one_replica_for_a_function_that_makes_the_dataset
         assert next(iter(changed.dataset)).numpy().tolist() == [0, 2, 4, 6]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("count", "expected"), [(1, [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]), (2, [[[0, 1], [2, 3]], [[4, 5], [6, 7]]])]
-)
-def test_a_distributed_dataset_stays_split_as_tensorflow_does_it(count, expected):
-    source = distributed(8, 4, count)
-    assert source.layout.is_split and not source.layout.is_padded
-    assert taken(source, 2, mirrored(count)) == expected
-
-
-@pytest.mark.slow
-def test_a_loop_over_a_distributed_dataset_takes_the_rest_of_a_pass_which_is_started_again_at_its_end():
-    source = distributed(12, 4)
-    passes = []
-    for _ in range(2):
-        left = source.start_loop()
-        assert left == 3
-        passes.append(taken(source, left, mirrored(2)))
-        source.batches_taken += left
-    assert passes[0] == passes[1]
-    source.batches_taken = 4
-    assert source.start_loop() == 2
-    assert distributed(12, 4, change=lambda data: data.repeat()).start_loop() is None  # it has any length
-    assert Source(numbers(12, 4), ONE).start_loop() is None
-    with pytest.raises(ValueError, match="DistributedDataset given does not know its length; .*: give the plain"):
-        distributed(12, 4, change=of_unknown_length).start_loop()
-
-
 def shuffled():
     return tf.data.Dataset.range(20).shuffle(20, seed=3).batch(6).map(lambda x: {"x": x})
 
@@ -153,15 +117,12 @@ def test_a_position_is_restored_in_a_new_source(batches):
     assert taken(second, 6) == taken(first, 6)
 
 
-def test_a_position_is_restored_in_a_source_that_was_read_in_a_distributed_dataset_and_at_batches_to_skip():
+def test_a_position_is_restored_in_a_source_that_was_read_and_at_batches_to_skip():
     source = Source(shuffled(), ONE, may_go_back=True)
     start = source.save_position()
     batches = taken(source, 6)
     source.restore_position(start)
     assert taken(source, 6) == batches
-    source = distributed(12, 4)
-    source.restore_position({"batches": 4, "skipped": []})
-    assert taken(source, 1, mirrored(2)) == [[[4, 5], [6, 7]]]
     source = Source(numbers(40, 4), ONE)
     source.restore_position({"batches": 2, "skipped": [2, 3, 7]})
     assert source.start_loop() == 3  # the loop ends before the next one to skip
@@ -197,16 +158,15 @@ def test_only_data_by_number_is_read_in_part_by_each_of_several_workers():
 
 
 def test_an_epoch_is_counted_and_the_place_stays():
-    assert batches_per_epoch(Source(numbers(10, 4), ONE)) == batches_per_epoch(distributed(10, 4)) == 3
+    assert batches_per_epoch(Source(numbers(10, 4), ONE)) == 3
     source = Source(of_unknown_length(numbers(10, 4)), ONE)
     taken(source, 1)
     assert batches_per_epoch(source) == 3
     assert taken(source, 1) == [[[4, 5, 6, 7]]]
 
 
-def test_the_first_rows_are_the_first_batch_or_one_replicas_part_of_a_split_one():
+def test_the_first_rows_are_the_first_batch():
     assert Source(numbers(10, 4), mirrored(2)).first_rows()["x"].numpy().tolist() == [0, 1, 2, 3]
-    assert distributed(10, 4).first_rows()["x"].numpy().tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("length", ["3 epochs", 2])

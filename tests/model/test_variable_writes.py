@@ -98,7 +98,7 @@ def run_step(model_fn, x, **settings):
     state = TrainState(model_fn, tf.distribute.get_strategy())
     step = TrainStep(state, **settings)
     rows = {"x": tf.constant(x, tf.float32)}
-    layout = BatchLayout(is_split=False, is_padded=False)
+    layout = BatchLayout(is_padded=False)
     tf.function(lambda rows: step(Batch(rows, None), layout).applied, autograph=False)(rows)
     return state
 

@@ -11,7 +11,6 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.data.iterators import iterate
 from distloop.distributed import strategies
 from distloop.model import dtype_policy
 from tests.problems import (
@@ -541,9 +540,8 @@ def test_the_example_of_its_docstring_runs():
 
     step = tf.function(lambda x, y: strategy.run(replica_step, args=(x, y)))
     first = np.mean(loss_fn(targets, model(inputs)))
-    for _ in range(10):
-        for x, y in iterate(strategy.experimental_distribute_dataset(rows)):
-            step(x, y)
+    for x, y in strategy.experimental_distribute_dataset(rows.repeat(10)):
+        step(x, y)
     assert model.compute_dtype == "float16"
     assert np.mean(loss_fn(targets, model(inputs))) < 0.1 * first
     assert optimizer.iterations.numpy() == 40

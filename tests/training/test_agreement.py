@@ -100,7 +100,7 @@ def fit(data, steps=2, **settings):
     [
         ({"workdir": ""}, False, r"^workers=1:4 was given to the launcher with no workdir, but after a change of"),
         ({"resume": False}, False, "with resume=False, but after a change of workers the run goes on from its newest"),
-        ({}, True, r"with data that is one worker's part \(a function of InputContext, .* cannot be cut anew"),
+        ({}, True, r"with data that is one worker's part \(a function of InputContext.* cannot be cut anew"),
         ({"replica_batch_size": 8, "batch_size": 0}, False, "with replica_batch_size=8, so that the batch would"),
     ],
 )

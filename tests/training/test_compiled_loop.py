@@ -88,7 +88,7 @@ def test_no_row_is_without_steps_wherever_the_time_of_a_loop_ends(monkeypatch):
 def test_the_warning_names_what_changed_and_comes_again_when_their_number_has_doubled(caplog):
     traces = Traces("train step")
     for length in range(4 * MOST_TRACES):
-        traces.add((Batch({"x": tf.zeros([2, length]), "y": tf.zeros([2])}, None), BatchLayout(False, False)))
+        traces.add((Batch({"x": tf.zeros([2, length]), "y": tf.zeros([2])}, None), BatchLayout(is_padded=False)))
     counts = [int(record.getMessage().split()[5]) for record in caplog.records]
     assert counts == [MOST_TRACES + 1, 2 * (MOST_TRACES + 1)]
     assert "changed x from float32 [2, 4] to float32 [2, 5]. Give" in caplog.text

@@ -26,7 +26,7 @@ def test_other_names_than_before_are_refused():
         return distloop.ModelSpec([weight], keras.optimizers.SGD(0.1), loss_fn)
 
     def run():
-        layout = BatchLayout(is_split=False, is_padded=False)
+        layout = BatchLayout(is_padded=False)
         tf.function(lambda x: update_pass(Batch({"x": x}, None), layout, None), autograph=False)(tf.ones(4))
 
     state = TrainState(model_fn, tf.distribute.get_strategy())

@@ -105,12 +105,9 @@ def test_rows_are_not_gathered_with_microbatches_or_by_collectives():
     refused(lambda: trainer.fit(batches(), steps=2), *parts)
 
 
-def test_states_of_a_whole_batchs_rows_split_batches_and_replicas_that_cannot_share_them_out_are_refused():
+def test_states_of_a_whole_batchs_rows_and_replicas_that_cannot_share_them_out_are_refused():
     layers = [lambda: keras.layers.Reshape((2, 4)), lambda: keras.layers.LSTM(3, stateful=True, name="lstm")]
     refused(lambda: trainer_of(*layers, devices=1, rows=2), "lstm", "stateful", "virtual_replicas")
-    trainer = trainer_of()
-    data = trainer.strategy.experimental_distribute_dataset(batches())
-    refused(lambda: trainer.fit(data, steps=2), "virtual_replicas=4")
     refused(lambda: trainer_of(strategy=mirrored(3)), "virtual_replicas=4", "3 replicas", "divides 4", kind=Indivisible)
 
 
