@@ -19,6 +19,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.framework import config
 
 from distloop.log import log
 
@@ -144,29 +145,70 @@ def _shape(shape: tf.TensorShape) -> list[int | None] | str:
     return "of unknown shape" if shape.rank is None else list(shape)
 
 
+def has_clock() -> bool:
+    """Returns whether a graph may read the time, which TensorFlow's deterministic operations forbid."""
+    return not config.is_op_determinism_enabled()
+
+
+_read_the_clock = False  # whether a graph of this process reads the time
+
+
+def enable_determinism() -> None:
+    """Turns TensorFlow's deterministic operations on, for all of this process.
+
+    Raises:
+        ValueError: if a graph of this process reads the time, as that graph would fail from then on.
+    """
+    if has_clock() and _read_the_clock:
+        raise ValueError(
+            "TensorFlow's deterministic operations were asked for, but another Trainer of this process has made graphs "
+            "that read the time, which they forbid: give the first Trainer of the process deterministic=True."
+        )
+    config.enable_op_determinism()
+
+
+def read_clock() -> tf.Tensor:
+    """Returns the Unix time in seconds, `[]` of float64; always 0 where a graph has no clock."""
+    global _read_the_clock
+    if not has_clock():
+        return tf.constant(0.0, tf.float64)
+    _read_the_clock = True
+    return tf.timestamp()
+
+
 class TimeLimit:
-    """A time limit in a graph, whose only clock can be set; a clock set back by more than the limit ends it, too."""
+    """A time limit in a graph, whose only clock can be set; a clock set back by more than the limit ends it, too.
+
+    Where a graph has no clock, the time is never over.
+    """
 
     def __init__(self, secs: tf.Tensor):
         """Starts the time; `secs` is a float64."""
-        self._began_at, self._limit = tf.timestamp(), tf.square(tf.maximum(secs, 0.0))
+        self._began_at, self._limit = read_clock(), tf.square(tf.maximum(secs, 0.0))
 
     def is_ahead(self) -> tf.Tensor:
         """Computes whether the time is not over yet."""
-        return tf.math.squared_difference(tf.timestamp(), self._began_at) < self._limit
+        if not has_clock():
+            return tf.constant(True)
+        return tf.math.squared_difference(read_clock(), self._began_at) < self._limit
 
 
 def graph_clock() -> Callable[[Any], np.ndarray]:
-    """Returns a function from times of `tf.timestamp`, in order, to those of the monotonic clock.
+    """Returns a function from times of `read_clock`, in order, to those of the monotonic clock.
 
     The times lie between this call and that of the function. Where the clock was set in between, the results are
-    inexact, but in order, and between the two calls.
+    inexact, but in order, and between the two calls. Where a graph has no clock, the function takes numbers of steps,
+    in order, as if all steps had taken equally long.
     """
     began_at = time.monotonic()
 
     def convert(times: Any) -> np.ndarray:
-        ended_at = time.monotonic()
-        return np.maximum.accumulate(np.clip(np.asarray(times) + (ended_at - time.time()), began_at, ended_at))
+        ended_at, times = time.monotonic(), np.asarray(times)
+        if has_clock():
+            times = times + (ended_at - time.time())
+        else:
+            times = began_at + (ended_at - began_at) * times / max(1.0, times.max(initial=0.0))
+        return np.maximum.accumulate(np.clip(times, began_at, ended_at))
 
     return convert
 

@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from distloop.distributed import environment, tensorflow_internals
 from distloop.errors import show_full_tracebacks
+from distloop.graph_functions import enable_determinism
 from distloop.log import log, shown
 from distloop.settings.config import Config
 
@@ -72,7 +73,7 @@ def prepare_process(config: Config) -> None:
     keras.utils.set_random_seed(config.seed)
     is_on_gpus = choose_device_type(config) == "GPU"
     if config.deterministic or (config.virtual_replicas and is_on_gpus):
-        tf.config.experimental.enable_op_determinism()
+        enable_determinism()
     if config.virtual_replicas:
         _keep_graphs_as_written()
 

@@ -24,6 +24,7 @@ from distloop.distributed import devices, environment, notes, tensorflow_interna
 from distloop.distributed.environment import Cluster
 from distloop.distributed.heartbeat import Heartbeat
 from distloop.distributed.liveness import JOINING
+from distloop.graph_functions import has_clock
 from distloop.settings.config import Config
 from distloop.settings.flags import facts
 
@@ -182,7 +183,7 @@ def replica_devices(strategy: tf.distribute.Strategy) -> list[str]:
 
 def times_replicas(strategy: tf.distribute.Strategy) -> bool:
     """Returns whether a step takes the time of each replica, which on GPUs would wait for each of them."""
-    return strategy.num_replicas_in_sync > 1 and not has_gpus(strategy)
+    return strategy.num_replicas_in_sync > 1 and has_clock() and not has_gpus(strategy)
 
 
 def uses_collectives(strategy: tf.distribute.Strategy) -> bool:

@@ -25,7 +25,7 @@ from distloop.distributed.preemption import StopRequests
 from distloop.distributed.strategies import tree_sum
 from distloop.errors import TEXT_AS_NUMBER, raise_as_user_error
 from distloop.evaluation.prediction import Predictor
-from distloop.graph_functions import TimeLimit, compiled, graph_function, with_called
+from distloop.graph_functions import TimeLimit, compiled, graph_function, has_clock, with_called
 from distloop.model import broadcasts, metrics
 from distloop.model.keras_metrics import Join, KerasMetrics, check_arguments
 from distloop.model.spec import LossFn
@@ -250,7 +250,7 @@ class EvalLoop:
         """
         strategy, iterator = self._state.strategy, source.new_iterator()
         is_alone = workers.num_workers(strategy) == 1
-        is_cut = is_alone or stop_requests is not None
+        is_cut, ends_by_time = is_alone or stop_requests is not None, is_alone and has_clock()
         if not is_alone:
             self._run.get_concrete_function(iterator, source.layout, *_limits(0, np.inf))
             facts = {"the limit of batches": limit, "the values of loss_fn": self._step.names}
@@ -261,8 +261,8 @@ class EvalLoop:
         while True:
             start = time.monotonic()
             most = limit - batches if limit else tf.int64.max
-            most = most if is_alone or not is_cut else min(most, self._most_batches)
-            result = self._run(iterator, source.layout, *_limits(most, _PART_SECS if is_alone else np.inf))
+            most = most if ends_by_time or not is_cut else min(most, self._most_batches)
+            result = self._run(iterator, source.layout, *_limits(most, _PART_SECS if ends_by_time else np.inf))
             result = tf.nest.map_structure(lambda t: t.numpy(), result)
             batches += int(result["batches"])
             if not is_cut or workers.gather(strategy, bool(result["has_ended"]) or batches == limit).all():

@@ -4,6 +4,7 @@ It returns a `Row` of numbers for each log and one for the steps after the last 
 """
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from distloop.data.shards import Batch, BatchLayout
 from distloop.data.source import Source
 from distloop.distributed import strategies, workers
 from distloop.distributed.devices import HOST
-from distloop.graph_functions import TimeLimit, compiled, graph_clock
+from distloop.graph_functions import TimeLimit, compiled, graph_clock, has_clock, read_clock
 from distloop.model import metrics
 from distloop.model.state import TrainState
 from distloop.training import diagnosis
@@ -138,7 +139,7 @@ class CompiledLoop:
         self._number_names: list[str] = []  # set by tracing
         self._last_batch: shards.LastBatch | None = None
         self._ahead: dict[str, shards.RowsAhead] = {}  # by the kind of batches
-        with tf.device(HOST):  # when each step of a call began, by `tf.timestamp`
+        with tf.device(HOST):  # when each step of a call began, by `read_clock`
             self._step_starts = tf.Variable(tf.zeros([0], tf.float64), shape=[None], trainable=False)
 
     def trace(self, source: Source, executor: str) -> None:
@@ -197,10 +198,11 @@ class CompiledLoop:
         columns = self._row_layout().unpack(result["rows"])
         rows: list[Row] = []
         start, *ends = clock([-np.inf, *columns["end"][:, 0]]).tolist()
-        step_starts, done = clock(result["step_starts"]), 0
+        step_starts, done, is_timed = clock(result["step_starts"]), 0, has_clock()
         for i, (done_then, end) in enumerate(zip(columns["steps_done"][:, 0], ends, strict=True)):
             is_last, seconds = i + 1 == len(result["rows"]), max(end - start, 1e-6)
             numbers = dict(zip(self._number_names, columns["numbers"][i].tolist(), strict=True))
+            step_secs = np.diff(step_starts[done : int(done_then)], append=end)
             rows.append(
                 Row(
                     steps=int(done_then) - done,
@@ -208,9 +210,9 @@ class CompiledLoop:
                     seconds=seconds,
                     tallies=columns["tallies"][i],
                     examples=float(columns["examples"][i, 0]),
-                    input_secs=min(max(0.0, float(columns["input_secs"][i, 0])), seconds),
+                    input_secs=min(max(0.0, float(columns["input_secs"][i, 0])), seconds) if is_timed else math.nan,
                     numbers=numbers | metrics.flatten_results(result["keras_metrics"]) if is_last else numbers,
-                    step_secs=np.maximum(np.diff(step_starts[done : int(done_then)], append=end), 0.0),
+                    step_secs=np.maximum(step_secs, 0.0) if is_timed else np.zeros(0),
                     replica_secs=np.maximum(columns["replica_secs"][i], 0.0),
                     diagnosis=result["diagnosis"] if is_last and result["failed"] else None,
                 )
@@ -278,11 +280,11 @@ class CompiledLoop:
     def _run_step(self, call: _Call, carry: _Carry) -> _Carry:
         """Takes the next batch, runs a step on it, and adds up what it did."""
         with tf.device(HOST):
-            start = tf.timestamp()
+            start = read_clock()
             with tf.control_dependencies([start]):
                 batch, layout, is_fetched, is_last = call.take(carry)
             with tf.control_dependencies(is_fetched):
-                input_secs = tf.timestamp() - start
+                input_secs = read_clock() - start
             examples = tf.cast(shards.count_examples(batch), tf.float64)
             if self._last_batch is not None:
                 self._last_batch.keep(batch)
@@ -331,7 +333,7 @@ class CompiledLoop:
         numbers = self._read_numbers()
         self._number_names = list(numbers)
         segments["steps_done"] = tf.cast(carry.done, tf.float64)[tf.newaxis]
-        segments["end"] = tf.timestamp()[tf.newaxis]
+        segments["end"] = read_clock()[tf.newaxis] if has_clock() else segments["steps_done"]
         segments["numbers"] = tf.stack([tf.cast(number, tf.float64) for number in numbers.values()])
         return tf.concat(self._row_layout().pack(segments), 0)
 

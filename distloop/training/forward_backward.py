@@ -21,7 +21,7 @@ from distloop.data.shards import Batch, BatchLayout, batch_size, take_shard
 from distloop.distributed import gathering, strategies, tensorflow_internals
 from distloop.distributed.placement import Sums
 from distloop.errors import explaining_merge_call
-from distloop.graph_functions import graph_function
+from distloop.graph_functions import graph_function, read_clock
 from distloop.model import metrics, variable_writes
 from distloop.model.keras_metrics import Join
 from distloop.model.spec import Update
@@ -388,4 +388,4 @@ def _secs_of_replicas(started: tf.Tensor, segments: list[Segment], replicas: int
 def _time_after(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     """Returns the time at which all of some tensors are computed, in seconds."""
     with tf.control_dependencies(tensors):
-        return tf.timestamp()
+        return read_clock()

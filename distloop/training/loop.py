@@ -20,6 +20,7 @@ from distloop.data.source import Source
 from distloop.distributed import strategies, workers
 from distloop.distributed.preemption import StopRequests
 from distloop.errors import as_user_error, raise_as_user_error
+from distloop.graph_functions import has_clock
 from distloop.model.state import TrainState
 from distloop.monitoring.console import say
 from distloop.monitoring.profiler import Profile
@@ -125,7 +126,8 @@ class TrainLoop:
         self.trace_again()
         self._halving = out_of_memory.Halving(state, step) if may_halve else None
         self._window, self._host = Window(), Host()
-        self._is_alone = workers.num_workers(state.strategy) == 1
+        # Each of several workers would end with another step.
+        self._ends_by_time = workers.num_workers(state.strategy) == 1 and has_clock()
         self._most_steps = 1  # of the next loop
         self._loss_weight: int | None = None  # its index in the tallies; None: there is no loss
 
@@ -158,7 +160,7 @@ class TrainLoop:
         self._host = host or Host()
         plan = self._host.plan
         plan.last_step = until
-        self._most_steps = _MOST_STEPS if self._is_alone else 1
+        self._most_steps = _MOST_STEPS if self._ends_by_time else 1
         self._started_at = time.monotonic() - self.secs
         if window is not None:
             self._window = Window(window)
@@ -228,7 +230,7 @@ class TrainLoop:
                     self._host.plan.period(self.log_every).steps,
                     executor=self._host.executor,
                     is_single=self._host.profile.is_single(step),
-                    secs=_LOOP_SECS if self._is_alone else np.inf,  # each worker would end with another step
+                    secs=_LOOP_SECS if self._ends_by_time else np.inf,
                 )
             self._loss_weight = loss_weight(self._step)
         except BaseException as error:  # Ctrl-C, too, where it is not caught
@@ -244,10 +246,10 @@ class TrainLoop:
                 raise explained from error
             raise_as_user_error(error)
         workers.report_phase(self._state.strategy, "between two loops")
-        input_secs = sum(row.input_secs for row in rows)
+        input_secs = np.nansum([row.input_secs for row in rows])
         start, end = rows[0].end - rows[0].seconds, rows[-1].end
         host_secs = self._host.clock.loop(start, end, input_secs)
-        if not self._is_alone:
+        if not self._ends_by_time:
             in_time = int(sum(row.steps for row in rows) * _LOOP_SECS / max(end - start, 1e-6))
             self._most_steps = max(1, min(in_time, 2 * self._most_steps, _MOST_STEPS))
         return [dataclasses.replace(rows[0], host_secs=host_secs), *rows[1:]]

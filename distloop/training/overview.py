@@ -24,7 +24,7 @@ import tensorflow as tf
 
 from distloop.data.source import Source
 from distloop.distributed import strategies, workers
-from distloop.graph_functions import graph_function, peak_of
+from distloop.graph_functions import graph_function, has_clock, peak_of
 from distloop.log import log
 from distloop.model.state import TrainState
 from distloop.monitoring import records
@@ -326,7 +326,9 @@ def console_lines(state: TrainState, settings: Config, source: Source) -> list[s
         lines.append(f"{name} ({each})" if len(sizes) > 1 else name)
     lines += state.placement.describe()
     if virtual and strategies.has_gpus(state.strategy):
-        lines.append("virtual replicas are untested on GPUs; TensorFlow's deterministic operations are on")
+        lines.append("virtual replicas are untested on GPUs")
+    if not has_clock():
+        lines.append("deterministic operations, without a clock: rows lack input_wait, step_secs_p50 and the like")
     lines += state.slot_placement.describe(state)
     if settings.average_from or settings.average_decay:
         how = f"from {settings.average_from} on" if settings.average_from else f"decay {settings.average_decay:g}"

@@ -9,6 +9,7 @@ here knows TensorFlow.
     layout.unpack(rows.numpy())["examples"]                                            # on the host: [L, 1]
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -61,9 +62,9 @@ class Row:
         seconds: how long they took.
         tallies: `[2 * M]`: total and weight of each reported value.
         examples: how many they trained on.
-        input_secs: seconds spent waiting for data.
+        input_secs: seconds spent waiting for data; NaN: not measured, as the loop has no clock.
         numbers: name -> value at the end of the last step, such as the learning rate.
-        step_secs: `[steps]`: from the beginning of each step to that of the next one.
+        step_secs: `[steps]`: from the beginning of each step to that of the next one; empty: not measured.
         replica_secs: `[R]`: forward and backward pass on each replica, summed over the steps; empty for one replica.
         host_secs: time between the loop before and this one; 0 but in the first row of a loop.
         diagnosis: what `TrainStep.explain` needs if the last step failed; None: it did not.
@@ -144,10 +145,12 @@ class Window:
             numbers[f"{name.removesuffix('loss')}tokens_per_sec"] = float(weight) / self.seconds
         if self.examples_seen is not None:
             numbers["examples_seen"] = self.examples_seen
-        numbers["input_wait"] = min(1.0, float(input_secs) / self.seconds)
+        if not math.isnan(input_secs):
+            numbers["input_wait"] = min(1.0, float(input_secs) / self.seconds)
         numbers["host_share"] = self._host_secs / (self._host_secs + self.seconds)
         step_secs = np.sort(np.concatenate(self._step_secs))
-        for percent in PERCENTILES:  # the smallest duration that so many percent of the steps do not exceed
+        # The smallest duration that so many percent of the steps do not exceed.
+        for percent in PERCENTILES if len(step_secs) else ():
             numbers[f"step_secs_p{percent}"] = float(step_secs[-(-percent * len(step_secs) // 100) - 1])
         if np.size(self._replica_secs) > 1:
             numbers["replica_imbalance"] = float(np.max(self._replica_secs) / np.mean(self._replica_secs)) - 1.0
