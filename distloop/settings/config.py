@@ -143,7 +143,7 @@ class Config:
         f"Compute type of layers; weights stay float32. {FLOAT16.name} uses loss scaling.",
         choices=tuple(PRECISIONS),
     )
-    deterministic: bool = setting(NUMERICS, False, "Use deterministic operations only; slower.")
+    deterministic: bool = setting(NUMERICS, False, "Use deterministic operations only, in the whole process; slower.")
     jit_compile: bool = setting(NUMERICS, False, "Compile forward and backward pass with XLA; for large layers.")
     executor: str = setting(
         NUMERICS,

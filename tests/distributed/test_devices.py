@@ -88,14 +88,6 @@ def test_the_seed_reaches_python_numpy_tensorflow_and_keras():
     assert all(one != other for one, other in zip(draws(), first, strict=True))
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_op_determinism_is_enabled_only_if_set(monkeypatch, deterministic):
-    asked = []
-    monkeypatch.setattr(tf.config.experimental, "enable_op_determinism", lambda: asked.append(True))
-    devices.prepare_process(Config(device="cpu", deterministic=deterministic))
-    assert bool(asked) == deterministic
-
-
 @pytest.mark.parametrize(
     ("device", "visible", "grown"),
     [("cpu", [([], "GPU")], []), ("auto", [], GPUS), ("gpu", [], GPUS)],
