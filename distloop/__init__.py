@@ -21,7 +21,6 @@ _MODULES = {
     "Audio": "monitoring.media",
     "BatchTest": "audit.tuning",
     "Config": "settings.config",
-    "CsvWriter": "trackers.csv_writer",
     "ConfusionMatrix": "monitoring.media",
     "Export": "exports.action",
     "GradientStep": "training.gradient_step",
@@ -143,7 +142,6 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not run the code
     from distloop.tables.lazy import LazyAdam as LazyAdam
     from distloop.tables.lazy import LazyAdamW as LazyAdamW
     from distloop.tables.lazy import LazySGD as LazySGD
-    from distloop.trackers.csv_writer import CsvWriter as CsvWriter
     from distloop.trackers.trackers import MLflowWriter as MLflowWriter
     from distloop.trackers.trackers import WandbWriter as WandbWriter
     from distloop.trainer import Trainer as Trainer

@@ -8,7 +8,6 @@
     python -m distloop.report s3://bucket/runs      # runs in a bucket
     python -m distloop.report --diff runs/a runs/b  # where two runs part
     python -m distloop.report runs/a --rows 1234    # the examples of a step
-    python -m distloop.report runs --prune          # removes what no run needs
     python -m distloop.report --environment         # for a bug report
 
 It shows for each run the status, steps, training time (without tracing,
@@ -29,12 +28,6 @@ they are placed, of activations and gradients if `--memory` estimated them in
 this workdir ("-": it did not); and what the run took at most: of a GPU, or on
 CPUs by how much the process grew, traced functions included.
 
-`--prune` lists, with sizes, and removes after a question: checkpoints that are
-neither the newest nor the best, those that the run went back from, and what
-killed runs whose workdirs are gone have left in this machine's memory. Rows,
-settings, exports and TensorBoard's files stay; a run that is training is left
-as it is.
-
 Whether smaller or larger is better follows from a metric's name: smaller for
 `loss`, `error`, `mae`, `perplexity` and similar names, larger for `accuracy`,
 `auc`, `precision`, `recall`, `f1` and similar names; for these the best run
@@ -47,6 +40,7 @@ columns.
 """
 
 import argparse
+import csv
 import dataclasses
 import json
 import signal
@@ -57,6 +51,7 @@ from typing import Any, NoReturn
 
 import rich.console
 
+from distloop.atomic_files import replacing
 from distloop.installed import import_part
 from distloop.log import printable
 from distloop.monitoring import ledger, records, run_files, text_tables
@@ -66,7 +61,7 @@ from distloop.monitoring.records import show_bytes, show_number
 from distloop.monitoring.run_files import Run, Series
 from distloop.monitoring.text_tables import Table
 from distloop.monitoring.timing import largest_shares, show_secs, show_share
-from distloop.urls import absolute, expand, require_disk
+from distloop.urls import absolute, expand
 
 _STYLES = {
     ("status", "complete"): "green",
@@ -101,10 +96,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.environment:
             print(import_part("audit.bug_report", "--environment").describe(runs))
             return 0
-        if options.prune:
-            from distloop.checkpoints.prune import prune  # imports TensorFlow
-
-            return prune(runs, options.keep, _complain, is_agreed=options.yes)
         _write_files(runs, options)
     except ValueError as error:
         _complain(str(error))
@@ -171,9 +162,6 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rows", metavar="STEP", type=int, help="print the numbers of the examples in a step")
     parser.add_argument("--steps-of", metavar="ROW", type=int, help="print the steps that an example was in")
     parser.add_argument("--environment", action="store_true", help="print what a bug report needs: versions, devices")
-    parser.add_argument("--prune", action="store_true", help="remove what the runs do not need; lists it, and asks")
-    parser.add_argument("--keep", metavar="N", type=int, default=1, help="with --prune: newest checkpoints to keep; 1")
-    parser.add_argument("--yes", action="store_true", help="with --prune: do not ask")
     options = parser.parse_args(arguments)
     if not options.workdirs and not options.environment:
         parser.error("no workdir was given: give one, or several to compare")
@@ -183,12 +171,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error(f"--rows or --steps-of was given with {len(options.workdirs)} workdirs: give one")
     try:
         options.workdirs = list(map(expand, options.workdirs))
-        for path in options.workdirs if options.prune else ():
-            require_disk(path, "--prune was given with {}, and removes files of a disk: delete those of a URL by hand")
     except ValueError as error:
         parser.error(str(error))
-    if options.keep < 1:
-        parser.error(f"--keep={options.keep} was given; the newest checkpoint always stays: give 1 or more")
     return options
 
 
@@ -205,10 +189,19 @@ def _write_files(runs: Sequence[Run], options: argparse.Namespace) -> None:
             Picture(charts).save(path)
             _complain(f"the curves are in {path}")
         if path := options.csv:
-            import_part("trackers.csv_writer", "--csv").write_csv(runs, path)
+            _write_csv(runs, path)
             _complain(f"the rows are in {path}")
     except OSError as error:
         raise ValueError(f"{path!r} cannot be written ({error.strerror}): give another path.") from error
+
+
+def _write_csv(runs: Sequence[Run], path: str) -> None:
+    """Writes all rows of the runs: a column for each name in any of them, empty where a row has no such number."""
+    names = dict.fromkeys(["run", "step", "time", *(name for run in runs for row in run.rows for name in row)])
+    with replacing(path) as temporary, open(temporary, "w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(names))
+        writer.writeheader()
+        writer.writerows({"run": run.name, **row} for run in runs for row in run.rows)
 
 
 def _runs(runs: Sequence[Run]) -> Table:

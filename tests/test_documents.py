@@ -34,7 +34,7 @@ README = ROOT / "README.md"
 PAGES = [README, *(ROOT / name for name in ("WORKSPACE.md", "CHANGELOG.md")), *DOCS, *BENCHMARKS]
 LAUNCHER = {*launch._NUMBERS, "workers", "hosts", "ray"}
 OTHERS = LAUNCHER | {*planning.COSTS, *"gpu logical_gpus pretend_gpus environment diff rows all help json".split()}
-OTHERS |= {*"png csv prune keep yes workloads replicas logdir flagfile config".split()}
+OTHERS |= {*"png csv workloads replicas logdir flagfile config".split()}
 
 LAWS = ["replicas", "microbatches", "order", "overflow", "boundaries", "resume", "rows", "durability", "state"]
 LAWS += ["elastic", "evaluation", "prediction", "chief", "bits", "position", "one writer", "elastic run", "sharding"]

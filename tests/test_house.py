@@ -65,7 +65,6 @@ WITHOUT_TENSORFLOW = {
     "installed",
 }
 WITHOUT_TENSORFLOW |= {f"settings.{name}" for name in ("config", "config_file", "contradictions", "durations", "flags")}
-WITHOUT_TENSORFLOW |= {"trackers.csv_writer"}
 WITHOUT_TENSORFLOW |= {f"monitoring.{name}" for name in ("deliveries", "writers")}
 WITHOUT_TENSORFLOW |= {
     f"monitoring.{name}" for name in "records run_files ledger run_lock console text_tables curves timing".split()

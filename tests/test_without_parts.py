@@ -26,7 +26,7 @@ PARTS = {
     "replay": lambda: distloop.Replay,
     "tables": lambda: distloop.LazyAdam,
     "sharding": lambda: distloop.Trainer(classifier(), on(2, shard_optimizer=True)),
-    "trackers": lambda: distloop.CsvWriter,
+    "trackers": lambda: distloop.WandbWriter,
 }
 
 

@@ -9,7 +9,7 @@ Every worker has the whole state, so each host has a whole copy, and a run can d
 checkpoint in a directory of /dev/shm, which outlives processes and not its host. `checkpoints/copies.json` in the
 workdir has the directory's random name and the run's, and the directory has that, too: a copied workdir gets another
 directory, and so does a run that has gone back. What somebody else may write to is not believed. A later run with
-copies, and `report --prune`, delete those of workdirs that are gone.
+copies deletes those of workdirs that are gone.
 """
 
 import contextlib

@@ -1,1 +1,1 @@
-"""Trackers: writers that send the rows of a run to Weights & Biases, MLflow or a CSV file."""
+"""Trackers: writers that send the rows of a run to Weights & Biases and MLflow."""

@@ -77,7 +77,6 @@ def test_the_newest_or_the_best_checkpoint_comes_or_one_by_its_url_and_a_local_p
     "arguments, words",
     [
         (["{url}/checkpoints"], "checkpoints' holds no metrics.jsonl: give URLs of runs that have begun"),
-        (["{url}", "--prune"], "removes files of a disk: delete those of a URL by hand"),
         (["nothing://a"], "cannot be opened: Protocol not known"),
     ],
 )
