@@ -45,6 +45,32 @@ class Numbers(keras.utils.PyDataset):
         self.epoch += 1
 
 
+class Drawn(keras.utils.PyDataset):
+    """Each epoch has batches 0 to 4 in an order of its own, which a hook draws; `drawn` lists the orders."""
+
+    def __init__(self, hook, **settings):
+        super().__init__(**settings)
+        self.random, self.drawn = np.random.default_rng(5), [range(5)]
+        if hook == "on_epoch_end":
+            self.draw()
+        setattr(self, f"_{hook}", self.draw)
+
+    def draw(self):
+        self.drawn.append(self.random.permutation(5))
+
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, index):
+        return batch(self.drawn[-1][index])
+
+    def on_epoch_begin(self):
+        getattr(self, "_on_epoch_begin", lambda: None)()
+
+    def on_epoch_end(self):
+        getattr(self, "_on_epoch_end", lambda: None)()
+
+
 def endless():
     for number in range(1000):
         yield batch(number)

@@ -12,15 +12,15 @@ import itertools
 import math
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.trainers.data_adapters.py_dataset_adapter import OrderedEnqueuer
 
 from distloop.data.examples import common_spec, describe
+from distloop.data.py_dataset import PyDatasetBatches, note_training
 from distloop.data.rows import ENDLESS
 from distloop.errors import EMPTY_DATASET, carry
 from distloop.log import log
@@ -59,6 +59,7 @@ class Feed:
         resume: str = READ_AGAIN,
         seeks: bool = False,
         restarts: bool = True,
+        orders_itself: Any = None,
     ):
         """Reads the first two batches.
 
@@ -70,6 +71,7 @@ class Feed:
             resume: as the attribute.
             seeks: as the attribute; data with states does.
             restarts: whether the data can be read more than once.
+            orders_itself: the data, if its order depends on what was read of it before; else None.
 
         Raises:
             ValueError: if there is no batch, or batches are no structures of arrays, [B, ...].
@@ -79,6 +81,7 @@ class Feed:
             raise ValueError(EMPTY_DATASET)
         batches = [as_arrays(batch) for batch, _ in peeked]
         self._read, self._num_batches, self._restarts = read, num_batches, restarts
+        self._orders_itself, self._was_trained_on = orders_itself, False
         self.map_batch: Callable[..., Any] | None = None
         self._first_batch = batches[0]
         self.element_spec = _element_spec(batches)
@@ -134,6 +137,19 @@ class Feed:
         """Returns the state of the data after so many batches, as JSON can hold it; None: it has none."""
         return self._states.get(num_batches)
 
+    def begin_training(self) -> None:
+        """Notes that a run trains on the data; call it before any batch is read for training."""
+        self._was_trained_on = self._orders_itself is not None and note_training(self._orders_itself)
+
+    def require_first_run(self) -> None:
+        """Raises a ValueError if an earlier run has changed the order of the data."""
+        if self._was_trained_on:
+            raise ValueError(
+                f"The {type(self._orders_itself).__name__} given was trained on before in this process, which has "
+                "changed its order, and the run goes on in the middle of it: make it anew for each call of fit, as a "
+                "new process does."
+            )
+
     def _noting_states(self, first: int, state: Any, repeat: bool) -> Iterator[tuple[Any, Any]]:
         self._states, self._oldest = {first: state}, first
         for number, (batch, after) in enumerate(self._read(first, state, repeat), first + 1):
@@ -177,7 +193,10 @@ def make_feed(
         ValueError: if there is no batch, or batches are no structures of arrays, [B, ...].
     """
     if isinstance(data, keras.utils.PyDataset):
-        feed = _feed_of_py_dataset(data, shuffle_seed)
+        batches = PyDatasetBatches(data, shuffle_seed)
+        own_order = data if batches.orders_itself else None
+        at = "a resumed run calls the hooks of each epoch before its position, and is at its position at once"
+        feed = Feed(batches.read, batches.num_batches, batches.peek, resume=at, seeks=True, orders_itself=own_order)
     elif isinstance(data, (tf.data.Dataset, *_NO_BATCHES)) or not hasattr(data, "__iter__"):
         return None
     elif not hasattr(data, "__next__"):
@@ -189,67 +208,6 @@ def make_feed(
         feed = _feed_of_iterator(data)
     feed.map_batch = map_batch
     return feed
-
-
-class _Rest(keras.utils.PyDataset):
-    """The batches of a PyDataset with some numbers, in their order."""
-
-    def __init__(self, data: keras.utils.PyDataset, numbers: Sequence[int]):
-        super().__init__()
-        self._data, self._numbers = data, numbers
-
-    @property
-    def num_batches(self) -> int | None:
-        return None if len(self._numbers) > ENDLESS else len(self._numbers)
-
-    def __getitem__(self, index: int) -> Any:
-        return self._data[self._numbers[index]]
-
-
-def _feed_of_py_dataset(data: keras.utils.PyDataset, shuffle_seed: int | None) -> Feed:
-    """Returns the feed of a PyDataset, which gives each batch by its number; the workers it asks for make them."""
-    num_ended = 0  # epochs; their number only grows, as on_epoch_end cannot be undone
-
-    def read(first: int, state: Any, repeat: bool) -> Iterator[tuple[Any, Any]]:
-        nonlocal num_ended
-        num_batches = data.num_batches
-        epoch, first = (0, first) if num_batches is None else divmod(first, num_batches)
-        while True:
-            while num_ended < epoch:
-                data.on_epoch_end()
-                num_ended += 1
-            data.on_epoch_begin()
-            numbers: Sequence[int] = range(4 * ENDLESS if num_batches is None else num_batches)
-            if num_batches is not None and shuffle_seed is not None:
-                numbers = np.random.default_rng([shuffle_seed, epoch]).permutation(num_batches).tolist()
-            for batch in _in_background(data, numbers[first:]):
-                yield batch, None
-            epoch, first = epoch + 1, 0
-            if not repeat:
-                data.on_epoch_end()
-                return
-
-    def peek() -> list[tuple[Any, Any]]:
-        count = _NUM_PEEKED if data.num_batches is None else min(_NUM_PEEKED, data.num_batches)
-        return [(data[number], None) for number in range(count)]
-
-    count = math.inf if data.num_batches is None else data.num_batches
-    resume = "a resumed run calls on_epoch_end for each epoch before its position, and is at its position at once"
-    return Feed(read, count, peek, resume=resume, seeks=True)
-
-
-def _in_background(data: keras.utils.PyDataset, numbers: Sequence[int]) -> Iterator[Any]:
-    """Yields batches with some numbers, made by the workers that a PyDataset asks for, in their order."""
-    if data.workers <= 1 and not (data.workers and data.use_multiprocessing):
-        yield from (data[number] for number in numbers)
-        return
-    rest = _Rest(data, numbers)
-    enqueuer = OrderedEnqueuer(rest, data.workers, data.use_multiprocessing, data.max_queue_size)
-    enqueuer.start()
-    try:
-        yield from itertools.islice(enqueuer.get(), rest.num_batches)
-    finally:
-        enqueuer.stop()
 
 
 def _feed_of_iterable(data: Any) -> Feed:
@@ -274,10 +232,12 @@ def _feed_of_iterable(data: Any) -> Feed:
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             return pool.submit(iter, endless if repeat else data).result()
 
-    return _feed_of_passes(open_pass, length)
+    return _feed_of_passes(open_pass, length, orders_itself=data if at_start else None)
 
 
-def _feed_of_passes(open_pass: Callable[[int, bool], Iterator[Any]], num_batches: float | None) -> Feed:
+def _feed_of_passes(
+    open_pass: Callable[[int, bool], Iterator[Any]], num_batches: float | None, orders_itself: Any = None
+) -> Feed:
     """Returns the feed of data whose passes a function opens, by their number, and whether others are to follow."""
 
     def read(first: int, state: Any, repeat: bool) -> Iterator[tuple[Any, Any]]:
@@ -304,7 +264,7 @@ def _feed_of_passes(open_pass: Callable[[int, bool], Iterator[Any]], num_batches
             state, epoch = None, epoch + 1
             batches = open_pass(epoch, repeat)
 
-    return Feed(read, num_batches)
+    return Feed(read, num_batches, orders_itself=orders_itself)
 
 
 def _state_of(batches: Iterator[Any], epoch: int) -> Any:

@@ -117,6 +117,8 @@ class Source:
         self.depends_on_workers = opened.takes_context
         starts_anywhere = opened.begins_anywhere and not self.info.num_missing_batches
         self._starting_feed = self.feed if starts_anywhere else None
+        if self._repeat and isinstance(self._starting_feed, Feed):
+            self._starting_feed.begin_training()
         self.seeks = self._starting_feed is not None and self._starting_feed.seeks
         self.resume = "" if self.feed is None else self.feed.resume if starts_anywhere else READ_AGAIN
         self.against_waiting = "" if self.feed is None else self.feed.against_waiting
@@ -244,6 +246,8 @@ class Source:
         position = convert(position, self._facts(position))
         self._may_go_back |= self._iterator is not None
         self.batches_taken = taken = position["batches"]
+        if taken and self._iterator is None and isinstance(self.feed, Feed) and "state" not in position:
+            self.feed.require_first_run()
         self.is_astray = False
         self.skipped_batches = set(position["skipped"])
         with tf.device(HOST):

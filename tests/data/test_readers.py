@@ -10,7 +10,7 @@ import tensorflow as tf
 from distloop.data.source import Source
 from distloop.training.run_length import batches_per_epoch
 from tests.problems import mostly_wide, refused
-from tests.python_batches import ONE, Loader, Numbers, Stateful, batch, endless, failure, taken, three
+from tests.python_batches import ONE, Drawn, Loader, Numbers, Stateful, batch, endless, failure, taken, three
 
 
 @pytest.mark.slow
@@ -77,6 +77,40 @@ def test_a_pydataset_is_at_its_place_at_once_after_its_epochs_have_ended_or_in_i
     assert data.read[0] == 1
     endless_source = source_at(Numbers(None), 5)
     assert endless_source.info.is_endless and taken(endless_source, 2) == [5, 6]
+
+
+@pytest.mark.parametrize("hook", ["on_epoch_begin", "on_epoch_end"])
+def test_a_pydataset_that_draws_its_order_in_a_hook_is_resumed_in_that_order(hook):
+    whole = taken(Source(Drawn(hook), ONE), 16)
+    assert [sorted(whole[i : i + 5]) for i in (0, 5, 10)] == [[0, 1, 2, 3, 4]] * 3 and whole[:5] != whole[5:10]
+    for position in (3, 5, 11):
+        assert taken(source_at(Drawn(hook), position), 4) == whole[position : position + 4]
+    assert taken(source_at(Drawn(hook, workers=2), 6), 4) == whole[6:10]
+
+
+def test_an_evaluation_on_data_that_is_trained_on_leaves_its_order():
+    whole = taken(Source(Drawn("on_epoch_begin"), ONE), 10)
+    data = Drawn("on_epoch_begin")
+    source = Source(data, ONE)
+    first = taken(source, 3)
+    assert sorted(taken(Source(data, ONE, repeat=False), 5)) == [0, 1, 2, 3, 4]
+    assert first + taken(source, 7) == whole
+    alone = Drawn("on_epoch_begin")
+    passes = [taken(Source(alone, ONE, repeat=False), 5) for _ in range(2)]  # as Keras's evaluate
+    assert passes == [list(order) for order in alone.drawn[1:3]]
+
+
+def test_what_changed_its_order_for_an_earlier_run_is_refused_in_the_middle(caplog):
+    for data in (Drawn("on_epoch_end"), Loader()):
+        taken(Source(data, ONE), 7)
+        assert len(taken(Source(data, ONE), 3)) == 3  # a run of its own
+        refused(lambda data=data: source_at(data, 3), "trained on before in this process", "make it anew")
+    data = Drawn("on_epoch_end")
+    source = Source(data, ONE, may_go_back=True)
+    taken(source, 7)
+    source.restore_position({"batches": 1, "skipped": []})
+    taken(source, 1)
+    assert "Going back to epoch 1 of the Drawn given, which has begun epoch 2" in caplog.text
 
 
 @pytest.mark.slow
