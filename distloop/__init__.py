@@ -21,7 +21,6 @@ _MODULES = {
     "Audio": "monitoring.media",
     "BatchTest": "audit.tuning",
     "Config": "settings.config",
-    "ConfusionMatrix": "monitoring.media",
     "Export": "exports.action",
     "GradientStep": "training.gradient_step",
     "OwnStep": "training.gradient_step",
@@ -40,7 +39,6 @@ _MODULES = {
     "PRCurve": "monitoring.media",
     "RateTest": "audit.tuning",
     "Report": "actions.action",
-    "Embeddings": "monitoring.media",
     "Evaluation": "actions.evaluate",
     "SaveBest": "actions.save",
     "when_better": "actions.save",
@@ -52,7 +50,6 @@ _MODULES = {
     "Update": "model.spec",
     "WandbWriter": "trackers.trackers",
     "Writer": "monitoring.writers",
-    "Video": "monitoring.media",
     "WorstExamples": "actions.summary",
     "autotune_batch": "audit.tuning",
     "define_flags": "settings.flags",
@@ -120,13 +117,10 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not run the code
     from distloop.model.spec import Update as Update
     from distloop.monitoring.curves import History as History
     from distloop.monitoring.media import Audio as Audio
-    from distloop.monitoring.media import ConfusionMatrix as ConfusionMatrix
-    from distloop.monitoring.media import Embeddings as Embeddings
     from distloop.monitoring.media import Histogram as Histogram
     from distloop.monitoring.media import Images as Images
     from distloop.monitoring.media import PRCurve as PRCurve
     from distloop.monitoring.media import Text as Text
-    from distloop.monitoring.media import Video as Video
     from distloop.monitoring.records import read_metrics as read_metrics
     from distloop.monitoring.writers import Writer as Writer
     from distloop.optimizers.learning_rates import make_schedule as make_schedule

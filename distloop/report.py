@@ -25,8 +25,7 @@ nor to saving, starting, restoring, tracing, or waiting for a start.
 
 It also shows, by device, the memory of weights, optimizer slots and averages as
 they are placed, of activations and gradients if `--memory` estimated them in
-this workdir ("-": it did not); and what the run took at most: of a GPU, or on
-CPUs by how much the process grew, traced functions included.
+this workdir ("-": it did not).
 
 Whether smaller or larger is better follows from a metric's name: smaller for
 `loss`, `error`, `mae`, `perplexity` and similar names, larger for `accuracy`,
@@ -123,7 +122,7 @@ def _as_json(runs: Sequence[Run]) -> Any:
         | {
             "workdir": absolute(run.path),
             "goodput": ledger.goodput(run.time_spent),
-            "memory": None if run.memory is None else run.memory._asdict(),
+            "memory": None if run.memory is None else {"devices": run.memory},
             "metrics": {name: of_metric(series) for name, series in run.series.items()},
         }
         for run in runs
@@ -264,25 +263,16 @@ def _time(runs: Sequence[Run]) -> Table:
 
 
 def _memory(runs: Sequence[Run]) -> Table:
-    """Returns the table of bytes by device: of variables, of what `--memory` estimated, and what a run took."""
+    """Returns the table of bytes by device: of variables, and of what `--memory` estimated."""
     memories = [(run.name, run.memory) for run in runs if run.memory is not None]
-    found = {part for _, memory in memories for held in memory.devices.values() for part in held}
+    found = {part for _, memory in memories for held in memory.values() for part in held}
     parts = [*(part for part in ledger.PARTS if part in found), *sorted(found.difference(ledger.PARTS))]
-    rows = []
-    for name, memory in memories:
-        taken, together = dict(memory.taken), sum(sum(held.values()) for held in memory.devices.values())
-        if len(memory.devices) == 1 and ledger.HOST in taken:
-            (device,) = memory.devices
-            taken = {device: taken[ledger.HOST]}
-        for device, held in memory.devices.items():
-            known = [show_bytes(held[part]) if part in held else "-" for part in parts]
-            rows.append(
-                [name, device, *known, show_bytes(sum(held.values())), _show_known(taken.get(device), show_bytes)]
-            )
-        if ledger.HOST in taken:  # virtual CPUs share its memory
-            known = ["-" for _ in parts]
-            rows.append([name, "host", *known, show_bytes(together), show_bytes(taken[ledger.HOST])])
-    return Table("Memory", ["run", "device", *parts, "together", "taken"], rows, num_names=2)
+    rows = [
+        [name, device, *(_show_known(held.get(part), show_bytes) for part in parts), show_bytes(sum(held.values()))]
+        for name, memory in memories
+        for device, held in memory.items()
+    ]
+    return Table("Memory", ["run", "device", *parts, "together"], rows, num_names=2)
 
 
 def _settings(runs: Sequence[Run]) -> Table:

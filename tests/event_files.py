@@ -44,8 +44,6 @@ def train_with_media(workdir, steps, *, crash_at=None, **settings):
             "words": distloop.Text("some **words**"),
             "spread": distloop.Histogram(rng.normal(size=50)),
             "curve": distloop.PRCurve([0, 1, 1], [0.2, 0.7, 0.4]),
-            "clip": distloop.Video(rng.random((3, 4, 5, 3))),
-            "points": distloop.Embeddings(np.arange(6.0).reshape(3, 2), ["one", "two words", 3]),
             "half": 0.5,
         }
 
@@ -54,7 +52,7 @@ def train_with_media(workdir, steps, *, crash_at=None, **settings):
             raise RuntimeError("on purpose")
 
     crash.every = 1
-    matrix = distloop.Summary("test/confusion", lambda state: distloop.ConfusionMatrix([0, 1], [1, 1]))
+    matrix = distloop.Summary("test/confusion", lambda state: distloop.Images(np.eye(2)[None, ..., None]))
     config = problems.on(2, workdir=str(workdir), log_every=2, eval_every=2, checkpoint_every=4, **settings)
     trainer = distloop.Trainer(problems.classifier(), config)
     actions = [distloop.Summary("shown", show, every=2), matrix, crash]

@@ -375,21 +375,17 @@ def test_csv_has_a_row_of_all_names_for_each_row_of_each_run(sweep, capsys):
     assert "rows.csv' cannot be written (No such file or directory)" in capsys.readouterr().err
 
 
-def test_the_memory_that_was_expected_on_each_device_stands_beside_what_a_run_took(sweep, shown):
+def test_the_memory_of_each_device_has_a_row(sweep, shown):
     held = {"weights": 4 * 10**6, "activations": 138 * 10**6}
-    on_cpus = ledger.Memory({"CPU:0": held, "CPU:1": {"weights": 2 * 10**6}}, {"host": 150 * 10**6})
-    ledger.write_memory(str(sweep / "a"), on_cpus)
-    ledger.write_memory(str(sweep / "b"), ledger.Memory({"CPU:0": held}, {"host": 200 * 10**6}))
+    ledger.write_memory(str(sweep / "a"), {"CPU:0": held, "CPU:1": {"weights": 2 * 10**6}})
     write_run(sweep / "c", [], {})
-    ledger.write_memory(str(sweep / "c"), ledger.Memory({"GPU:0": held}, {"GPU:0": 300 * 10**6}))
+    ledger.write_memory(str(sweep / "c"), {"GPU:0": held})
     rows = table(shown(sweep), "run", "device")
-    assert list(rows[0]) == ["run", "device", "weights", "activations", "together", "taken"]
+    assert list(rows[0]) == ["run", "device", "weights", "activations", "together"]
     assert [list(row.values()) for row in rows] == [
-        ["a", "CPU:0", "4 MB", "138 MB", "142 MB", "-"],
-        ["a", "CPU:1", "2 MB", "-", "2 MB", "-"],
-        ["a", "host", "-", "-", "144 MB", "150 MB"],
-        ["b", "CPU:0", "4 MB", "138 MB", "142 MB", "200 MB"],
-        ["c", "GPU:0", "4 MB", "138 MB", "142 MB", "300 MB"],
+        ["a", "CPU:0", "4 MB", "138 MB", "142 MB"],
+        ["a", "CPU:1", "2 MB", "-", "2 MB"],
+        ["c", "GPU:0", "4 MB", "138 MB", "142 MB"],
     ]
 
 
@@ -404,7 +400,7 @@ def foreign(tmp_path):
         path, end = tmp_path / f"{evil}{i}", {"step": 1, "until": 9, "stop_reason": evil}
         incident = {"step": 1, "reason": evil, "action": evil, "batch": evil, "checkpoint": evil, "left_out": [evil]}
         write_run(path, [{"step": 1, evil: 0.5}], {evil: i, "x": f"{evil}{i}"}, saved=end, incidents=[incident])
-        ledger.write_memory(str(path), ledger.Memory({evil: {evil: 5}}, {evil: 7}))
+        ledger.write_memory(str(path), {evil: {evil: 5}})
     return tmp_path
 
 
@@ -446,7 +442,7 @@ def rich_run(tmp_path):
     saved = {"step": 3, "until": 9, "stop_reason": None}
     of_run = dict(saved=saved, incidents=[incident], starts=[start, again])
     path = write_run(tmp_path / "run", [row, row], {"steps": 9}, **of_run)
-    ledger.write_memory(str(path), ledger.Memory({"CPU:0": {"weights": 5}}, {"host": 7}))
+    ledger.write_memory(str(path), {"CPU:0": {"weights": 5}})
     (path / "progress.json").write_text(json.dumps(end))
     return path
 

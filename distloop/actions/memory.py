@@ -140,10 +140,9 @@ def available_gb() -> float:
 
 
 class MemoryUse(Action):
-    """Writes `memory.json` before the first step, and once more when `fit` ends; it is called at no boundary.
+    """Writes `memory.json` before the first step; it is called at no boundary.
 
-    What `--memory` estimated in the same workdir, such as the activations, stays in it. So does what an earlier call of
-    `fit` took, if that was more.
+    What `--memory` estimated in the same workdir, such as the activations, stays in it.
     """
 
     every = 0
@@ -153,31 +152,15 @@ class MemoryUse(Action):
     def __init__(self, workdir: str):
         """Stores the workdir of the run."""
         self._workdir = workdir
-        self._gb_before = 0.0
 
     def __call__(self, report: Report) -> None:
         """Does nothing."""
 
     def on_start(self, report: Report) -> None:
         """Writes what is held."""
-        self._gb_before = peaks()["host_memory_gb"]
-        self._write(report, has_ended=False)
-
-    def on_end(self, report: Report) -> None:
-        """Writes what is held and was taken: the peak of each GPU, or on CPUs how much the process has grown."""
-        self._write(report, has_ended=True)
-
-    def _write(self, report: Report, has_ended: bool) -> None:
-        held = held_by_device(report.state)
-        earlier = ledger.read_memory(self._workdir) or ledger.Memory({}, {})
+        held, earlier = held_by_device(report.state), ledger.read_memory(self._workdir) or {}
         for device, parts in held.items():
-            known = earlier.devices.get(device, {})
+            known = earlier.get(device, {})
             parts |= {part: known[part] for part in ledger.ESTIMATED if part in known}
-        taken = ledger.taken_on(earlier, held)
-        if has_ended:
-            for device in ledger.measured_devices(held):
-                is_host = device == ledger.HOST
-                used_gb = peaks()["host_memory_gb"] - self._gb_before if is_host else device_peak_gb(device)
-                taken[device] = max(int(1e9 * used_gb), taken.get(device, 0))
-        if (memory := ledger.Memory(held, taken)) != earlier:
-            ledger.write_memory(self._workdir, memory)
+        if held != earlier:
+            ledger.write_memory(self._workdir, held)

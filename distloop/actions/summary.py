@@ -96,7 +96,7 @@ class WorstExamples(Summary):
                 largest = sorted(np.flatnonzero(losses != -np.inf), key=lambda i: _rank(losses[i]))[: self._most]
                 rows = [(float(losses[i]), _row(batch, int(i))) for i in largest]
                 worst = sorted([*worst, *rows], key=lambda row: _rank(row[0]))[: self._most]
-        pictures = [next((v for _, v in row if are_pictures(v[None], (1, 3, 4))), None) for _, row in worst]
+        pictures = [next((v for _, v in row if are_pictures(v[None])), None) for _, row in worst]
         if pictures and all(picture is not None and picture.shape == pictures[0].shape for picture in pictures):  # type: ignore[union-attr]
             captions = ["  ".join([f"loss {show_number(loss)}", *_numbers(row)]) for loss, row in worst]
             return Images(np.stack(pictures), max=self._most, captions=captions)  # type: ignore[arg-type]

@@ -69,9 +69,7 @@ class Write(Action):
             writer.write(report.step, report.metrics, report.time)
         if self._files:
             # Media are encoded now: their arrays may change until they are written.
-            media = {
-                name: EncodedMedia(value.encode(), value.projector_files()) for name, value in report.media.items()
-            }
+            media = {name: EncodedMedia(value.encode()) for name, value in report.media.items()}
             self._rows.append(replace(report, media=media) if media else report)
         if self._timer_error is not None:
             self.flush()

@@ -158,8 +158,7 @@ def print_and_exit(trainer: Trainer, data: FitData) -> None:
             say(line)
         if (workdir := trainer.config.workdir) and workdir == trainer.config.local_workdir:
             os.makedirs(workdir, exist_ok=True)
-            taken = ledger.taken_on(ledger.read_memory(workdir), estimate.devices)  # by a run that has begun
-            ledger.write_memory(workdir, ledger.Memory(estimate.devices, taken))
+            ledger.write_memory(workdir, estimate.devices)
     raise SystemExit(0 if estimate.fits else 1)
 
 

@@ -14,8 +14,8 @@ import math
 import os
 import time as clock
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from distloop.atomic_files import start_time
 from distloop.log import log
@@ -30,7 +30,8 @@ TABLES = "embedding tables"
 HELD = ("weights", TABLES, "optimizer slots", "averages of weights")
 ESTIMATED = ("batch", "activations", "gradients")
 PARTS = (*HELD, *ESTIMATED)
-HOST = "host"  # stands for all virtual CPUs, which share the memory of a process
+# Bytes of the first worker's devices: of variables as they are placed, and what `--memory` estimated.
+Memory = dict[str, dict[str, int]]
 
 STEPS, STEPS_TWICE = "steps", "steps done twice"
 
@@ -173,23 +174,10 @@ def _number(row: Mapping[str, Any], name: str, unknown: float = math.nan) -> flo
     return number if math.isfinite(number) else unknown
 
 
-class Memory(NamedTuple):
-    """Bytes of the first worker's devices.
-
-    Attributes:
-        devices: device -> what they hold -> bytes: of variables as they are placed, and what `--memory` estimated.
-        taken: device -> the peak of a GPU; "host" -> how much the process grew since `fit` began, on CPUs; the most of
-            all calls of `fit`.
-    """
-
-    devices: dict[str, dict[str, int]]
-    taken: dict[str, int]
-
-
-def write_memory(workdir: str, memory: Memory) -> None:
+def write_memory(workdir: str, devices: Memory) -> None:
     """Writes `memory.json` into a directory that is there; an error is logged, and the report will lack it."""
     try:
-        records.replace_json(os.path.join(workdir, MEMORY), memory._asdict())
+        records.replace_json(os.path.join(workdir, MEMORY), {"devices": devices})
     except OSError as error:
         log.warning("The report will lack the memory of this run: %s.", error.strerror or error)
 
@@ -201,18 +189,4 @@ def read_memory(workdir: str, warn: Callable[[str], None] = log.warning) -> Memo
 
 
 def _as_memory(content: Any) -> Memory:
-    devices = {
-        device: {part: int(count) for part, count in held.items()} for device, held in content["devices"].items()
-    }
-    return Memory(devices, {device: int(count) for device, count in content["taken"].items()})
-
-
-def measured_devices(devices: Iterable[str]) -> list[str]:
-    """Returns of which devices, such as `CPU:0`, the memory that was taken is known: the GPUs, or "host"."""
-    return [device for device in devices if not device.startswith("CPU")] or [HOST]
-
-
-def taken_on(memory: Memory | None, devices: Iterable[str]) -> dict[str, int]:
-    """Returns what an earlier run took on such devices; an empty dict if that is unknown."""
-    names = measured_devices(devices)
-    return {name: count for name, count in memory.taken.items() if name in names} if memory is not None else {}
+    return {device: {part: int(count) for part, count in held.items()} for device, held in content["devices"].items()}

@@ -11,7 +11,7 @@ import io
 import json
 import math
 import wave
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,10 +47,6 @@ class Media(abc.ABC):
     def encode(self) -> Encoded:
         """Returns the tensor and the metadata for TensorBoard's plugin of this kind."""
 
-    def projector_files(self) -> Mapping[str, bytes]:
-        """Returns files for TensorBoard's projector, by the end of their names: none, but of vectors."""
-        return {}
-
     def as_file(self) -> MediaFile | None:
         """Returns the media as the content of a file; None if its kind has none, such as a precision-recall curve."""
         tensor, metadata = self.encode()
@@ -60,7 +56,7 @@ class Media(abc.ABC):
             return MediaFile(".json", json.dumps({"edges": [*left, right[-1]], "counts": counts}).encode())
         suffix, index = _FILES.get(kind, ("", 0))
         data = tensor.string_val[index] if suffix else b""
-        return MediaFile(".gif" if data.startswith(b"GIF8") else suffix, data) if suffix else None
+        return MediaFile(suffix, data) if suffix else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,15 +75,10 @@ class EncodedMedia(Media):
     """Media that is already encoded, and so independent of arrays that may change."""
 
     encoded: Encoded
-    files: Mapping[str, bytes]  # as `projector_files` returns them
 
     def encode(self) -> Encoded:
         """Returns the stored encoding."""
         return self.encoded
-
-    def projector_files(self) -> Mapping[str, bytes]:
-        """Returns the stored files."""
-        return self.files
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +117,7 @@ class Images(Media):
     captions: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
-        if not are_pictures(self.array, channels=(1, 3, 4)):
+        if not are_pictures(self.array):
             raise ValueError(
                 f"Images was given {np.asarray(self.array).dtype} of shape {list(np.shape(self.array))}; it takes "
                 "uint8, or floats in 0..1, [N, H, W, C] with C in 1, 3, 4, none of them 0: convert it, or add an axis "
@@ -136,69 +127,6 @@ class Images(Media):
     def encode(self) -> Encoded:
         """Returns width, height and one PNG for the image plugin."""
         return _encode_image(_grid(_pictures(self.array[: self.max]), list(self.captions or [])[: self.max]))
-
-
-@dataclass(frozen=True, eq=False)
-class Video(Media):
-    """A video, which is shown as an animated GIF; of 256 colors each frame, and without sound.
-
-    Attributes:
-        array: `[T, H, W, C]`, C in 1 (grey), 3 (RGB): uint8, or floats, clipped to 0..1.
-        fps: frames per second, at most 50, as GIFs have no more.
-    """
-
-    array: Any
-    fps: float = 10.0
-
-    def __post_init__(self) -> None:
-        if not are_pictures(self.array, channels=(1, 3)) or not 0 < self.fps <= 50:
-            raise ValueError(
-                f"Video was given {np.asarray(self.array).dtype} of shape {list(np.shape(self.array))} and "
-                f"fps={self.fps}; it takes uint8, or floats in 0..1, [T, H, W, C] with C in 1, 3, none of them 0, and "
-                "up to 50 frames a second: give one video at a time."
-            )
-
-    def encode(self) -> Encoded:
-        """Returns width, height and a GIF for the image plugin."""
-        file, (first, *others) = io.BytesIO(), _pictures(self.array)
-        first.save(file, "GIF", save_all=True, append_images=others, duration=1000 / self.fps, loop=0)
-        return _encode_image(first, file.getvalue())
-
-
-@dataclass(frozen=True, eq=False)
-class Embeddings(Media):
-    """Vectors with labels, for TensorBoard's projector.
-
-    Attributes:
-        array: `[N, D]`, floats.
-        labels: N texts, or anything that is written as one; None: the numbers of the rows.
-    """
-
-    array: Any
-    labels: Sequence[Any] | None = None
-
-    def __post_init__(self) -> None:
-        shape, count = np.shape(self.array), None if self.labels is None else len(self.labels)
-        if len(shape) != 2 or 0 in shape or count not in (None, shape[0]):
-            raise ValueError(
-                f"Embeddings was given an array of shape {list(shape)} and {'no' if count is None else count} labels; "
-                "it takes [N, D], neither of them 0, and a label for each row, or none."
-            )
-
-    def encode(self) -> Encoded:
-        """Returns the shape as a text: the vectors are in files."""
-        return Text(f"{' x '.join(map(str, np.shape(self.array)))}, in the projector").encode()
-
-    def as_file(self) -> MediaFile:
-        """Returns the vectors as lines of numbers between tabs."""
-        rows = np.asarray(self.array, np.float32).tolist()
-        return MediaFile(".tsv", "".join("\t".join(map(repr, row)) + "\n" for row in rows).encode())
-
-    def projector_files(self) -> dict[str, bytes]:
-        """Returns the vectors, and a line for each label."""
-        labels = range(len(self.array)) if self.labels is None else self.labels
-        lines = "".join(" ".join(str(label).split()) + "\n" for label in labels)
-        return {".tsv": self.as_file().data, ".labels.tsv": lines.encode()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -259,76 +187,6 @@ class PRCurve(Media):
 
 
 @dataclass(frozen=True, eq=False)
-class ConfusionMatrix(Media):
-    """A picture of how often each label was predicted as each class.
-
-    Attributes:
-        labels: `[N]`, class indices from 0.
-        predictions: `[N]`, class indices from 0.
-        names: names of the classes; None: their indices.
-    """
-
-    labels: Any
-    predictions: Any
-    names: Sequence[str] | None = None
-
-    def __post_init__(self) -> None:
-        arrays = [np.asarray(self.labels), np.asarray(self.predictions)]
-        if any(a.ndim != 1 or not a.size or a.dtype.kind not in "iub" for a in arrays) or len({*map(len, arrays)}) > 1:
-            shapes = " and ".join(f"{a.dtype}{list(a.shape)}" for a in arrays)
-            raise ValueError(
-                f"ConfusionMatrix was given {shapes}; it takes labels and predictions as whole numbers, [N] each: "
-                "take the argmax of logits first."
-            )
-        low, high = min(int(a.min()) for a in arrays), max(int(a.max()) for a in arrays)
-        if low < 0 or (self.names is not None and high >= len(self.names)):
-            raise ValueError(
-                f"ConfusionMatrix was given classes {low} to {high} and {len(self.names or [])} names; classes count "
-                "from 0 and each has a name: correct either."
-            )
-
-    def counts(self) -> np.ndarray:
-        """Returns the number of examples by label and prediction, `[classes, classes]`."""
-        labels, predictions = (np.asarray(a).astype(np.int64) for a in (self.labels, self.predictions))
-        size = len(self.names) if self.names is not None else int(max(labels.max(), predictions.max())) + 1
-        return np.bincount(labels * size + predictions, minlength=size * size).reshape(size, size)
-
-    def encode(self) -> Encoded:
-        """Returns a PNG for the image plugin: a row per label, a column per prediction; darker: more of the row.
-
-        Up to 30 classes, a cell shows its percentage of the row, and below it the count. TensorBoard shows the picture
-        smaller than it is, so the letters are large.
-        """
-        counts = self.counts()
-        names = list(self.names) if self.names is not None else [str(i) for i in range(len(counts))]
-        shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
-        side = 80 if len(names) <= 30 else 24  # pixels per cell; numbers fit into large cells only
-        font, small = ImageFont.load_default(32 if side == 80 else 20), ImageFont.load_default(20)
-        upright = ImageFont.TransposedFont(font, Image.Transpose.ROTATE_90)
-        title = "predicted, in % of a label"
-        margin = 3 * _LINE + max(round(font.getlength(name)) for name in names)
-        end = margin + side * len(names) + 8
-        picture = Image.new("RGB", (max(end, margin + round(font.getlength(title)) + 4), end), "white")
-        draw = ImageDraw.Draw(picture)
-        for i, name in enumerate(names):
-            middle = margin + side * i + side // 2
-            draw.text((margin - 8, middle), name, "black", font, anchor="rm")
-            _, _, width, height = upright.getbbox(name)
-            draw.text((middle - width // 2, margin - 8 - height), name, "black", upright)
-            for j, share in enumerate(shares[i]):
-                left, top = margin + side * j, margin + side * i
-                shade = (round(255 - 225 * share), round(255 - 150 * share), round(255 - 75 * share))
-                draw.rectangle((left, top, left + side - 2, top + side - 2), shade, "#dddddd")
-                if side == 80 and counts[i, j]:
-                    ink, x = "white" if share > 0.5 else "black", left + side // 2 - 1
-                    draw.text((x, top + 30), f"{100 * share:.0f}", ink, font, anchor="mm")
-                    draw.text((x, top + 61), str(counts[i, j]), ink, small, anchor="mm")
-        draw.text((margin, 4), title, "black", font)
-        draw.text((4, margin - 8), "label", "black", font, anchor="ls")
-        return _encode_image(picture)
-
-
-@dataclass(frozen=True, eq=False)
 class LayerGraph(Media):
     """The layers of a Keras model, which the graph page shows as its conceptual graph."""
 
@@ -346,10 +204,10 @@ def _tensor(dtype: Any, shape: Sequence[int], **values: Any) -> TensorProto:
     return TensorProto(dtype=dtype, tensor_shape=TensorShapeProto(dim=dims), **values)
 
 
-def are_pictures(array: Any, channels: Sequence[int]) -> bool:
+def are_pictures(array: Any) -> bool:
     """Returns whether an array holds images that can be shown: uint8 or floats, `[N, H, W, C]`."""
     shape, dtype = np.shape(array), np.asarray(array).dtype
-    return len(shape) == 4 and shape[-1] in channels and 0 not in shape and (dtype == np.uint8 or dtype.kind == "f")
+    return len(shape) == 4 and shape[-1] in (1, 3, 4) and 0 not in shape and (dtype == np.uint8 or dtype.kind == "f")
 
 
 def _pictures(array: Any) -> list[Image.Image]:
@@ -382,10 +240,8 @@ def _grid(pictures: Sequence[Image.Image], captions: Sequence[str]) -> Image.Ima
     return grid
 
 
-def _encode_image(picture: Image.Image, content: bytes = b"") -> Encoded:
-    """Returns a picture for the image plugin, as a PNG unless the content of another file is given."""
-    if not content:
-        picture.save(file := io.BytesIO(), "PNG")
-        content = file.getvalue()
-    parts = [str(side).encode() for side in picture.size] + [content]
+def _encode_image(picture: Image.Image) -> Encoded:
+    """Returns a picture for the image plugin, as a PNG."""
+    picture.save(file := io.BytesIO(), "PNG")
+    parts = [*(str(side).encode() for side in picture.size), file.getvalue()]
     return _tensor(DT_STRING, [len(parts)], string_val=parts), images.create_summary_metadata(None, None)

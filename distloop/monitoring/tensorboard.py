@@ -13,7 +13,6 @@ called.
 import contextlib
 import glob
 import itertools
-import json
 import os
 import re
 import time
@@ -27,7 +26,6 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.custom_scalar import summary as custom_scalars
 from tensorboard.plugins.scalar import metadata as scalars
 
-from distloop import atomic_files
 from distloop.monitoring.media import Media
 from distloop.monitoring.records import GROUPS, METRICS
 
@@ -82,7 +80,6 @@ class SummaryWriter:
         self._evals = frozenset(name for name in evals if name not in _TAKEN and not name.startswith("."))
         self._files: dict[str, _EventFile] = {}
         self._has_begun = False
-        self._projected: dict[str, set[str]] = {}  # by run, the tags of embeddings
 
     def begin(
         self,
@@ -195,28 +192,10 @@ class SummaryWriter:
     def _add(self, run: str, step: int, when: float, media: Mapping[str, Media]) -> None:
         event = Event(wall_time=when, step=step)
         for tag, item in media.items():
-            if files := item.projector_files():
-                self._project(run, tag, files)
             tensor, metadata = item.encode()
             metadata.summary_description = metadata.summary_description or describe_media(tag)
             event.summary.value.add(tag=tag, tensor=tensor, metadata=metadata)
         self._file(run).write(event)
-
-    def _project(self, run: str, tag: str, files: Mapping[str, bytes]) -> None:
-        """Writes what the projector reads: the last vectors of each tag, and a list of all."""
-        self._projected.setdefault(run, set()).add(tag)
-        paths, lines = {name: f"projector/{name.replace('/', '.')}" for name in sorted(self._projected[run])}, []
-        for name, path in paths.items():
-            fields = {"tensor_name": name, "tensor_path": f"{path}.tsv", "metadata_path": f"{path}.labels.tsv"}
-            texts = " ".join(f"{field}: {json.dumps(text, ensure_ascii=False)}" for field, text in fields.items())
-            lines.append(f"embeddings {{ {texts} }}\n")  # of a ProjectorConfig
-        contents = {f"{paths[tag]}{end}": content for end, content in files.items()}
-        contents["projector_config.pbtxt"] = "".join(lines).encode()
-        directory = os.path.join(self.path, run)
-        os.makedirs(os.path.join(directory, "projector"), exist_ok=True)
-        for name, content in contents.items():
-            with atomic_files.replacing(os.path.join(directory, name)) as temporary, open(temporary, "wb") as file:
-                file.write(content)
 
     def flush(self) -> None:
         """Hands all events to the operating system, so that they survive this process.

@@ -18,7 +18,7 @@ class MediaFile(NamedTuple):
     """Media as the content of a file.
 
     Attributes:
-        suffix: `.png` for images, `.gif` for videos, `.wav` for sounds, `.md` for texts, `.json` for histograms, with
+        suffix: `.png` for images, `.wav` for sounds, `.md` for texts, `.json` for histograms, with
             `edges` and `counts`.
         data: the bytes.
     """

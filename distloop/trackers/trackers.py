@@ -103,11 +103,11 @@ class WandbWriter:
         self._run.finish(exit_code=self._exit_code)
 
     def _as_media(self, file: MediaFile, path: str) -> Any:
-        """Returns media as W&B have them; images, videos and sounds are written to a path, which W&B copies."""
+        """Returns media as W&B have them; images and sounds are written to a path, which W&B copies."""
         if file.suffix == ".json":
             histogram = json.loads(file.data)
             return self._wandb.Histogram(np_histogram=(histogram["counts"], histogram["edges"]))
-        kinds = {".png": self._wandb.Image, ".gif": self._wandb.Video, ".wav": self._wandb.Audio}
+        kinds = {".png": self._wandb.Image, ".wav": self._wandb.Audio}
         if (make := kinds.get(file.suffix)) is not None:
             (copy := pathlib.Path(path + file.suffix)).write_bytes(file.data)
             return make(str(copy))
@@ -166,13 +166,13 @@ class MLflowWriter:
         return self._run_id
 
     def write_media(self, step: int, media: Mapping[str, MediaFile], time: float) -> None:
-        """Sends images, videos, sounds and texts; MLflow shows no histograms."""
+        """Sends images, sounds and texts; MLflow shows no histograms."""
         for name, file in media.items():
             key = _NOT_IN_KEYS.sub("_", name)
             if file.suffix == ".png":
                 image = Image.open(io.BytesIO(file.data))
                 self._client.log_image(self._run_id, image, key=key, step=step, timestamp=int(time * 1000))
-            elif file.suffix in (".md", ".gif", ".wav"):
+            elif file.suffix in (".md", ".wav"):
                 with tempfile.TemporaryDirectory() as directory:
                     (path := pathlib.Path(directory, f"{step}{file.suffix}")).write_bytes(file.data)
                     self._client.log_artifact(self._run_id, str(path), f"media/{key}")

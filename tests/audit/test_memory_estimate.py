@@ -107,15 +107,14 @@ def test_memory_prints_the_estimate_and_ends_before_training(monkeypatch, capsys
     assert ended.value.code == 0 and trainer.step == 0
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["memory.json"]  # for the report
     (planned,) = run_files.load_all([str(tmp_path)])
-    assert planned.status == "planned" and planned.memory.devices["CPU:0"]["weights"] > 0
+    assert planned.status == "planned" and planned.memory["CPU:0"]["weights"] > 0
     assert "Estimated memory of each device, where a step of 4 rows needs most:" in printed
     assert "B  activations" in printed and "GB that are available" in printed
-    ledger.write_memory(planned.path, planned.memory._replace(taken={"host": 7}))  # as a run does at its end
     available(monkeypatch, 0.0)
     with pytest.raises(SystemExit) as ended:
         trainer.fit(classification(8), batch_size=4, steps=1)
     assert ended.value.code == 1
-    assert ledger.read_memory(planned.path) == planned.memory._replace(taken={"host": 7})
+    assert ledger.read_memory(planned.path) == planned.memory
 
 
 def peak(fn, *shapes):

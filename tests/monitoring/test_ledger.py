@@ -123,20 +123,11 @@ def test_device_hours_end_with_the_last_row_of_each_start(starts, last_time, hou
     assert ledger.device_hours([dict(zip(names, s, strict=True)) for s in starts], last_time) == hours
 
 
-def test_what_was_taken_is_known_of_gpus_and_of_the_host_of_cpus():
-    cpus, gpus = ["CPU:0", "CPU:1"], ["GPU:0", "GPU:1"]
-    assert ledger.measured_devices(cpus) == ["host"] and ledger.measured_devices(gpus) == gpus
-    memory = ledger.Memory({}, {"host": 7, "GPU:0": 8})
-    assert ledger.taken_on(memory, cpus) == {"host": 7} and ledger.taken_on(memory, gpus) == {"GPU:0": 8}
-    assert ledger.taken_on(None, ["CPU:0"]) == {}
-
-
 def test_the_memory_that_is_written_is_read_and_a_missing_or_damaged_file_tells_nothing(tmp_path):
     assert ledger.read_memory(str(tmp_path)) is None
-    memory = ledger.Memory({"GPU:0": {"weights": 5}}, {"GPU:0": 7})
+    memory = {"GPU:0": {"weights": 5}}
     ledger.write_memory(str(tmp_path), memory)
     assert ledger.read_memory(str(tmp_path)) == memory
-    damaged = ["{", '{"devices": 3, "taken": {}}', '{"devices": {}}']
-    for text in [*damaged, '{"devices": {"GPU:0": {"weights": "x"}}, "taken": {}}']:
+    for text in ["{", '{"devices": 3}', '{"taken": {}}', '{"devices": {"GPU:0": {"weights": "x"}}}']:
         (tmp_path / ledger.MEMORY).write_text(text)
         assert ledger.read_memory(str(tmp_path)) is None

@@ -100,14 +100,6 @@ def test_tensorboard_shows_every_kind(sweep, site, is_fast):
         for where, tag in ((run, "shown/pictures"), (test, "confusion")):
             (*_, last) = ask("plugin/images/images", run=where, tag=tag, sample=0)
             assert ask(f"plugin/images/individualImage?{last['query']}&x=")[:4] == b"\x89PNG"
-        (*_, clip) = ask("plugin/images/images", run=run, tag="shown/clip", sample=0)
-        assert ask(f"plugin/images/individualImage?{clip['query']}&x=")[:6] == b"GIF89a"
-        (found,) = ask("plugin/projector/info", run=run)["embeddings"]
-        points = {"run": run, "name": "shown/points"}
-        assert (found["tensorName"], found["tensorShape"]) == ("shown/points", [3, 2])
-        numbers = np.frombuffer(ask("plugin/projector/tensor", **points), np.float32)
-        assert numbers.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
-        assert ask("plugin/projector/metadata", **points) == b"one\ntwo words\n3\n"
         sound = ask("plugin/audio/audio", run=run, tag="shown/tone", sample=0)[0]
         assert ask(f"plugin/audio/individualAudio?{sound['query']}&x=")[:4] == b"RIFF"
         assert ask("plugin/pr_curves/pr_curves", run=run, tag="shown/curve")[run][0]["true_positives"][0] == 2

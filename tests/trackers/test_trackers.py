@@ -24,7 +24,7 @@ import numpy as np
 import distloop
 from distloop.monitoring.deliveries import Deliveries
 from distloop.actions.write import JsonWriter
-from distloop.monitoring.media import Audio, EncodedMedia, Histogram, Images, Text, Video
+from distloop.monitoring.media import Audio, EncodedMedia, Histogram, Images, Text
 from distloop.monitoring.writers import RunFile
 
 def run(workdir, tracker, killed_at, start_secs):
@@ -60,8 +60,8 @@ def run(workdir, tracker, killed_at, start_secs):
             if step % 4 == 0:
                 image = Images(np.full([1, 4, 4, 1], step / 12))
                 media = {"test/picture": image, "note": Text("<b>"), "w": Histogram([1.0, 2.0])}
-                media |= {"tone": Audio(np.zeros(80), 8000), "clip": Video(np.zeros([2, 4, 4, 1]))}
-                encoded = {name: EncodedMedia(value.encode(), {}) for name, value in media.items()}
+                media |= {"tone": Audio(np.zeros(80), 8000)}
+                encoded = {name: EncodedMedia(value.encode()) for name, value in media.items()}
                 opened.show(step, encoded, 0.0)
             for file in (json_writer, opened):
                 file.write(step, numbers, start_secs + step)
@@ -156,8 +156,8 @@ def test_wandb_has_media_of_a_run_that_is_not_killed(tmp_path):
     run_killed(tmp_path, "wandb")
     rows = [row for row in history(tmp_path) if "test/picture/path" in row]
     assert [row["_step"] for row in rows] == [4, 8, 12]
-    kinds = {tuple(row[f"{name}/_type"] for name in ("test/picture", "note", "w", "tone", "clip")) for row in rows}
-    assert kinds == {("image-file", "html-file", "histogram", "audio-file", "video-file")}
+    kinds = {tuple(row[f"{name}/_type"] for name in ("test/picture", "note", "w", "tone")) for row in rows}
+    assert kinds == {("image-file", "html-file", "histogram", "audio-file")}
     assert len(glob.glob(f"{tmp_path}/wandb/offline-run-*/files/media/images/test/*.png")) == 3
 
 
