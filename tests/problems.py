@@ -4,6 +4,7 @@ import contextlib
 import functools
 import itertools
 import json
+import math
 import os
 import pathlib
 import re
@@ -230,6 +231,17 @@ def full_disk(num_bytes=0):
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def with_odd_values(content):
+    """Yields a value of JSON with something odd in place of each value in it, one at a time."""
+    all_odd = (None, "x", [], {}, [[1]], math.inf, -1, 10**400, "\ud800")
+    yield from (odd for odd in all_odd if type(odd) is not type(content) or type(odd) is int)
+    for key in content if isinstance(content, dict) else range(len(content)) if isinstance(content, list) else ():
+        rest = dict(content) if isinstance(content, dict) else list(content)
+        for odd in with_odd_values(content[key]):
+            rest[key] = odd
+            yield rest
 
 
 def optimize_graphs():

@@ -17,7 +17,7 @@ import pytest
 from distloop import report
 from distloop.monitoring import ledger, run_files
 from distloop.monitoring.records import append_row, read_metrics
-from tests.problems import write_run
+from tests.problems import with_odd_values, write_run
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -419,17 +419,6 @@ def test_a_pipe_gets_it_as_text_and_each_row_in_one_line(foreign, capfd):
     assert len(table(out, "metric")) == 2
 
 
-def with_odd_values(content):
-    """Yields a value of JSON with something odd in place of each value in it, one at a time."""
-    all_odd = (None, "x", [], {}, [[1]], math.inf, -1, 10**30, "\ud800")
-    yield from (odd for odd in all_odd if type(odd) is not type(content))
-    for key in content if isinstance(content, dict) else range(len(content)) if isinstance(content, list) else ():
-        rest = dict(content) if isinstance(content, dict) else list(content)
-        for odd in with_odd_values(content[key]):
-            rest[key] = odd
-            yield rest
-
-
 @pytest.fixture
 def rich_run(tmp_path):
     """A run with a value at every key that the report reads."""
@@ -456,7 +445,7 @@ def test_odd_values_in_a_file_of_a_run_are_gone_without(rich_run, name, capsys):
     *before, content = path.read_text().splitlines() if name.endswith("l") else [path.read_text()]
     for odd in with_odd_values(json.loads(content)):
         path.write_text("\n".join([*before, json.dumps(odd)]) + "\n")
-        assert report.main([str(rich_run)]) == report.main([str(rich_run), "--json"]) == 0, odd
+        assert report.main([str(rich_run), f"--csv={rich_run}.csv"]) == report.main([str(rich_run), "--json"]) == 0, odd
         run_files.has_ended(str(rich_run))
     for raw in (b"", b"\x00" * 9, b"\xff\xfe{", b"{", b"[" * 10_000, b'{"a":' * 200 + b"1" + b"}" * 200):
         path.write_bytes(raw)

@@ -189,4 +189,7 @@ def read_memory(workdir: str, warn: Callable[[str], None] = log.warning) -> Memo
 
 
 def _as_memory(content: Any) -> Memory:
-    return {device: {part: int(count) for part, count in held.items()} for device, held in content["devices"].items()}
+    devices = {device: {**held} for device, held in content["devices"].items()}
+    if not all(records.is_count(count) for held in devices.values() for count in held.values()):
+        raise ValueError("it holds something else than numbers of bytes")
+    return devices

@@ -4,12 +4,15 @@
     print(difference)
     difference.are_equal        # to the bit, as far as both have come
 
-TensorFlow is imported where two checkpoints differ, to name the first variable that does.
+Every byte of the checkpoints that both have is compared; of runs at URLs they are fetched. TensorFlow is imported where
+two checkpoints differ, to name the first variable that does, or the checkpoint that is damaged.
 """
 
 import contextlib
 import dataclasses
+import filecmp
 import os
+import shlex
 import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -37,6 +40,7 @@ class Difference:
         num_checkpoints: steps of which both have a checkpoint.
         checkpoint: the first of these steps whose checkpoints differ; None: none does.
         variable: the first variable there that differs, in the order of the model, and by how much at most.
+        damage: which of these two checkpoints is damaged, in place of a variable; empty: neither is.
         commands: replay the step that differs first, in each run.
     """
 
@@ -47,6 +51,7 @@ class Difference:
     num_checkpoints: int = 0
     checkpoint: int | None = None
     variable: tuple[str, float] | None = None
+    damage: str = ""
     commands: Sequence[str] = ()
 
     @property
@@ -65,9 +70,9 @@ class Difference:
         if self.step is not None:
             lines.append(f"  the first row that differs is of step {self.step}:")
             lines += [f"    {name}: {_shown(a)} and {_shown(b)}{_apart(a, b)}" for name, (a, b) in self.numbers.items()]
-        if self.variable is not None:
-            lines.append(f"  the first checkpoint that differs is of step {self.checkpoint}:")
-            lines.append(f"    {self.variable[0]}, by {show_number(self.variable[1])} at most")
+        if self.checkpoint is not None:
+            what = f"{self.variable[0]}, by {show_number(self.variable[1])} at most" if self.variable else self.damage
+            lines += [f"  the first checkpoint that differs is of step {self.checkpoint}:", f"    {what}"]
         return "\n".join([*lines, "", "To look at that step in either run:", *(f"  {c}" for c in self.commands)])
 
 
@@ -79,7 +84,7 @@ def compare(first: str, second: str) -> Difference:
         second: that of another.
 
     Raises:
-        ValueError: if one holds no run, or they have no row and no checkpoint of the same step.
+        ValueError: if one holds no run or cannot be read, or they have no row and no checkpoint of the same step.
     """
     with tempfile.TemporaryDirectory(prefix="distloop_") as root:
         paths = [fetch_reports(path, os.path.join(root, str(i))) for i, path in enumerate((first, second))]
@@ -90,8 +95,11 @@ def compare(first: str, second: str) -> Difference:
                 )
         manifests = [manifests_of(path) for path in paths]
         found = Difference(_settings(paths, manifests))
-        _compare_rows(paths, found)
-        _compare_checkpoints((first, second), manifests, found)
+        try:
+            _compare_rows(paths, found)
+            _compare_checkpoints((first, second), sorted({*manifests[0]} & {*manifests[1]}), found)
+        except OSError as error:
+            raise ValueError(f"The runs cannot be compared ({error}): give runs that you may read.") from error
     if not found.num_rows and not found.num_checkpoints:
         raise ValueError(f"{first!r} and {second!r} have no row and no checkpoint of the same step to compare.")
     steps = [step for step in (found.step, found.checkpoint) if step is not None]
@@ -131,36 +139,58 @@ def _compare_rows(paths: Sequence[str], found: Difference) -> None:
 
 
 def manifests_of(path: str) -> dict[int, Any]:
-    """Returns the manifest of each checkpoint by step."""
+    """Returns the manifest of each checkpoint by step; one that cannot be read is named in the log and left out."""
     folder, found = os.path.join(path, "checkpoints"), {}
     for name in os.listdir(folder) if os.path.isdir(folder) else ():
         file = os.path.join(folder, name, "manifest.json")
-        if name.isdecimal() and (read := records.read_json(file, records.as_object, instead="it is left out")):
+        if name.isdecimal() and (read := records.read_json(file, _as_manifest, instead="it is left out")):
             found[int(name)] = read
     return found
 
 
-def _compare_checkpoints(paths: Sequence[str], manifests: Sequence[Mapping[int, Any]], found: Difference) -> None:
-    """Finds the first checkpoint of which the runs have others, and the first variable in it."""
-    for step in sorted({*manifests[0]} & {*manifests[1]}):
+def _as_manifest(value: Any) -> dict[str, Any]:
+    """Returns a manifest whose notes may be read."""
+    notes = records.as_object(value["notes"])
+    for name in ("versions", "input"):
+        records.as_object(notes.get(name, {}))
+    return records.as_object(value)
+
+
+def _compare_checkpoints(paths: Sequence[str], steps: Sequence[int], found: Difference) -> None:
+    """Finds the first checkpoint of which the runs have others, and the first variable in it, or which is damaged."""
+    for step in steps:
         found.num_checkpoints += 1
-        if manifests[0][step].get("index") != manifests[1][step].get("index"):
-            if different := _first_variable([f"{path.rstrip('/')}/checkpoints/{step}" for path in paths]):
-                found.checkpoint, found.variable = step, different
-                return
+        with contextlib.ExitStack() as stack:
+            both = [f"{path.rstrip('/')}/checkpoints/{step}" for path in paths]
+            local = [stack.enter_context(local_copy(path)) for path in both]
+            if _have_equal_values(*local):
+                continue
+            from distloop.checkpoints.checkpoint import DamagedError  # imports TensorFlow
+
+            try:
+                found.variable = _first_variable(local)
+            except DamagedError as error:
+                found.damage = str(error).replace(local[0], both[0]).replace(local[1], both[1])
+        if found.variable or found.damage:
+            found.checkpoint = step
+            return
+
+
+def _have_equal_values(first: str, second: str) -> bool:
+    """Returns whether the files with the values of two checkpoints are equal, byte for byte."""
+    names, others = ({n for n in os.listdir(path) if n.startswith("variables")} for path in (first, second))
+    return names == others and not any(filecmp.cmpfiles(first, second, names, shallow=False)[1:])
 
 
 def _first_variable(paths: Sequence[str]) -> tuple[str, float] | None:
     """Returns the first variable of two checkpoints that differs, and by how much; None: no value does."""
     import numpy as np
 
-    from distloop.checkpoints.checkpoint import load  # imports TensorFlow
+    from distloop.checkpoints.checkpoint import load
 
-    with contextlib.ExitStack() as stack:
-        values = [load(stack.enter_context(local_copy(path))).values for path in paths]
-    names = [*(name for name in values[0] if name.startswith("model/")), *values[0]]
-    names = [name for name in names if not name.startswith("metrics/")]  # Keras's, which depend on the replicas
-    for name in names:
+    values = [load(path).values for path in paths]
+    names = [name for of in values for name in of if not name.startswith("metrics/")]  # which depend on the replicas
+    for name in sorted(dict.fromkeys(names), key=lambda name: not name.startswith("model/")):
         a, b = (np.asarray(v[name].numpy() if name in v else b"") for v in values)
         if a.tobytes() != b.tobytes():
             is_number = a.dtype.kind in "fiu" and a.shape == b.shape
@@ -179,10 +209,13 @@ def program_of(path: str) -> str:
 
 
 def _command(workdir: str, step: int) -> str:
-    """Returns the command that replays a step of a run."""
-    program = "" if is_url(workdir) else program_of(workdir)
-    flagfile = f" --flagfile={workdir.rstrip('/')}/flags.txt" if program else ""
-    return f"{program or 'the command of the run, with'}{flagfile} --workdir={workdir} --replay={step}"
+    """Returns the command that replays a step of a run, as a shell reads it."""
+    words, flags = [], [f"--workdir={workdir}", f"--replay={step}"]
+    with contextlib.suppress(ValueError):  # of a quote that is not closed
+        words = shlex.split("" if is_url(workdir) else program_of(workdir))
+    if not words:
+        return f"the command of the run, with {shlex.join(flags)}"
+    return shlex.join([*words, f"--flagfile={workdir.rstrip('/')}/flags.txt", *flags])
 
 
 def _shown(value: Any) -> str:
@@ -190,4 +223,5 @@ def _shown(value: Any) -> str:
 
 
 def _apart(a: Any, b: Any) -> str:
-    return f" ({show_number(b - a)} apart)" if isinstance(a, float | int) and isinstance(b, float | int) else ""
+    is_number = isinstance(a, float | int) and isinstance(b, float | int)
+    return f" ({show_number(records.as_number(b) - records.as_number(a))} apart)" if is_number else ""

@@ -1,5 +1,8 @@
 """Two runs compared: what differs besides numbers, the first row, the first checkpoint and variable; equal runs are."""
 
+import json
+import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -9,7 +12,7 @@ import pytest
 import distloop
 from distloop import report
 from distloop.replay.diff import compare
-from tests.problems import classification, classifier, on, write_run
+from tests.problems import classification, classifier, on, with_odd_values, write_run
 
 
 def train(workdir, *, steps=6, actions=(), **settings):
@@ -59,6 +62,33 @@ def test_the_first_row_and_the_first_variable_are_those_after_a_change(runs):
     assert found.checkpoint == 4 and found.variable[0] == "model/net/hidden/kernel" and 0 < found.variable[1] < 2.0**-8
 
 
+def test_a_checkpoint_whose_values_are_damaged_is_not_equal_to_the_one_that_was_copied(runs, tmp_path, capsys):
+    other = shutil.copytree(runs["whole"], tmp_path / "other")
+    data = other / "checkpoints" / "4" / "variables.data-00000-of-00001"
+    data.write_bytes(bytes(byte ^ 1 for byte in data.read_bytes()))
+    for pair in ([runs["whole"], str(other)], [str(other), runs["whole"]]):
+        assert report.main(["--diff", *pair]) == 1
+        out = capsys.readouterr().out
+        assert "the first checkpoint that differs is of step 4:" in out
+        assert f"    The checkpoint '{other}/checkpoints/4' is damaged" in out
+
+
+def test_a_command_that_is_shown_is_quoted_and_runs_nothing_of_a_foreign_file(tmp_path):
+    paths = [write_run(tmp_path / "my runs; touch x" / name, [{"step": 1, "loss": ord(name)}]) for name in "ab"]
+    flags = [f"--workdir={paths[0]}", "--replay=1"]
+
+    def shown(program):
+        (paths[0] / "flags.txt").write_text(f"# {program}\n--steps=1\n")
+        return compare(*map(str, paths)).commands[0]
+
+    for program, words in (
+        ("python 'my train.py'", ["python", "my train.py"]),
+        ("python train.py; rm -r ~ $(x)", ["python", "train.py;", "rm", "-r", "~", "$(x)"]),
+    ):
+        assert shown(program) == shlex.join([*words, f"--flagfile={paths[0]}/flags.txt", *flags])
+    assert shown("python 'train.py") == f"the command of the run, with {shlex.join(flags)}"
+
+
 def test_times_and_rows_of_other_steps_are_not_compared_and_an_incomplete_row_is_left_out(tmp_path):
     rows = [{"step": 2, "time": 1.0, "loss": 0.5, "steps_per_sec": 3.0}, {"step": 4, "time": 2.0, "loss": 0.25}]
     other = [{"step": 1, "loss": 9.0}, {"step": 2, "loss": 0.5, "goodput": 1.0}, {"step": 4, "loss": 0.125}]
@@ -100,3 +130,22 @@ def test_what_cannot_be_compared_is_refused_in_a_sentence(runs, tmp_path, capsys
     ):
         assert report.main(["--diff", runs["whole"], *others]) == 2
         assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.json", "flags.txt", "checkpoints/4/manifest.json"])
+def test_odd_files_are_left_out_or_named_in_a_sentence(name, runs, tmp_path):
+    odd = tmp_path / "odd"
+    shutil.copytree(runs["stopped"], odd)
+    path = odd / name
+    good = path.read_bytes()
+    contents = [b"", b"\x00" * 9, b"\xff\xfe{", b"{", b"[" * 10_000, good[: len(good) // 2]]
+    if name != "flags.txt":
+        content = json.loads(good.splitlines()[-1] if name.endswith("l") else good)
+        notes = {key: content["notes"][key] for key in ("versions", "input", "replicas")} if "notes" in content else {}
+        content = dict([*content.items()][:5]) | {"notes": notes}
+        content.pop("entries", None)
+        contents += [json.dumps(value).encode() + b"\n" for value in with_odd_values(content)]
+    for content in contents:
+        path.write_bytes(content)
+        for pair in ([runs["stopped"], str(odd)], [str(odd), runs["stopped"]]):
+            assert report.main(["--diff", *pair]) in (0, 1, 2), content
