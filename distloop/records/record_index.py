@@ -23,6 +23,7 @@ import io
 import json
 import os
 import pathlib
+import shlex
 import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -275,7 +276,7 @@ def scan_shard(files: Files, number: int, stat: tuple[int, str]) -> tuple[Shard,
     elif not begin and (program := _PROGRAMS.get(header[:2])):
         raise ValueError(
             f"The shard {path!r} is compressed, so its records cannot be read one by one: write it without "
-            f"compression, such as by '{program} {path} > FILE'."
+            f"compression, such as by: {program} {shlex.quote(path)} > FILE."
         )
     elif not begin:
         raise ValueError(

@@ -204,7 +204,7 @@ def program_of(path: str) -> str:
     path = os.path.join(path, "flags.txt")
     with contextlib.suppress(OSError, UnicodeDecodeError), open(path, encoding="utf-8") as file:
         line = file.readline().strip()
-        return line.removeprefix("# ") if line.startswith("# ") else ""
+        return line.removeprefix("# ") if line.startswith("# python") else ""
     return ""
 
 
@@ -215,7 +215,8 @@ def _command(workdir: str, step: int) -> str:
         words = shlex.split("" if is_url(workdir) else program_of(workdir))
     if not words:
         return f"the command of the run, with {shlex.join(flags)}"
-    return shlex.join([*words, f"--flagfile={workdir.rstrip('/')}/flags.txt", *flags])
+    end = words.index("--") if "--" in words else len(words)  # flags do not follow it
+    return shlex.join([*words[:end], f"--flagfile={workdir.rstrip('/')}/flags.txt", *flags, *words[end:]])
 
 
 def _shown(value: Any) -> str:

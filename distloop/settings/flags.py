@@ -12,6 +12,7 @@ import contextlib
 import enum
 import json
 import os
+import shlex
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ from distloop.urls import without_credentials
 _NOT_OF_TRIALS = (DEVICES, CHECKPOINTS, MONITORING, FAILURES)  # groups of settings that no trial is about
 
 _HELP_WIDTH = 80
+_NOT_IN_A_LINE = "a line break or a space at its end, which a flag file cannot: give it by hand"
 _SECRET = "is_secret"  # an attribute of absl's flag
 _secrets: dict[str, None] = {}  # the names of all that were marked
 _SECRET_LETTERS = 8  # of values that are hidden in other arguments, too
@@ -119,19 +121,33 @@ def shown_settings(config: Config) -> dict[str, Any]:
 def run_settings(config: Config) -> dict[str, Any]:
     """Returns all settings and the program's own flags by name, as JSON holds them: `***` for secret ones."""
     values = {flag.name: HIDDEN if _is_secret(flag.name) else _shown(flag.value) for flag in _own_flags(config)}
-    return shown_settings(config) | json.loads(json.dumps(values, default=str))
+    return shown_settings(config) | json.loads(json.dumps(values, default=lambda value: _without_secrets(str(value))))
 
 
 def shown_arguments(arguments: Sequence[str]) -> list[str]:
     """Returns the arguments of a command line, with `***` in place of secret values, and without passwords of URLs."""
-    shown, is_value = [], False
-    for argument in arguments:
-        name, sign, _ = argument.partition("=")
-        is_secret = argument.startswith("-") and _is_secret(name.lstrip("-"))
-        text = f"{name}={HIDDEN}" if is_secret and sign else HIDDEN if is_value else _without_secrets(argument)
-        is_value = is_secret and not sign and flags.FLAGS[name.lstrip("-")].flag_type() != "bool"
-        shown.append(text)
+    shown = []
+    for argument, name in zip(arguments, flags_of(arguments), strict=True):
+        flag, sign, _ = argument.partition("=")
+        is_value = flag.lstrip("-") != name
+        is_secret = _is_secret(name) and (is_value or bool(sign))
+        shown.append((HIDDEN if is_value else f"{flag}={HIDDEN}") if is_secret else _without_secrets(argument))
     return shown
+
+
+def flags_of(arguments: Sequence[str]) -> list[str]:
+    """Returns the name of the flag that each argument of a command line is, or is the value of; empty: of none."""
+    names, owner = [], ""
+    for i, argument in enumerate(arguments):
+        name, sign, _ = argument.lstrip("-").partition("=")
+        if owner or not argument.startswith("-") or "--" in arguments[: i + 1]:
+            names.append(owner)
+            owner = ""
+            continue
+        names.append(name)
+        takes_value = not sign and name in flags.FLAGS and flags.FLAGS[name].flag_type() != "bool"
+        owner = name if takes_value else ""
+    return names
 
 
 def help_text() -> str:
@@ -169,7 +185,7 @@ def write(config: Config, workdir: str) -> None:
         return
     try:
         os.makedirs(workdir, exist_ok=True)
-        lines = [f"# {_program()}"] if flags.FLAGS.is_parsed() else []
+        lines = [_program()] if flags.FLAGS.is_parsed() else []
         flags_txt = "".join(line + "\n" for line in [*lines, *_flag_lines(config)])
         for name, text in {"config.json": as_json(config), "flags.txt": flags_txt}.items():
             _write_text(os.path.join(workdir, name), text)
@@ -190,10 +206,12 @@ def _write_text(path: str, text: str) -> None:
 
 
 def _program() -> str:
-    """Returns the command of this process without its flags."""
+    """Returns the command of this process without its flags and their values, as a comment of a flag file."""
     name = getattr(getattr(sys.modules["__main__"], "__spec__", None), "name", "")
     words = ["python", *(["-m", name.removesuffix(".__main__")] if name else sys.argv[:1])]
-    return without_credentials(" ".join([*words, *(word for word in sys.argv[1:] if not word.startswith("-"))]))
+    others = [word for word, flag in zip(sys.argv[1:], flags_of(sys.argv[1:]), strict=True) if not flag]
+    text = shlex.join(map(_without_secrets, [*words, *others]))
+    return f"# {text}" if text.splitlines() == [text] else f"# the program's arguments hold {_NOT_IN_A_LINE}"
 
 
 def as_json(config: Config) -> str:
@@ -288,10 +306,18 @@ def _flag_lines(config: Config) -> list[str]:
     """Returns the lines of `flags.txt`, one `--name=value` each; a comment for a secret flag."""
     is_parsed = flags.FLAGS.is_parsed()
     names = [name for name in vars(config) if name in flags.FLAGS or not is_parsed]
-    texts = {name: f"--{name}={getattr(config, name)}" for name in names}
+    texts = {name: [f"--{name}={getattr(config, name)}"] for name in names}
     for flag in _own_flags(config):
-        texts[flag.name] = flag.serialize() if flag.serializer else f"--{flag.name}={flag.value}"
-    return [line for name, text in texts.items() for line in _lines(name, _without_secrets(text))]
+        texts[flag.name] = _serialized(flag)
+    return [line for name, lines in texts.items() for line in _lines(name, [*map(_without_secrets, lines)])]
+
+
+def _serialized(flag: flags.Flag[Any]) -> list[str]:
+    """Returns a flag as a flag file has it; of one that may be repeated, each of its values."""
+    if isinstance(flag, flags.MultiFlag):
+        serialize = flag.serializer.serialize if flag.serializer else str
+        return [f"--{flag.name}={serialize(value)}" for value in flag.value or []]
+    return [flag.serialize() if flag.serializer else f"--{flag.name}={flag.value}"]
 
 
 def _own_flags(config: Config) -> list[flags.Flag[Any]]:
@@ -323,11 +349,10 @@ def _shown(value: Any) -> Any:
     return _without_secrets(value) if isinstance(value, str) else value
 
 
-def _lines(name: str, text: str) -> list[str]:
-    """Splits the text of a flag into lines: one, or for a flag that may be repeated none or several."""
+def _lines(name: str, lines: list[str]) -> list[str]:
+    """Returns lines of a flag, or a comment where a flag file cannot hold them as they are."""
     if _is_secret(name):
         return [f"# --{name}={HIDDEN}, which is secret: give it by hand"]
-    lines = text.splitlines()
-    if all(line.startswith(f"--{name}=") for line in lines):
+    if all(line.strip().splitlines() == [line] for line in lines):
         return lines
-    return [f"# --{name} holds a line break, which a flag file cannot: give it by hand"]
+    return [f"# --{name} holds {_NOT_IN_A_LINE}"]

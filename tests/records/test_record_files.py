@@ -146,7 +146,7 @@ def test_compressed_shards_are_refused_with_a_command_that_helps(tmp_path, kind,
     with tf.io.TFRecordWriter(str(path), kind) as writer:
         writer.write(b"some data " * 10)
     for on_corrupt in ("raise", "skip"):
-        refused(path, f"is compressed.*'{command} .*{kind} > FILE'", on_corrupt=on_corrupt)
+        refused(path, f"is compressed.*: {command} .*{kind} > FILE.", on_corrupt=on_corrupt)
     path.write_bytes(decompress(path.read_bytes()))
     assert list(distloop.open_records(path)) == [b"some data " * 10]
 

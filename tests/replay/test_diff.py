@@ -12,7 +12,7 @@ import pytest
 import distloop
 from distloop import report
 from distloop.replay.diff import compare
-from tests.problems import classification, classifier, on, with_odd_values, write_run
+from tests.problems import classification, classifier, mostly_wide, on, with_odd_values, write_run
 
 
 def train(workdir, *, steps=6, actions=(), **settings):
@@ -86,7 +86,10 @@ def test_a_command_that_is_shown_is_quoted_and_runs_nothing_of_a_foreign_file(tm
         ("python train.py; rm -r ~ $(x)", ["python", "train.py;", "rm", "-r", "~", "$(x)"]),
     ):
         assert shown(program) == shlex.join([*words, f"--flagfile={paths[0]}/flags.txt", *flags])
-    assert shown("python 'train.py") == f"the command of the run, with {shlex.join(flags)}"
+    words = ["python", "train.py", f"--flagfile={paths[0]}/flags.txt", *flags, "--", "--x"]
+    assert shown("python train.py -- --x") == shlex.join(words)
+    for program in ("python 'train.py", "the program's arguments hold a line break"):
+        assert shown(program) == f"the command of the run, with {shlex.join(flags)}"
 
 
 def test_times_and_rows_of_other_steps_are_not_compared_and_an_incomplete_row_is_left_out(tmp_path):
@@ -132,7 +135,11 @@ def test_what_cannot_be_compared_is_refused_in_a_sentence(runs, tmp_path, capsys
         assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "config.json", "flags.txt", "checkpoints/4/manifest.json"])
+FILES = ["metrics.jsonl", "config.json", "flags.txt", "checkpoints/4/manifest.json"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", mostly_wide(FILES, "metrics.jsonl", "checkpoints/4/manifest.json"))
 def test_odd_files_are_left_out_or_named_in_a_sentence(name, runs, tmp_path):
     odd = tmp_path / "odd"
     shutil.copytree(runs["stopped"], odd)

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 
@@ -198,6 +199,51 @@ def test_a_value_with_a_line_break_is_left_to_the_user(fresh_flags, tmp_path):
     given = parse(fresh_flags, "--prompt=a\nb")
     assert "# --prompt holds a line break" in written(given, tmp_path)[1]
     assert parse(fresh_flags, f"--flagfile={tmp_path}/flags.txt") == Config()
+
+
+ODD = ["a\n--seed=9", "a\n--prompt=b", "\n--seed=9", "a\r--seed=9", "a\n", "a\u2028b", " a "]
+
+
+@pytest.mark.parametrize("value", ODD)
+@pytest.mark.parametrize("form", ["--prompt={}", "--prompt {}", "--layer={}", "{}"])
+def test_no_line_break_and_no_space_of_a_value_sets_a_flag_through_flags_txt(value, form, fresh_flags, tmp_path):
+    flags.define_flags()
+    absl_flags.DEFINE_string("prompt", "p", "Not ours.")
+    absl_flags.DEFINE_multi_string("layer", ["l"], "Neither.", flag_values=fresh_flags)
+    arguments = [word.replace("{}", value) for word in form.split()]
+    fresh_flags(["program", "--steps=3", *arguments])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["program", "--steps=3", *arguments])
+        text = written(Config.from_flags(), tmp_path)[1]
+    given = fresh_flags["prompt"].value, fresh_flags["layer"].value
+    fresh_flags.unparse_flags()
+    fresh_flags["prompt"].unparse(), fresh_flags["layer"].unparse()
+    assert parse(fresh_flags, f"--flagfile={tmp_path}/flags.txt") == Config(steps=3)
+    again = fresh_flags["prompt"].value, fresh_flags["layer"].value
+    assert again == given or again == ("p", ["l"]) and "which a flag file cannot" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "program"),
+    [
+        ("--token hunter22-hunter22 --steps 5 --workdir /tmp/run", "python train.py"),
+        ("-token=x9 -steps 5 data.csv --audit --resume false", "python train.py data.csv false"),
+        ("--noaudit a --flagfile=/tmp/f b -- --token c", "python train.py a b -- --token c"),
+        ("hunter22-hunter22 'my data.csv' ftp://me:pw@host/x", "python train.py '***' 'my data.csv' ftp://me@host/x"),
+        ("'a\n--steps=1'", ""),
+    ],
+)
+def test_the_program_is_noted_quoted_and_without_flags(arguments, program, fresh_flags, tmp_path, monkeypatch):
+    flags.define_flags()
+    flags.secret_flag(absl_flags.DEFINE_string("token", None, "Of a host."))
+    (tmp_path / "f").touch()
+    words = ["train.py", *shlex.split(arguments.replace("/tmp/f", f"{tmp_path}/f"))]
+    monkeypatch.setattr(sys, "argv", words)
+    fresh_flags(words)
+    fresh_flags["token"].value = "hunter22-hunter22"
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    first = written(Config.from_flags(), tmp_path)[1].splitlines()[0]
+    assert first == f"# {program}" if program else first.startswith("# the program's arguments hold a line break")
 
 
 def test_a_file_that_holds_the_settings_already_is_not_written_again_and_a_fifo_is_replaced(tmp_path):
