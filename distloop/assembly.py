@@ -55,8 +55,10 @@ def make_train_loop(state: TrainState, config: Config) -> TrainLoop:
     step = make_step(state, config, histograms=histograms)
     is_shown = workers.is_chief(state.strategy) and config.console != "quiet"
 
-    def report_trace(step: TrainStep) -> None:
+    def report_trace(step: TrainStep, source: Source) -> None:
         reads = [update.differentiate.reads for update in step.updates if update.update.has_loss]
+        if source.has_class_weights:
+            user_functions.require_read(reads, "2", "class weights, the third entry of a batch")
         user_functions.report_unread(reads, config.unread_entries, is_shown=is_shown)
         overview.report_whole_tables(step.updates, state, is_shown=is_shown)
         agreement.note_traced(state, config)

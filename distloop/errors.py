@@ -245,15 +245,20 @@ def show_full_tracebacks() -> None:
     tf.debugging.disable_traceback_filtering()
 
 
-def with_short_tracebacks(cls: _Class) -> _Class:
+def with_short_tracebacks(cls: _Class, explain_call: Callable[..., str] = lambda *_: "") -> _Class:
     """Makes errors in the public methods of a class show the user's frames, and the place outside distloop that raised.
 
     The frames of distloop, Keras and TensorFlow between them are left out, unless Keras's filter of tracebacks is off.
     An error stays whole that is neither for users nor from their code: it is a mistake in distloop.
+
+    Args:
+        cls: the class.
+        explain_call: returns a sentence about a call whose arguments do not fit the method's parameters, from the
+            method's name, the arguments by position and those by name; empty: it knows none.
     """
     for name, method in list(vars(cls).items()):
         if isinstance(method, FunctionType) and (name == "__init__" or not name.startswith("_")):
-            setattr(cls, name, _shortening(method))
+            setattr(cls, name, _shortening(method, explain_call))
     _shorten_what_is_shown()
     return cls
 
@@ -271,7 +276,7 @@ def _shorten_what_is_shown() -> None:
     sys.excepthook = show_short
 
 
-def _shortening(method: Callable[..., Any]) -> Callable[..., Any]:
+def _shortening(method: Callable[..., Any], explain_call: Callable[..., str]) -> Callable[..., Any]:
     """Returns the method, or the generator, with short tracebacks."""
     if inspect.isgeneratorfunction(method):
 
@@ -293,17 +298,18 @@ def _shortening(method: Callable[..., Any]) -> Callable[..., Any]:
             return method(*args, **kwargs)
         except BaseException as error:
             if isinstance(error, TypeError) and error.__traceback__ and error.__traceback__.tb_next is None:
-                raise _is_called_otherwise(method, error) from None
+                sentence = explain_call(method.__name__, args[1:], kwargs) or _is_called_otherwise(method, error)
+                raise ValueError(sentence) from None
             _shorten(error)
             raise error
 
     return call
 
 
-def _is_called_otherwise(method: Callable[..., Any], error: TypeError) -> ValueError:
-    """Returns the error of a call whose arguments do not fit the method's parameters."""
-    right = _parameters(inspect.signature(method))
-    return ValueError(f"{method.__qualname__} was called otherwise than it is made ({error}): call it as {right}.")
+def _is_called_otherwise(method: Callable[..., Any], error: TypeError) -> str:
+    """Returns a sentence about a call whose arguments do not fit the method's parameters."""
+    right = re.sub(r"=\w+\(.*?\)", "=...", str(_parameters(inspect.signature(method))))  # as of `config=Config()`
+    return f"{method.__qualname__} was called otherwise than it is made ({error}): call it as {right}."
 
 
 def require_call(fn: Callable[..., Any], name: str, *arguments: str) -> None:

@@ -27,6 +27,7 @@ from distloop.fit import Fit
 from distloop.installed import import_part
 from distloop.keras_models.compiled_model import weights_returned
 from distloop.keras_models.fit_arguments import KerasArguments, read_arguments
+from distloop.keras_models.other_calls import explain_call
 from distloop.model import dtype_policy
 from distloop.model.spec import ModelSpec, check_model_fn
 from distloop.monitoring.console import speaker
@@ -41,7 +42,7 @@ from distloop.training.overview import ForwardPass
 from distloop.urls import expand
 
 
-@with_short_tracebacks
+@functools.partial(with_short_tracebacks, explain_call=explain_call)
 class Trainer:
     """Trains, evaluates and predicts with one model, on the devices that the config names.
 

@@ -64,6 +64,7 @@ class FromCallback(Action):
         before = None if self._model is None else self._attributes()
         if before is not None and self._restored is not None:  # what on_train_begin makes is another run's
             before = {n: v for n, v in before.items() if n in self._settings or n in self._restored}
+        _require_settable_rate(self._callback, report.state)
         self._model = _Model(report.state)
         self._callback.set_model(self._model)
         self._callback.set_params({"steps": self.every, "epochs": None, "verbose": 0})
@@ -127,6 +128,23 @@ class FromCallback(Action):
         return -(-report.step // self.every) - 1 if self.every else 0
 
 
+def _require_settable_rate(callback: keras.callbacks.Callback, state: Any) -> None:
+    """Raises a ValueError for a callback that sets the learning rate where it is not that of one optimizer."""
+    if not isinstance(callback, keras.callbacks.ReduceLROnPlateau):
+        return
+    name, optimizers = type(callback).__name__, [*state.plain_optimizers.values()]
+    if len(optimizers) > 1:
+        raise ValueError(
+            f"The callback {name} sets the learning rate of one optimizer, and the model has {len(optimizers)}: write "
+            "an action that sets state.optimizer[name].learning_rate."
+        )
+    if isinstance(optimizers[0]._learning_rate, keras.optimizers.schedules.LearningRateSchedule):
+        raise ValueError(
+            f"The callback {name} sets the learning rate, and so does the optimizer's schedule: give the optimizer a "
+            "number as its learning rate, or leave the callback out."
+        )
+
+
 class _Model:
     """The callback's model: the user's model, with the optimizer of the run and `stop_training`."""
 
@@ -144,8 +162,8 @@ def _logs(report: Report) -> dict[str, float]:
     return logs | {name.replace("/", "_"): value for name, value in logs.items()}
 
 
-def from_callback(callback: keras.callbacks.Callback, every: int | str) -> FromCallback:
-    """Returns an action that calls a Keras callback every `every` steps, as Keras does at the end of an epoch.
+def from_callback(callback: keras.callbacks.Callback, every: int | str = "1 epoch") -> FromCallback:
+    """Returns an action that calls a Keras callback, as Keras does at the end of an epoch.
 
     Supported are `ReduceLROnPlateau`, `RemoteMonitor`, `LambdaCallback`, and your own callbacks if they define only
     `on_epoch_end`, `on_train_begin` and `on_train_end` (called whenever `fit` ends). `logs` are the
@@ -156,7 +174,7 @@ def from_callback(callback: keras.callbacks.Callback, every: int | str) -> FromC
 
     Args:
         callback: the Keras callback.
-        every: steps per epoch, or another duration, such as "1 epoch"; 0: at the end of the run only.
+        every: how often: a number of steps, or another duration; 0: at the end of the run only.
 
     Returns:
         The action.

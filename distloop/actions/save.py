@@ -1,6 +1,5 @@
 """`Save` and `SaveBest` save checkpoints, periodically and where a metric is best; `when_better` gates any action."""
 
-import difflib
 import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -11,6 +10,7 @@ from distloop.actions.evaluate import Evaluate
 from distloop.errors import require_bool
 from distloop.log import log, shown
 from distloop.monitoring import records
+from distloop.monitoring.records import closest, plain
 from distloop.monitoring.run_files import better
 from distloop.monitoring.timing import SaveTimes
 from distloop.settings.durations import Plan, whole_number
@@ -311,23 +311,32 @@ def require_metrics(actions: Sequence[Action], evaluations: Sequence[Evaluate], 
     if not unknown:
         return
     if any(_may_report(action) for action in actions):
-        by_form = {_normal(name): name for name in likely}
-        for metric in (metric for metric in unknown if _normal(metric) in by_form):
-            log.warning("The metric %r is waited for: is %r meant?", metric, by_form[_normal(metric)])
+        by_form = {plain(name): name for name in likely}
+        for metric in (metric for metric in unknown if plain(metric) in by_form):
+            log.warning("The metric %r is waited for: is %r meant?", metric, by_form[plain(metric)])
         return
     reported = set(names)
     for evaluation in evaluations:
         if (own := evaluation.names()) is None:  # as of `rows_fn`
-            unknown = [metric for metric in unknown if not _normal(metric).startswith(_normal(f"{evaluation.name}/"))]
+            unknown = [metric for metric in unknown if not plain(metric).startswith(plain(f"{evaluation.name}/"))]
         reported |= {f"{evaluation.name}/{name}" for name in own or ()}
     for metric in unknown:
         if not _is_among(metric, reported, wanted[metric]):
-            by_form = {_normal(name): name for name in reported}
-            close = difflib.get_close_matches(_normal(metric), by_form, 1)
-            hint = f"did you mean {by_form[close[0]]!r}?" if close else f"give one of {', '.join(sorted(reported))}."
             raise ValueError(
-                f"{name_of(wanted[metric])} waits for the metric {metric!r}, which nothing reports: {hint}"
+                f"{name_of(wanted[metric])} waits for the metric {metric!r}, which nothing reports: "
+                f"{_instead_of(metric, reported)}"
             )
+
+
+def _instead_of(metric: str, reported: Collection[str]) -> str:
+    """Returns what to give in place of a metric that is not reported; it ends a sentence."""
+    if (close := closest(metric, reported)) is not None:
+        return f"did you mean {close!r}?"
+    for name in reported:  # of the step; an evaluation reports it with its name before
+        if plain(metric).endswith(f"_{plain(name)}"):
+            evaluation = metric[: -len(name) - 1]
+            return f"give fit evals={{{evaluation!r}: dataset}}, which reports {f'{evaluation}/{name}'!r}."
+    return f"give one of {', '.join(sorted(reported))}."
 
 
 def _is_among(metric: str, names: Collection[str], action: Action) -> bool:
@@ -346,10 +355,6 @@ def _may_report(action: Action) -> bool:
     function = action if hasattr(action, "__code__") else type(action).__call__
     returned = getattr(function, "__annotations__", {}).get("return", action)
     return returned not in (None, "None") and not member(action, "chief_only")
-
-
-def _normal(name: str) -> str:
-    return name.lower().replace("/", "_").replace("-", "_")
 
 
 def refuse_positional(action_name: str, metric: Any, others: tuple[Any, ...], example: str) -> None:

@@ -10,6 +10,7 @@ import dataclasses
 import math
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -241,14 +242,24 @@ def _require_batched(element_spec: Any) -> None:
                 f"The dataset gives a sparse tensor ({spec}), whose rows cannot be split between replicas: "
                 "turn it into a dense or ragged one with Dataset.map."
             )
-        if spec.shape.rank == 0:
+    rows = [spec for spec in specs if spec.shape.rank != 0]
+    sizes = {spec.shape[0] for spec in rows if spec.shape.rank}
+    if len(rows) < len(specs):
+        path, spec = next(entry for entry in keras.tree.flatten_with_path(element_spec) if entry[1].shape.rank == 0)
+        name = "/".join(map(str, path))
+        if None in sizes or (len(rows) > 1 and len(sizes) == 1):
             raise ValueError(
-                f"The dataset's elements hold a scalar ({spec}), so they are single examples; distloop takes batches, "
-                "[B, ...]: call .batch(batch_size) on the dataset."
+                f"The dataset's entry {name!r} is a scalar beside rows; distloop takes batches, whose entries have a "
+                "row for each example, [B, ...]: repeat it with Dataset.map, as in tf.repeat(scalar, tf.shape(x)[0]), "
+                "or call .batch(batch_size) if the elements are single examples."
             )
-    sizes = {spec.shape[0] for spec in specs if spec.shape.rank} - {None}
-    if len(sizes) > 1:
         raise ValueError(
-            f"The dataset's tensors have first axes of {sorted(sizes)}; the entries of a batch share theirs, [B, ...]: "
-            "call .batch(batch_size) on the dataset."
+            f"The dataset's elements hold a scalar ({spec}), so they are single examples; distloop takes batches, "
+            "[B, ...]: call .batch(batch_size) on the dataset."
+        )
+    if len(sizes - {None}) > 1:
+        raise ValueError(
+            f"The dataset's tensors have first axes of {sorted(sizes - {None})}; the entries of a batch share theirs, "
+            "[B, ...]: call .batch(batch_size) on the dataset if its elements are single examples, or leave out with "
+            "Dataset.map what has no row for each example."
         )

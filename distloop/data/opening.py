@@ -7,14 +7,14 @@ It does not know the position in the data.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from inspect import signature
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
-from distloop.data.arrays import as_dataset
+from distloop.data.arrays import are_arrays, as_dataset
 from distloop.data.feeds import Feed, make_feed
 from distloop.data.numbered import NumberedDataset
 
@@ -90,14 +90,22 @@ def open_data(
         dataset = data if map_batch is None else data.map(map_batch)
     else:
         raise ValueError(
-            f"The data given is a {type(data).__name__}; distloop takes a tf.data.Dataset of global batches, a "
-            f"function of tf.distribute.InputContext that returns one, {EACH_AN_ARRAY}, or batches from a PyDataset, a "
-            "generator, a Grain dataset or a DataLoader: give a list of batches as lambda: iter(batches), and a list "
-            "of examples to distloop.make_dataset(examples, batch_size)."
+            f"The data given is a {type(data).__name__}{_odd_entry(data)}; distloop takes a tf.data.Dataset of global "
+            f"batches, a function of tf.distribute.InputContext that returns one, {EACH_AN_ARRAY}, or batches from a "
+            "PyDataset, a generator, a Grain dataset or a DataLoader: give a list of batches as lambda: iter(batches), "
+            "and a list of examples to distloop.make_dataset(examples, batch_size)."
         )
     dataset = dataset.take(limit) if limit else dataset
     dataset = dataset.cache() if is_cached else dataset
     return OpenedData(dataset, feed, takes_context, begins_anywhere=feed is not None and not (limit or is_cached))
+
+
+def _odd_entry(data: Any) -> str:
+    """Returns which entry of a dict is no array, for an error's message; empty: it is no dict with arrays, too."""
+    entries = data if isinstance(data, Mapping) else {}
+    odd = [name for name, value in entries.items() if not are_arrays(value)]
+    is_mixed = 0 < len(odd) < len(entries)
+    return f" that holds a {type(entries[odd[0]]).__name__} under {odd[0]!r}" if is_mixed else ""
 
 
 def open_batches(data: Any, batch_size: int, *, again: bool = False) -> tf.data.Dataset:

@@ -67,6 +67,11 @@ class ArrayRows:
             ValueError: if they differ in length, or have no rows.
         """
         structure = _with_dicts(arrays)
+        if scalars := [a for a in tf.nest.flatten(structure) if getattr(a, "ndim", 1) == 0]:
+            raise ValueError(
+                f"The number {np.asarray(scalars[0])} was given among arrays, which have a row for each example, "
+                "[N, ...]: repeat it with np.full(N, number), or leave it out."
+            )
         with tf.device(HOST):
             self._columns = [_column(array) for array in tf.nest.flatten(structure)]
         lengths = {len(column) for column in self._columns}

@@ -123,6 +123,11 @@ class Source:
         self.resume = "" if self.feed is None else self.feed.resume if starts_anywhere else READ_AGAIN
         self.against_waiting = "" if self.feed is None else self.feed.against_waiting
 
+    @property
+    def has_class_weights(self) -> bool:
+        """Whether each batch gets class weights as its last entry."""
+        return self._reading.get("map_batch") is not None
+
     def refresh(self, data: Data) -> None:
         """Copies arrays anew if they have changed in place since they were copied; the position in their order stays.
 

@@ -1,11 +1,10 @@
-"""Keras's arguments of `fit`: reads `class_weight` and the like, and explains those that distloop does not take.
+"""Keras's arguments of `fit`: reads `class_weight` and the like.
 
 data = read_arguments(train, evals, {"validation_split": 0.1, "class_weight": {0: 1.0, 1: 5.0}})
 data.train, data.evals, data.map_batch
 """
 
 import dataclasses
-import difflib
 import math
 import numbers
 from collections.abc import Callable, Mapping
@@ -17,31 +16,15 @@ import tensorflow as tf
 from distloop.data.arrays import are_arrays, are_same_arrays, as_arrays, as_dataset, with_labels
 from distloop.data.opening import EACH_AN_ARRAY
 from distloop.data.source import Data
+from distloop.keras_models.other_calls import hint
 from distloop.log import shown
-from distloop.settings.durations import whole_number
+from distloop.settings.durations import finite_number, whole_number
 
 EVALUATION = "val"  # the name of the evaluation on Keras's validation data
 
 _OF_FIT = ("steps", "epochs", "until", "evals", "actions", "writers")
 
-# Other arguments of Keras's fit, and names that people try: what to give instead.
-_INSTEAD = {
-    "x": "give the data first, as in fit(x, y, epochs=2)",
-    "callbacks": "give actions=[distloop.from_callback(callback)]",
-    "verbose": "set Config(console='quiet'), or 'lines'",
-    "shuffle": "fit shuffles arrays by Config(seed=...); for another order give distloop.make_dataset(arrays, size)",
-    "initial_epoch": "with Config(workdir=...) a run resumes by itself",
-    "validation_steps": "set Config(limit_eval_batches=...)",
-    "validation_batch_size": "give evals={'val': distloop.make_dataset(arrays, batch_size)}",
-    "validation_freq": "set Config(eval_every=...)",
-    "steps_per_execution": "distloop runs many steps at once; Config(steps_per_loop=...) bounds their number",
-    "workers": "set it in the PyDataset",
-    "use_multiprocessing": "set it in the PyDataset",
-    "max_queue_size": "set it in the PyDataset",
-}
 _OWN_BATCHES = "has batches of its own: leave batch_size out."
-_EVALS = "did you mean evals, as in evals={'val': dataset}"
-_INSTEAD |= dict.fromkeys(("eval", "validation", "val", "val_data", "valid", "test", "test_data", "eval_data"), _EVALS)
 
 
 class KerasArguments(TypedDict, total=False):
@@ -114,11 +97,13 @@ def read_arguments(
         raise ValueError(
             f"evals={shown(evals)} was given; fit takes a dict of datasets by name: evals={{'test': dataset}}."
         )
+    _require_datasets(train, evals or {})
     if unnamed := [name for name in evals or () if not isinstance(name, str) or not name]:
         raise ValueError(f"evals has the name {unnamed[0]!r}; give each dataset a text: evals={{'test': dataset}}.")
-    for name in arguments:
-        if name not in KerasArguments.__annotations__:
-            raise ValueError(f"fit was given {name}=..., which is no argument of fit: {_hint(name)}")
+    known = [*_OF_FIT, *KerasArguments.__annotations__]
+    for name, value in arguments.items():
+        if name not in known:
+            raise ValueError(f"fit was given {name}=..., which is no argument of fit: {hint(name, value, known)}")
     given = {name: value for name, value in arguments.items() if value is not None}
     steps_per_epoch, batch_size = _whole(given, "steps_per_epoch"), _whole(given, "batch_size")
     train = with_labels(train, y, given.get("sample_weight"))
@@ -148,12 +133,19 @@ def read_arguments(
     return FitData(train, dict(evals or {}), batch_size, steps_per_epoch, map_batch, asked_for)
 
 
-def _hint(name: str) -> str:
-    if name in _INSTEAD:
-        return f"{_INSTEAD[name]}{'?' if _INSTEAD[name] == _EVALS else '.'}"
-    known = [*_OF_FIT, *KerasArguments.__annotations__]
-    close = difflib.get_close_matches(name, known)
-    return f"did you mean {' or '.join(close)}?" if close else f"it takes {', '.join(known)}."
+def _require_datasets(train: Data, evals: Mapping[str, Any]) -> None:
+    """Checks that the names of `evals` are those of datasets, and not of the arrays of one.
+
+    Raises:
+        ValueError: if each is one array, and the data to train on has several in a batch.
+    """
+    one_array = [not isinstance(data, (Mapping, tuple, list)) and are_arrays(data) for data in evals.values()]
+    element = getattr(train, "element_spec", train)
+    if evals and all(one_array) and isinstance(element, (Mapping, tuple)):
+        raise ValueError(
+            f"evals has one array each under {', '.join(map(repr, evals))}, and the data to train on several: name "
+            "the datasets, as in evals={'val': arrays}."
+        )
 
 
 def _whole(arguments: Mapping[str, Any], name: str) -> int | None:
@@ -194,6 +186,8 @@ def _class_weigher(class_weight: Any) -> Callable[..., Any]:
     """
     if not isinstance(class_weight, Mapping) or not all(isinstance(n, numbers.Integral) for n in class_weight):
         raise ValueError(f"fit was given class_weight={class_weight!r}; it takes a dict, class -> weight: {{0: 1.0}}.")
+    if odd := [value for value in class_weight.values() if (number := finite_number(value)) is None or number < 0]:
+        raise ValueError(f"fit was given a class_weight of {shown(odd[0])}; give finite numbers, 0 or more.")
     classes = np.array(list(class_weight), np.int64)  # [K]
     values = np.array(list(class_weight.values()), np.float32)
 

@@ -342,6 +342,15 @@ class Reads:
             self.entries[path] = self.entries.get(path, False) or count > before[path]
 
 
+def require_read(reads: Sequence[Reads], path: str, what: str) -> None:
+    """Raises a ValueError unless a `loss_fn` of the step reads an entry; `what` says what the entry is."""
+    if reads and not any(r.entries.get(path) for r in reads):
+        raise ValueError(
+            f"fit was given {what}, which no loss_fn reads: take it, as in `x, y, weight = batch`, and return "
+            "distloop.weighted(values, weight) as the loss."
+        )
+
+
 def report_unread(reads: Sequence[Reads], policy: str, *, is_shown: bool) -> None:
     """Reports the entries that no `loss_fn` of the step reads, if there are any and this process shows anything.
 

@@ -13,11 +13,12 @@ import io
 import math
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
-from distloop.monitoring.records import ABOUT_THE_RUN, show_number
+from distloop.monitoring.records import ABOUT_THE_RUN, closest, show_number
 from distloop.monitoring.run_files import Series
 
+_T = TypeVar("_T")
 _MAX_ROWS = 10_000  # of one metric; then every other one is dropped
 _MAX_SHOWN = 8  # numbers in a representation
 _LOG_RANGE = 100  # positive values get a logarithmic scale if the largest exceeds the least by this factor
@@ -84,7 +85,16 @@ class Picture:
         return f"Picture of {len(self.figure.axes)} charts; save(path) writes it"
 
 
-class History(dict[str, float]):
+class _ByName(dict[str, _T]):
+    """What a run reported, by name."""
+
+    def __missing__(self, name: str) -> _T:
+        close = closest(name, self)
+        hint = f"did you mean {close!r}?" if close else f"there are {sorted(self)}."
+        raise KeyError(f"The run reported no {name!r}: {hint}")
+
+
+class History(_ByName[float]):
     """The last numbers of a run by name, and all numbers of this call of `fit`.
 
     Attributes:
@@ -96,8 +106,8 @@ class History(dict[str, float]):
     def __init__(self) -> None:
         """Starts without numbers."""
         super().__init__()
-        self.history: dict[str, list[float]] = {}
-        self.steps: dict[str, list[int]] = {}
+        self.history = _ByName[list[float]]()
+        self.steps = _ByName[list[int]]()
 
     def write(self, step: int, metrics: Mapping[str, float], when: float | None = None) -> None:
         """Adds a row to the history, as a writer; rows from its step on, of a run that went back, are dropped before.

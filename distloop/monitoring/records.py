@@ -8,6 +8,7 @@ gets a value that it can use, a warning that names the file, or a ValueError.
     settings = read_json("run/config.json", instead="the settings are unknown")     # a dict, or None
 """
 
+import difflib
 import json
 import math
 import os
@@ -87,6 +88,18 @@ _ENCODER = json.JSONEncoder(allow_nan=False)
 _BLOCK_BYTES = 65_536  # read at a time, from the end of a file
 _MOST_LEVELS = 100  # of values within values; Python's recursion ends at 1000
 _T = TypeVar("_T")
+
+
+def plain(name: str) -> str:
+    """Returns a name in small letters, with underscores alone, so that `val_loss` and `val/loss` are one."""
+    return name.lower().replace("/", "_").replace("-", "_")
+
+
+def closest(name: str, names: Iterable[str]) -> str | None:
+    """Returns the name that is most like another one; None: none is like it, but for a prefix that it lacks."""
+    by_form = {plain(known): known for known in names if not plain(name).endswith(f"_{plain(known)}")}
+    close = difflib.get_close_matches(plain(name), by_form, 1)
+    return by_form[close[0]] if close else None
 
 
 def as_object(value: Any) -> dict[str, Any]:

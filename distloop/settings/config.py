@@ -19,6 +19,7 @@ from distloop import urls
 from distloop.log import shown
 from distloop.settings import contradictions, durations
 from distloop.settings.durations import CountOrAuto
+from distloop.settings.other_words import SETTINGS
 from distloop.settings.precision import FLOAT16, FLOAT32, PRECISIONS
 
 T = TypeVar("T", str, int, float, bool)
@@ -343,8 +344,8 @@ def check_names(names: Collection[str]) -> None:
     """Raises ValueError at the first name that is not a field of `Config`."""
     for name in names:
         if name not in fields():
-            close = " or ".join(difflib.get_close_matches(name, fields()))
-            hint = f"did you mean {close}?" if close else f"give one of {', '.join(fields())}."
+            close = SETTINGS.get(name) or " or ".join(difflib.get_close_matches(name, fields()))
+            hint = f"did you mean {close}?" if close else "help(distloop.Config) lists all."
             raise ValueError(f"{name!r} is no setting of distloop: {hint}")
 
 
@@ -368,10 +369,9 @@ def _checked(field: dataclasses.Field[Any], value: Any) -> Any:
     is_number = field.type in (int, float, CountOrAuto) and isinstance(converted, int | float)
     is_outside = is_number and not minimum <= converted < below
     if converted is None or is_outside or (choices and converted not in choices):
-        raise ValueError(
-            f"{field.name}={shown(value)} is not allowed: give {_allowed(field)}, or leave it out for the "
-            f"default, {field.metadata['default']!r}."
-        )
+        meant = durations.as_until(field.name, value)
+        rest = f"or {meant}" if meant else f"or leave it out for the default, {field.metadata['default']!r}"
+        raise ValueError(f"{field.name}={shown(value)} is not allowed: give {_allowed(field)}, {rest}.")
     return urls.expand(converted) if field.name in _PATHS else converted
 
 

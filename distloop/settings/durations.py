@@ -247,6 +247,14 @@ def normalize(value: Any) -> int | str | None:
     return whole_number(value) or int(amount) if unit == "steps" or not amount else str(value)
 
 
+def as_until(name: str, value: Any) -> str:
+    """Returns the argument that a value of `steps` or `epochs` fits, as in `until='2 epochs'`; empty: there is none."""
+    if name not in ("steps", "epochs"):
+        return ""
+    length = normalize(value if isinstance(value, str) else f"{shown(value)} {name}")
+    return f"until={length!r}" if isinstance(length, str) and "%" not in length else ""
+
+
 def whole_number(value: Any) -> int | None:
     """Returns a whole number, which may be a float or NumPy's, as an int; None if it is none, or counts no steps."""
     number = finite_number(value)

@@ -99,7 +99,7 @@ class TrainLoop:
         eager: bool = False,
         max_traces: int = 0,
         may_halve: bool = False,
-        on_trace: Callable[[TrainStep], None] = lambda step: None,
+        on_trace: Callable[[TrainStep, Source], None] = lambda step, source: None,
     ):
         """Prepares; nothing is traced yet.
 
@@ -111,7 +111,7 @@ class TrainLoop:
             eager: whether the steps run as plain Python, for a debugger.
             max_traces: as `Config.max_traces`.
             may_halve: whether steps are taken again with smaller microbatches where memory ends.
-            on_trace: called with the step when it has been traced.
+            on_trace: called with the step and its data when it has been traced.
         """
         self._state, self._step = state, step
         self.log_every = log_every
@@ -326,7 +326,7 @@ def _trace(loop: TrainLoop, source: Source, step: int) -> None:
     workers.report_phase(loop._state.strategy, "tracing the step")
     loop._host.show_progress(step, "tracing the train step ...")
     loop._compiled.trace(source, loop._host.executor)
-    loop._on_trace(loop._step)
+    loop._on_trace(loop._step, source)
     loop._host.show_progress(step, "")
     loop._traced_for = source
     if not loop._eager and _counts_tokens(loop) and loss_weight(loop._step) is None:

@@ -36,7 +36,9 @@ def chosen(config: Config, step: int, *, steps: int | None, epochs: int | None, 
     for name, value in (("steps", steps), ("epochs", epochs)):
         number = 0 if value is None else durations.whole_number(value)
         if number is None or number < 0:
-            raise ValueError(f"fit was given {name}={shown(value)}; it takes a whole number, 1 or more.")
+            meant = durations.as_until(name, value)
+            rest = f": give {meant}" if meant else ""
+            raise ValueError(f"fit was given {name}={shown(value)}; it takes a whole number, 1 or more{rest}.")
     length = durations.normalize(until) if until else 0
     if length is None or str(length).strip().endswith("%"):
         raise ValueError(

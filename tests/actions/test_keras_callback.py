@@ -22,7 +22,8 @@ def fit(callback, steps, actions=(), **settings):
     return trainer
 
 
-STATE = types.SimpleNamespace(optimizer=keras.optimizers.SGD(0.1), model=None)
+SGD = keras.optimizers.SGD(0.1)
+STATE = types.SimpleNamespace(optimizer=SGD, plain_optimizers={"": SGD}, model=None)
 
 
 def started(callback):

@@ -141,7 +141,7 @@ def test_steps_and_epochs_from_one_place_are_an_error(fresh_flags):
 def test_an_unknown_name_is_refused_with_similar_names(fresh_flags, call):
     with pytest.raises(ValueError, match="'batchsize' is no setting of distloop: did you mean batch_size"):
         call(batchsize=3)
-    with pytest.raises(ValueError, match="'xyz' is no setting of distloop: give one of workdir, steps"):
+    with pytest.raises(ValueError, match="'xyz' is no setting of distloop: help.distloop.Config. lists all"):
         call(xyz=3)
 
 
