@@ -8,9 +8,13 @@ A URL with a password is refused where it comes in, so no file, message or other
 a URL alone.
 """
 
+import atexit
+import functools
 import hashlib
 import os
 import re
+import shutil
+import tempfile
 from typing import Any
 
 _PASSWORD = re.compile(r"(://[^/?#:\s]*):[^/?#\s]*@")  # of "scheme://user:password@host"
@@ -124,11 +128,21 @@ def file_system(url: str, extra: str = "records", **options: Any) -> Any:
 def local_directory(workdir: str) -> str:
     """Returns where the files of a run are on this machine: its workdir; of a URL, a directory in the user's cache.
 
-    `XDG_CACHE_HOME` moves the cache, which is `~/.cache` without it.
+    `XDG_CACHE_HOME` moves the cache, which is `~/.cache` without it. What is at `memory://` ends with this process, and
+    so does its directory.
     """
     if not is_url(workdir):
         return workdir
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    cache = _directory_of_process() if workdir.startswith("memory://") else cache
     url = without_credentials(workdir.rstrip("/"))
     name = re.sub(r"[^\w.-]+", "-", url.partition("://")[2])[-40:].strip("-.")
     return os.path.join(cache, "distloop", f"{name}-{hashlib.sha256(url.encode()).hexdigest()[:16]}")
+
+
+@functools.cache
+def _directory_of_process() -> str:
+    """Returns a directory that is removed when this process ends."""
+    path = tempfile.mkdtemp(prefix="distloop_")
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    return path

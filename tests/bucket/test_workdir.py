@@ -147,3 +147,19 @@ def test_a_bucket_that_goes_away_before_the_end_is_an_error_and_the_same_machine
         assert train(URL, steps=6).step == 6
     with bucket(share=0.0):
         assert sealed_steps(RemoteDirectory(URL).list()) == [3, 6]
+
+
+@pytest.mark.slow
+def test_a_bucket_in_the_memory_of_a_process_is_empty_in_the_next_one(tmp_path):
+    program = """
+    import distloop
+    from tests.problems import classification, classifier, on
+
+    trainer = distloop.Trainer(classifier(), on(1, workdir="memory://runs/a", checkpoint_every=2, console="quiet"))
+    for steps in (3, 4):  # the second call goes on
+        trainer.fit(distloop.make_dataset(classification(67), 16), steps=steps)
+        print(trainer.step, [row["step"] for row in distloop.read_metrics("memory://runs/a")])
+    """
+    for _ in range(2):
+        ended = forked.run_program(tmp_path / "program", program)
+        assert ended.returncode == 0 and ended.stdout.splitlines() == ["3 [2, 3]", "4 [2, 3, 4]"], ended.stderr

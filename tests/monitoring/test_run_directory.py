@@ -137,9 +137,9 @@ def test_a_run_in_a_bucket_is_known_by_its_url_on_any_machine(tmp_path, monkeypa
         local.mkdir(parents=True)
         return local / directory.RUN_FILE
 
-    file = run_file("one", "memory://bucket/run")
-    run = claim("memory://bucket/run")
-    for url, is_same in (("memory://bucket/run", True), ("memory://bucket/copy", False)):
+    file = run_file("one", "s3://bucket/run")
+    run = claim("s3://bucket/run")
+    for url, is_same in (("s3://bucket/run", True), ("s3://bucket/copy", False)):
         shutil.copy(file, run_file("two", url))
         assert (claim(url) == run) is is_same
 

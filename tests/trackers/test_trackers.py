@@ -181,9 +181,9 @@ def test_wandb_keeps_the_files_of_a_run_in_a_bucket_in_its_staging_directory_and
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit):
-        writer.open({"workdir": "memory://bucket/run"}, "abc")
-    assert seen["dir"] == urls.local_directory("memory://bucket/run") and seen["dir"].startswith(str(tmp_path))
-    assert seen["config"]["workdir"] == "memory://bucket/run"
+        writer.open({"workdir": "s3://bucket/run"}, "abc")
+    assert seen["dir"] == urls.local_directory("s3://bucket/run") and seen["dir"].startswith(str(tmp_path))
+    assert seen["config"]["workdir"] == "s3://bucket/run"
     assert seen["argv"] == ["train.py", "--token=***", "--a"] and sys.argv[1] == "--token=hf_1"
 
 
