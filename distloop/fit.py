@@ -363,7 +363,7 @@ def _open_files(fit: Fit, workdir: str, evals: Sequence[str]) -> list[Any]:
     """Returns the writers of the event files and of `metrics.jsonl`."""
     try:
         restore_secs, fit.checkpoints.times.restore = fit.checkpoints.times.restore, None
-        _begin_in(workdir, fit.state, restore_secs)
+        _begin_in(workdir, fit, restore_secs)
         summaries = SummaryWriter(workdir, evals, fit._step)
         overview.introduce(summaries, fit.state, fit.config, fit._forward, fit.units.length)
         again = fit._loop.open_boundary is not None or (fit.config.eval_first and fit._step == 0)
@@ -376,11 +376,12 @@ def _open_files(fit: Fit, workdir: str, evals: Sequence[str]) -> list[Any]:
     return [summaries, rows]
 
 
-def _begin_in(workdir: str, state: TrainState, restore_secs: float | None) -> None:
+def _begin_in(workdir: str, fit: Fit, restore_secs: float | None) -> None:
     """Creates the workdir and notes the start, unless the disk is full, on which a run may train."""
     os.makedirs(os.path.join(workdir, "train"), exist_ok=True)
-    kind = "GPU" if has_gpus(state.strategy) else "CPU"
-    facts: dict[str, Any] = {"step": int(state.step), "devices": overview.num_devices(state), "kind": kind}
+    kind = "GPU" if has_gpus(fit.state.strategy) else "CPU"
+    facts: dict[str, Any] = {"step": fit._step, "devices": overview.num_devices(fit.state), "kind": kind}
+    facts["position"] = fit.source.save_position()
     try:
         ledger.note_start(workdir, **facts, restore_secs=restore_secs)
     except OSError as error:

@@ -150,6 +150,7 @@ class NumberedDataset(tf.data.Dataset):
             **seed,
             "num_rows": order.num_rows,
             "order": _ORDER_VERSION if order.is_shuffled else 0,
+            **({"is_one_epoch": True} if self._is_one_epoch else {}),
             **self._reader.facts,
         }
 

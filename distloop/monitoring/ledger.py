@@ -45,6 +45,7 @@ def note_start(
     devices: int,
     kind: str,
     restore_secs: float | None = None,
+    position: Mapping[str, Any] | None = None,
 ) -> None:
     """Adds a row: time, step, devices, the age of the process, what the start before it has noted last, and `before`.
 
@@ -58,6 +59,7 @@ def note_start(
         devices: of all workers.
         kind: "GPU" or "CPU".
         restore_secs: how long restoring a checkpoint took; None: none was restored.
+        position: in the data, as `Source.save_position`; None: unknown.
 
     Raises:
         OSError: if it cannot be written.
@@ -65,6 +67,7 @@ def note_start(
     last_time = (last_row(os.path.join(workdir, "metrics.jsonl")) or {}).get("time")
     facts: dict[str, Any] = {"step": step, "devices": devices, "kind": kind, "last_row_time": last_time}
     facts |= {"restore_secs": restore_secs, "progress": read_progress(workdir), "process_secs": None}
+    facts |= {} if position is None else {"input": {name: position[name] for name in position if name != "state"}}
     if (process := os.getpid()) not in _noted:
         _noted.add(process)
         with contextlib.suppress(OSError, ValueError, IndexError):

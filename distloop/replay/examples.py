@@ -3,7 +3,7 @@
     rows_of_step("runs/digits", 1_234)      # array([814, 33, ...])
     steps_of_row("runs/digits", 814)        # [7, 19, 31, ...]
 
-The order of the examples is a function of what each checkpoint notes of the data.
+The order of the examples is a function of what each start of the run has noted of its position in the data.
 """
 
 import dataclasses
@@ -17,13 +17,13 @@ import numpy as np
 import tensorflow as tf
 
 from distloop.data.order import Order
-from distloop.monitoring import records
+from distloop.monitoring import ledger, records
 from distloop.monitoring.directory import fetch_reports
 from distloop.replay.diff import manifests_of
 
 
 class _Stretch(NamedTuple):
-    """Steps of a run on batches of one kind, before a checkpoint or after the last one.
+    """Steps of a run, from one start or rollback to the next one.
 
     Attributes:
         first, last: its steps.
@@ -67,9 +67,9 @@ def rows_of_step(workdir: str, step: int) -> np.ndarray:
     for stretch in stretches:
         if stretch.first <= step <= stretch.last:
             return stretch.examples(stretch.batches[step - stretch.first])
-    reached = stretches[-1].last
+    first, last = stretches[0].first, stretches[-1].last
     raise ValueError(
-        f"--rows={step} was given, and the run in {workdir!r} has steps from 1 to {reached}: give one of them."
+        f"--rows={step} was given, and the run in {workdir!r} has steps from {first} to {last}: give one of them."
     )
 
 
@@ -95,34 +95,40 @@ def steps_of_row(workdir: str, row: int) -> list[int]:
 
 
 def _stretches(workdir: str) -> Iterator[_Stretch]:
-    """Yields the stretches of a run, in order."""
+    """Yields the stretches of a run, in order.
+
+    Raises:
+        ValueError: if a start of the run has not noted its position in the data, or that is no data by number.
+    """
     with tempfile.TemporaryDirectory(prefix="distloop_") as root:
         path = fetch_reports(workdir, root)
-        notes = {step: manifest["notes"] for step, manifest in sorted(manifests_of(path).items()) if step}
-        last = records.last_row(os.path.join(path, "metrics.jsonl")) or {}
-        settings = records.read_json(os.path.join(path, "config.json"), records.as_object, instead="it counts as empty")
-    if not notes:
-        raise ValueError(f"The run in {workdir!r} has no checkpoint, which would tell of its data: let it save one.")
-    is_one_epoch = bool((settings or {}).get("overfit_batches"))
-    before = 0
-    for step, position in ((step, of["input"]) for step, of in notes.items()):
-        taken, skipped = position["batches"], set(position["skipped"])
-        batches = [batch for batch in range(taken) if batch not in skipped][before - step :]
-        yield _Stretch(before + 1, step, batches, _order(workdir, position), is_one_epoch)
-        before = step
-    if (furthest := int(last.get("step", 0))) > before:
-        rest = (batch for batch in itertools.count(taken) if batch not in skipped)
-        batches = list(itertools.islice(rest, furthest - before))
-        yield _Stretch(before + 1, furthest, batches, _order(workdir, position), is_one_epoch)
+        all_starts, last = ledger.read_starts(path), records.last_row(os.path.join(path, "metrics.jsonl"))
+        furthest = max([int((last or {}).get("step", 0)), *manifests_of(path)])
+    starts: list[dict[str, Any]] = []
+    for start in all_starts:
+        while starts and starts[-1]["step"] >= start["step"]:
+            starts.pop()  # all of its steps were done again
+        starts.append(start)
+    if not starts or furthest <= starts[0]["step"]:
+        raise ValueError(f"The run in {workdir!r} has noted no step: give the workdir of a run that has trained.")
+    for start, end in zip(starts, [*(later["step"] for later in starts[1:]), furthest], strict=True):
+        if (position := start.get("input")) is None:
+            raise ValueError(
+                f"Which examples the steps {start['step'] + 1} to {end} of the run in {workdir!r} had is not known, as "
+                "an earlier version trained them: replay a step with --replay, which reads the data."
+            )
+        rest = (batch for batch in itertools.count(position["batches"]) if batch not in position["skipped"])
+        batches = list(itertools.islice(rest, end - start["step"]))
+        yield _Stretch(start["step"] + 1, end, batches, _order(workdir, position), bool(position.get("is_one_epoch")))
 
 
 def _order(workdir: str, position: Mapping[str, Any]) -> Order:
-    """Returns the order of the examples, from what a checkpoint notes of the data."""
+    """Returns the order of the examples, from what a start notes of the data."""
     if "order" not in position or "mixture" in position or "lengths" in position or "batch_size" not in position:
         kind = next((name for name in ("mixture", "lengths") if name in position), "a dataset without numbers")
         raise ValueError(
-            f"The data of the run in {workdir!r} is {kind}, of which a checkpoint does not tell the order: replay the "
-            "step with --replay, which reads it."
+            f"The data of the run in {workdir!r} is {kind}, whose order is not noted: replay the step with --replay, "
+            "which reads the data."
         )
     return Order(
         num_rows=position["num_rows"],
