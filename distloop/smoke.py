@@ -3,7 +3,6 @@
     python -m distloop.smoke                                     # on the GPUs, or else the CPU
     python -m distloop.smoke --device=cpu --num_devices=2        # on virtual CPUs
     python -m distloop.smoke --logical_gpus=4                    # on four parts of the first GPU
-    python -m distloop.smoke --pretend_gpus=2                    # what a step would do on GPUs that are not there
 
 Each line holds the check, `passed`, `failed` or `skipped`, and a measurement. The exit code is 0 if nothing failed,
 1 if a check failed, 2 if there are no such devices. It takes about a minute and leaves no files behind. It has not
@@ -26,7 +25,6 @@ from distloop.data.make_dataset import make_dataset
 from distloop.distributed import devices, strategies
 from distloop.evaluation.comparison import relative_difference
 from distloop.graph_functions import graph_function
-from distloop.installed import import_part
 from distloop.model.spec import ModelSpec
 from distloop.settings.config import Config
 from distloop.settings.precision import FLOAT16
@@ -48,10 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "gpu"], help="what to run on; auto")
     parser.add_argument("--num_devices", default=0, type=int, help="how many; 0: all")
     parser.add_argument("--logical_gpus", default=0, type=int, help="split the first GPU into so many of 2 GB")
-    parser.add_argument("--pretend_gpus", default=0, type=int, help="trace for so many GPUs; run no check")
     options = parser.parse_args(arguments)
-    if options.pretend_gpus:
-        return _pretend(options.pretend_gpus)
     try:
         if options.logical_gpus:
             devices.split_first_gpu(options.logical_gpus, _LOGICAL_MEGABYTES)
@@ -68,23 +63,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     counts = {word: results.count(word) for word in ("passed", "failed", "skipped")}
     print(", ".join(f"{count} {word}" for word, count in counts.items()))
     return 1 if counts["failed"] else 0
-
-
-def _pretend(count: int) -> int:
-    """Prints what a step of each of the checks' models would do on GPUs; returns the exit code."""
-    gpus = len(tf.config.list_physical_devices("GPU"))
-    print(f"Nothing runs: graphs traced for {count} GPUs, which are pretended; this machine has {gpus}.")
-    pretended = import_part("audit.pretended_gpus", "--pretend_gpus")
-    for name, model_fn in {"plain": _model_fn, "normalized": functools.partial(_model_fn, is_normalized=True)}.items():
-        config = Config(log_every=0, console="quiet")
-        try:
-            graphs = pretended.trace_on_gpus(model_fn, config, make_dataset(_rows(), _BATCH_SIZE), count)
-        except ValueError as error:
-            print(f"{name}: {error}", file=sys.stderr)
-            return 1
-        for found in graphs:
-            print(f"{name}, {found}", flush=True)
-    return 0
 
 
 def _run(name: str, check: Callable[[Config], str], config: Config) -> str:

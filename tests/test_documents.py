@@ -33,7 +33,7 @@ BENCHMARKS = sorted((ROOT / "experiments" / "benchmarks").glob("*.md"))
 README = ROOT / "README.md"
 PAGES = [README, *(ROOT / name for name in ("WORKSPACE.md", "CHANGELOG.md")), *DOCS, *BENCHMARKS]
 LAUNCHER = {*launch._NUMBERS, "workers", "hosts", "ray"}
-OTHERS = LAUNCHER | {*planning.COSTS, *"gpu logical_gpus pretend_gpus environment diff rows all help json".split()}
+OTHERS = LAUNCHER | {*planning.COSTS, *"gpu logical_gpus environment diff rows all help json".split()}
 OTHERS |= {*"png csv workloads replicas logdir flagfile config".split()}
 
 LAWS = ["replicas", "microbatches", "order", "overflow", "boundaries", "resume", "rows", "durability", "state"]

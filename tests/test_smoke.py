@@ -30,15 +30,6 @@ def test_everything_passes_on_virtual_cpus():
     assert "the same weights on 1 and 2 devices, SHA-256 " in lines[-1]
 
 
-def test_pretended_gpus_print_what_a_step_would_do_there(capsys):
-    assert smoke.main(["--pretend_gpus=2"]) == 0
-    first, *lines = capsys.readouterr().out.splitlines()
-    assert first == "Nothing runs: graphs traced for 2 GPUs, which are pretended; this machine has 0."
-    lines = [line.removeprefix("normalized, ") for line in lines if line.startswith("normalized, ")]
-    assert [line.partition(":")[0] for line in lines] == ["train step", "evaluation", "prediction"]
-    assert all("on GPU:1" in line for line in lines)
-
-
 def output_with_one_stream_for_all_turns():
     checks = unittest.mock.patch.object(smoke, "_CHECKS", {"bits": smoke._same_bits})
     with checks, unittest.mock.patch.object(virtual_replicas, "stream_of", lambda state, turn: state):

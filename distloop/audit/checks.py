@@ -1,4 +1,4 @@
-"""Checks of data, code, gradients and GPU graphs: functions from a probe to findings; the audit that these make up."""
+"""Checks of data, code, gradients and GPU kernels: functions from a probe to findings; the audit that these make up."""
 
 import functools
 import re
@@ -11,12 +11,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from distloop.audit.gpu_graph import look
-from distloop.audit.placed_graph import HOST
+from distloop.audit.gpu_kernels import RUN_PYTHON, off_the_gpu
 from distloop.audit.probe import NUM_BATCHES, REPLICAS, Probe
 from distloop.audit.tracing import as_replica, compiled
 from distloop.data import shards
-from distloop.errors import as_operation_error, as_user_error, user_line
+from distloop.errors import as_operation_error, as_user_error, innermost_line, user_line
 from distloop.graph_functions import with_called
 from distloop.model.spec import Update
 from distloop.training import step_operations
@@ -30,7 +29,6 @@ _NOISE_LAYERS = (
     keras.layers.GaussianDropout,
     keras.layers.GaussianNoise,
 )
-_OF_KERAS = {("Cast", "StatelessRandomGetKeyCounter"), ("BitwiseAnd", "Less")}  # of its random draws, and its argmax
 _GIVE_SEED = "give a keras.random.SeedGenerator as seed, an attribute of a layer in the model or of the model itself"
 
 
@@ -285,40 +283,23 @@ def gradients(probe: Probe) -> Iterator[Finding]:
 
 
 def host_operations(probe: Probe) -> Iterator[Finding]:
-    """Checks that the forward and the backward pass stay on a GPU, where the model is on one."""
-    return (finding for update in probe.state.spec.updates for finding in _off_the_gpu(probe, update))
-
-
-def _off_the_gpu(probe: Probe, update: Update) -> Iterator[Finding]:
-    """Yields what would leave a GPU in an update's forward and backward pass, which is traced and not run."""
-    update_pass = ForwardBackward(probe.state, update)
+    """Checks that the forward and the backward pass, which is traced and not run, have kernels for a GPU."""
     count = tf.constant(shards.batch_size(probe.rows), tf.float32)
+    for update in probe.state.spec.updates:
+        update_pass = ForwardBackward(probe.state, update)
 
-    def compute(rows: Any) -> Any:
-        with as_replica(0, 1, set()), probe.state.placement.unplaced():
-            return update_pass.differentiate.by_path(rows, update_pass.loss_factor(count), training=True)
+        def compute(rows: Any, of: ForwardBackward = update_pass) -> Any:
+            with as_replica(0, 1, set()), probe.state.placement.unplaced():
+                return of.differentiate.by_path(rows, of.loss_factor(count), training=True)
 
-    found = look(compiled(compute, probe.rows).graph, update.name)
-    for f in found.on_host:
-        yield Finding(
-            "runs on the host when this model is on a GPU",
-            f"{f.operation} ({f.line if _is_users(f.line) else f.name})",  # its own name tells the layer
-            "the GPU waits for Python in each step: write it with TensorFlow's operations, or do it in the dataset"
-            if "Python" in f.reason
-            else "TensorFlow has no GPU kernel for it: compute it in another dtype or by other operations, or do it in "
-            "the dataset, which prepares batches while the GPU computes",
-        )
-    fallen = {f.line for f in found.on_host}
-    for copy in found.through:
-        is_users = copy.bytes != 0 and _is_users(copy.line) and copy.line not in fallen
-        if copy.target == HOST and is_users and (copy.producer, copy.consumer) not in _OF_KERAS:
+        for op in off_the_gpu(compiled(compute, probe.rows).graph):
+            line = innermost_line(op.traceback)
+            is_users = line is not None and not line.startswith("distloop/")
             yield Finding(
-                "goes to the host and back",
-                f"{copy.producer} -> {copy.consumer} ({copy.line})",
-                "in each step the GPU waits until the host has its result, as for int32 numbers, which TensorFlow "
-                "compares and adds on the host, and within tf.device('/CPU:0'): use int64 or float32, or another place",
+                "runs on the host when this model is on a GPU",
+                f"{op.type}({', '.join(t.dtype.name for t in op.inputs)}) ({line if is_users else op.name})",
+                "the GPU waits for Python in each step: write it with TensorFlow's operations, or do it in the dataset"
+                if op.type in RUN_PYTHON
+                else "TensorFlow has no GPU kernel for it: compute it in another dtype or by other operations, or do "
+                "it in the dataset, which prepares batches while the GPU computes",
             )
-
-
-def _is_users(line: str | None) -> bool:
-    return line is not None and not line.startswith("distloop/")

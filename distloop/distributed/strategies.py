@@ -92,11 +92,6 @@ def make_strategy(config: Config) -> tf.distribute.Strategy:
     return _make_mirrored(device_names, bool(config.virtual_replicas))
 
 
-def one_of_workers(gpus: int) -> tf.distribute.Strategy:
-    """Returns the strategy of a worker with so many GPUs, which is the only one until `pretend_workers`."""
-    return tf.distribute.MultiWorkerMirroredStrategy._from_local_devices([f"/device:GPU:{i}" for i in range(gpus)])
-
-
 def check_strategy(strategy: tf.distribute.Strategy) -> tf.distribute.Strategy:
     """Returns a strategy object that the user created, after checking it.
 

@@ -31,15 +31,6 @@ def place_in_cluster(strategy: tf.distribute.Strategy) -> tuple[int, int]:
     return (int(getattr(strategy.extended, "_id_in_cluster", 0)) if count > 1 else 0), count
 
 
-def pretend_workers(strategy: tf.distribute.Strategy, count: int) -> None:
-    """Lets a strategy of `one_of_workers` trace functions as if there were so many workers; none of them can run."""
-    extended = strategy.extended
-    extended._num_workers = count
-    for operations in (extended._cross_device_ops, extended._host_cross_device_ops):
-        for owner in (operations, *operations._launchers):
-            owner._group_size *= count
-
-
 def cross_device_ops(strategy: tf.distribute.Strategy) -> tf.distribute.CrossDeviceOps | None:
     """Returns the object that reduces over replicas; None for a strategy of one replica."""
     return getattr(strategy.extended, "_cross_device_ops", None)

@@ -43,12 +43,6 @@ def planted(change=lambda loss, batch: loss, layers=(), unused=(), **spec):
     return model_fn
 
 
-def sorted_on_the_host(loss, batch):
-    with tf.device("/CPU:0"):
-        loss = tf.sort(loss)
-    return tf.sqrt(tf.square(loss))
-
-
 class Centered(keras.layers.Layer):
     """Subtracts the mean over the rows that it sees."""
 
@@ -206,10 +200,6 @@ BUGS = {
     "texts on the way to the loss": (
         planted(lambda loss, batch: loss + 0 * tf.strings.to_number(tf.strings.as_string(loss))),
         ("runs on the host when this model is on a GPU", "AsString(float32) (test_audit.py:", "GPU kernel"),
-    ),
-    "a part of the loss on the CPU": (
-        planted(sorted_on_the_host),
-        ("goes to the host and back", "(test_audit.py:", "waits until the host"),
     ),
     "units that are dead": (planted(layers=[dead_layer]), ("zero gradient", "net/dead/kernel")),
 }

@@ -15,11 +15,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from distloop.audit.placed_graph import HOST, Node, PlacedGraph, place
+from distloop.audit.gpu_kernels import RUN_PYTHON
 from distloop.audit.tracing import reached
+from tests.gpu_graph.placed_graph import HOST, Node, PlacedGraph, place
 
 _READERS = {"IteratorGetNext", "IteratorGetNextSync", "OptionalGetValue"}  # types of operations that return a batch
-_RUN_PYTHON = {"EagerPyFunc", "PyFunc", "PyFuncStateless"}  # on any device
 _PASS_ON = {"Identity", "IdentityN", "AssignVariableOp"}
 _MOST_NAMES = 3  # of the numbers that a step waits for
 
@@ -139,7 +139,7 @@ def look(graph: Any, name: str) -> GpuGraph:
 
 
 def _on_host(node: Node) -> OnHost | None:
-    reason = "it runs Python" if node.type in _RUN_PYTHON else "it has no GPU kernel" if node.has_fallen_back else ""
+    reason = "it runs Python" if node.type in RUN_PYTHON else "it has no GPU kernel" if node.has_fallen_back else ""
     dtypes = ", ".join(tensor.dtype.name for tensor in node.op.inputs) if reason else ""
     return OnHost(f"{node.type}({dtypes})", reason, node.op.name, node.line) if reason else None
 

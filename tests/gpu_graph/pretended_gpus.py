@@ -20,10 +20,8 @@ from tensorflow.python.eager import context
 from tensorflow.python.ops import resource_variable_ops
 
 from distloop.assembly import make_train_loop, make_training_source
-from distloop.audit.gpu_graph import GpuGraph, look
-from distloop.audit.placed_graph import DEVICE, FIRST_GPU
 from distloop.data.source import Data, Source
-from distloop.distributed import devices, strategies, tensorflow_internals
+from distloop.distributed import devices, strategies
 from distloop.evaluation.evaluation import EvalLoop
 from distloop.evaluation.prediction import Predictor
 from distloop.keras_models.fit_arguments import read_arguments
@@ -31,6 +29,8 @@ from distloop.model.spec import ModelSpec
 from distloop.settings.config import Config
 from distloop.trainer import Trainer
 from distloop.training.compiled_loop import graph_of
+from tests.gpu_graph.gpu_graph import GpuGraph, look
+from tests.gpu_graph.placed_graph import DEVICE, FIRST_GPU
 
 _WORKERS = 2  # that a step of several is traced for
 _NAMES = "object_name_uids"  # Keras's counts of the layers of each name
@@ -60,14 +60,14 @@ def trace_on_gpus(model_fn: Callable[[], ModelSpec], config: Config, data: Data,
         fast_dev_run=False,
     )
     with pretended_gpus(gpus):
-        strategy = strategies.one_of_workers(gpus) if is_several else strategies.make_strategy(here)
+        strategy = _one_of_workers(gpus) if is_several else strategies.make_strategy(here)
         trainer = Trainer(model_fn, here, strategy=strategy)
         trainer.build(data)
         state, arguments = trainer.state, read_arguments(data, None, {})
         source, loop = make_training_source(arguments, state, here), make_train_loop(state, here)
         source.iterator()
         if is_several:
-            tensorflow_internals.pretend_workers(strategy, _WORKERS)
+            _pretend_workers(strategy, _WORKERS)
         found = [look(graph_of(loop._compiled, source), "train step")]
         if is_several:
             return found
@@ -82,6 +82,20 @@ def trace_on_gpus(model_fn: Callable[[], ModelSpec], config: Config, data: Data,
             function = predict.get_concrete_function(source.new_iterator(), source.layout, limits[1])
             found.append(look(function.graph, "prediction"))
     return found
+
+
+def _one_of_workers(gpus: int) -> tf.distribute.Strategy:
+    """Returns the strategy of a worker with so many GPUs, which is the only one until `_pretend_workers`."""
+    return tf.distribute.MultiWorkerMirroredStrategy._from_local_devices([f"/device:GPU:{i}" for i in range(gpus)])
+
+
+def _pretend_workers(strategy: tf.distribute.Strategy, count: int) -> None:
+    """Lets a strategy of `_one_of_workers` trace functions as if there were so many workers; none of them can run."""
+    extended = strategy.extended
+    extended._num_workers = count
+    for operations in (extended._cross_device_ops, extended._host_cross_device_ops):
+        for owner in (operations, *operations._launchers):
+            owner._group_size *= count
 
 
 @contextlib.contextmanager

@@ -11,10 +11,10 @@ import tensorflow as tf
 from keras.src.backend.common import global_state
 
 import distloop
-from distloop.audit.gpu_graph import look
-from distloop.audit.pretended_gpus import trace_on_gpus
 from distloop.distributed import strategies
 from distloop.graph_functions import graph_function
+from tests.gpu_graph.gpu_graph import look
+from tests.gpu_graph.pretended_gpus import trace_on_gpus
 from tests.problems import classification, classifier
 
 SPEC = tf.TensorSpec([4, 8])

@@ -9,15 +9,14 @@ runs where the variable is; a loop variable lives where its first value was comp
 condition is known and all side effects of the one before it are done. The module judges nothing.
 """
 
-import functools
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
-from tensorflow.python.framework import kernels
 
 from distloop.actions.memory import known_bytes
+from distloop.audit.gpu_kernels import SHAPES, find_kernel, is_compiled, is_on_gpu
 from distloop.audit.tracing import reached
 from distloop.errors import innermost_line
 from distloop.graph_functions import called_graphs
@@ -26,7 +25,6 @@ HOST, FIRST_GPU = "host", "GPU:0"
 DEVICE = "_distloop_device"  # the attribute of a variable's handle that names the device which was asked for
 _LOOPS, _BRANCHES = {"While", "StatelessWhile"}, {"If", "StatelessIf", "Case", "StatelessCase"}
 _CALLS = {"PartitionedCall", "StatefulPartitionedCall"}
-_SHAPES = {"Shape", "ShapeN", "Size", "Rank"}  # types of operations that run where their input is
 
 
 class Node:
@@ -50,7 +48,7 @@ class Node:
         self.op, self.type, self.asked_for, self.with_it = op, kind, asked_for, with_it
         self.is_operation, self.is_constant = op is not None and kind == op.type, is_constant
         is_for_gpu = self.is_operation and not is_constant and asked_for.startswith("GPU")
-        kernel = _kernel(op) if is_for_gpu else None
+        kernel = find_kernel(op) if is_for_gpu else None
         self.has_fallen_back = is_for_gpu and kernel is None
         self.device = "" if is_constant else HOST if self.has_fallen_back else asked_for
         self.site = asked_for if is_constant else self.device  # where it waits for others
@@ -199,7 +197,7 @@ class _Placer:
     ) -> tuple[list[_Value], list[Node]]:
         """Places an operation; returns its results, and what has run when it is done."""
         graphs = called_graphs(op) if op.type in _LOOPS | _BRANCHES | _CALLS else []
-        if op.type in _CALLS and graphs and not _is_compiled(op):
+        if op.type in _CALLS and graphs and not is_compiled(op):
             gate = self._stand_in(op, "call", "", [], before, with_it) if before else None
             results, effects = self.inline(graphs[0], given, device, gate)
             return results, effects or ([gate] if gate else [value.node for value in results])
@@ -207,7 +205,7 @@ class _Placer:
             return self._branch(op, graphs, given, before, device, with_it)
         if op.type in _LOOPS and graphs:
             return self._loop(op, given, before, device, with_it)
-        if op.type in _LOOPS | _BRANCHES | _CALLS and not _is_compiled(op):
+        if op.type in _LOOPS | _BRANCHES | _CALLS and not is_compiled(op):
             self.not_followed.add(op.name)
         if op.type == "Identity" and given and not before and device in ("", given[0].node.site):
             return [given[0]._replace(tensor=op.outputs[0])], [given[0].node]  # which TensorFlow takes out
@@ -221,7 +219,7 @@ class _Placer:
         of_resources = [v.node.device for v in given if v.tensor.dtype == tf.resource and v.node.device]
         if of_resources or device:
             return [*of_resources, device][0]
-        return given[0].node.device if op.type in _SHAPES and given else FIRST_GPU
+        return given[0].node.device if op.type in SHAPES and given else FIRST_GPU
 
     def _branch(
         self, op: Any, graphs: Sequence[Any], given: list[_Value], before: list[Node], device: str, with_it: list[Node]
@@ -292,7 +290,7 @@ class _Placer:
 
 def _is_constant(op: Any, given: Sequence[_Value]) -> bool:
     """Returns whether TensorFlow's graph optimizer replaces an operation by its result."""
-    if op.type in _SHAPES and all(tensor.shape.is_fully_defined() for tensor in op.inputs):
+    if op.type in SHAPES and all(tensor.shape.is_fully_defined() for tensor in op.inputs):
         return True
     are_constant = len(given) == len(op.inputs) and all(value.node.is_constant for value in given)
     return bool(op.outputs) and not op.op_def.is_stateful and are_constant
@@ -306,38 +304,7 @@ def _short(device: str) -> str:
 
 def _device_of_resource(handle: Any) -> str:
     """Returns the device of a variable, or of another resource, which is on the host."""
-    data = getattr(handle, "_handle_data", None)
-    if data is None or not data.is_set:
-        return HOST
-    asked_for = _short(getattr(handle, DEVICE, "")) or FIRST_GPU
-    constraints = [kernel.constraint for kernel in _kernels("VarHandleOp") if kernel.device_type == "DEFAULT"]
-    on_gpu = {dtype for of_kernel in constraints for c in of_kernel for dtype in c.allowed_values.list.type}
-    return asked_for if data.shape_and_type[0].dtype in on_gpu else HOST
-
-
-def _is_compiled(op: Any) -> bool:
-    """Returns whether XLA compiles a call as a whole."""
-    return "_XlaMustCompile" in op.node_def.attr and bool(op.node_def.attr["_XlaMustCompile"].b)
-
-
-@functools.cache
-def _kernels(kind: str) -> list[Any]:
-    """Returns what TensorFlow knows about the kernels of a type of operations."""
-    return sorted(kernels.get_registered_kernels_for_op(kind).kernel, key=lambda kernel: -kernel.priority)
-
-
-def _kernel(op: Any) -> Any:
-    """Returns the kernel that runs an operation on a GPU; None: there is none."""
-    for device_type in ("GPU", "DEFAULT"):
-        for kernel in _kernels(op.type):
-            if kernel.device_type == device_type and not kernel.label and _fits(kernel, op):
-                return kernel
-    return None
-
-
-def _fits(kernel: Any, op: Any) -> bool:
-    pairs = [(c.allowed_values.list.type, op.node_def.attr[c.name]) for c in kernel.constraint]
-    return all(set(types).issuperset([v.type] if v.type else v.list.type) for types, v in pairs if types)
+    return (_short(getattr(handle, DEVICE, "")) or FIRST_GPU) if is_on_gpu(handle) else HOST
 
 
 def _host_arguments(op: Any, kernel: Any) -> tuple[list[bool], list[bool]]:

@@ -9,8 +9,8 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.audit import pretended_gpus
-from distloop.audit.pretended_gpus import trace_on_gpus
+from tests.gpu_graph import pretended_gpus
+from tests.gpu_graph.pretended_gpus import trace_on_gpus
 from tests.problems import classification, classifier, cross_entropy, loss_fn_of, mostly_wide
 
 pytestmark = pytest.mark.slow
