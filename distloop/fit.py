@@ -23,12 +23,12 @@ from distloop.actions.built_in import CheckReplicas, DataSeen, Goodput, Pipeline
 from distloop.actions.evaluate import Evaluate, earlier_rows
 from distloop.actions.gradient_noise import GradientNoise
 from distloop.actions.memory import MemoryUse
-from distloop.actions.save import SaveCosts, make_saves, require_metrics
+from distloop.actions.save import SaveCosts, make_save, require_metrics
 from distloop.actions.stop_early import SyncStop
 from distloop.actions.write import JsonWriter, Write
 from distloop.checkpoints.loading import left_files, may_lack_best
 from distloop.checkpoints.phases import units_at
-from distloop.checkpoints.resume import RunCheckpoints, saves_of
+from distloop.checkpoints.resume import RunCheckpoints
 from distloop.checkpoints.warm_start import warm_start
 from distloop.data.iterators import read_again
 from distloop.data.source import Source
@@ -57,7 +57,7 @@ from distloop.training import agreement, overview, run_length
 from distloop.training.agreement import require_same_run, require_same_trainable
 from distloop.training.loop import Diverged, Host, TrainLoop
 
-_PERIODS = "log_every checkpoint_every copy_every histograms_every check_replicas_every gradient_noise_every".split()
+_PERIODS = "log_every checkpoint_every histograms_every check_replicas_every gradient_noise_every".split()
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -273,17 +273,17 @@ class Fit:
         actions += [*checks, *self.evaluations, *self.actions, *filter(None, [self._loop.histograms])]
         agree = functools.partial(workers.agree_to_stop, self.state.strategy)
         actions += [SyncStop(agree, self.actions, self._plan)] if self.actions else []
-        saves = make_saves(functools.partial(self._save, write), saves_of(self.checkpoints, self.config), self._plan)
+        save = make_save(functools.partial(self._save, write), self.config.checkpoint_every, self._plan)
         for action in actions:
-            member(action, "set_saves")(saves[0].saves if saves else None)
-        return [*actions, SaveCosts(self.checkpoints.times), write, *saves]
+            member(action, "set_saves")(save.saves if self.config.workdir else None)
+        return [*actions, SaveCosts(self.checkpoints.times), write, *([save] if self.config.workdir else [])]
 
-    def _save(self, write: Write, save: Any, report: Report, best_steps: Mapping[str, list[int]]) -> None:
+    def _save(self, write: Write, report: Report, best_steps: Mapping[str, list[int]]) -> None:
         began_at = time.monotonic()
         with self.checkpoints.disk_watch.over("saving"):
             write.flush()  # a run that resumes from here finds all rows up to it
-            save(report, best_steps)
-        self.checkpoints.times.note_pause(time.monotonic() - began_at, is_copy=save == self.checkpoints.copy)
+            self.checkpoints.save(report, best_steps)
+        self.checkpoints.times.save_pause = time.monotonic() - began_at
 
     def _open_writers(self) -> list[Any]:
         writers: list[Any] = [self._history]

@@ -6,10 +6,9 @@
 Simulates runs whose workers fail independently of each other, at a rate that does not change: the time from one failure
 of a run to the next is exponential. Whenever one fails, all start again and restore the newest state, and may fail
 meanwhile. A save holds training up while the state is copied (`save_pause_secs`) and protects it once the checkpoint is
-whole (`save_secs`). Goodput is the time of the steps that count, divided by all time. The state may be copied into the
-memory of all hosts, too (`copy_every`). Costs come from flags, else from the rows of `--run`, else they are assumed;
-the assumed failures are those of Llama 3's training, 419 in 54 days on 2,048 hosts of 8 GPUs ("The Llama 3 Herd of
-Models", 2024, section 3.3.4).
+whole (`save_secs`). Goodput is the time of the steps that count, divided by all time. Costs come from flags, else from
+the rows of `--run`, else they are assumed; the assumed failures are those of Llama 3's training, 419 in 54 days on
+2,048 hosts of 8 GPUs ("The Llama 3 Herd of Models", 2024, section 3.3.4).
 
 J. W. Young, "A first order approximation to the optimum checkpoint interval", 1974; J. T. Daly, "A higher order
 estimate of the optimum checkpoint interval for restart dumps", 2006.
@@ -32,29 +31,23 @@ RUN = flags.DEFINE_string("run", "", "Workdir of a run, whose costs are used.")
 WORKERS = flags.DEFINE_list("for_workers", "4,16,64,256,1000,4000,10000", "Numbers of workers.")
 SEED = flags.DEFINE_integer("failure_seed", 0, "Seed of the simulated failures.")
 
-# name -> assumed value, help; None: as another cost
-COSTS: dict[str, tuple[float | None, str]] = {
+# name -> assumed value, help
+COSTS: dict[str, tuple[float, str]] = {
     "step_secs": (1.0, "Seconds of a step."),
     "save_pause_secs": (5.0, "Seconds that a save holds training up."),
     "save_secs": (60.0, "Seconds from the begin of a save until its checkpoint is whole."),
     "restore_secs": (30.0, "Seconds to restore a checkpoint."),
     "start_secs": (120.0, "Seconds from a new process to its first step, without restoring."),
     "notice_secs": (4.0, "Seconds from a failure until new processes are started."),
-    "copy_secs": (None, "Seconds that a copy in memory holds training up; as save_pause_secs by default."),
-    "copy_restore_secs": (None, "Seconds to restore a copy in memory; as restore_secs by default."),
-    "copies_lost": (0.01, "Fraction of failures that take all copies in memory along."),
     "failures_per_worker_hour": (1.6e-4, "Failures of one worker in an hour."),
 }
 for name, (_, text) in COSTS.items():
-    flags.DEFINE_float(name, None, text, lower_bound=0.0, upper_bound=1.0 if name == "copies_lost" else None)
-
-MIN_GAIN = 0.01  # of the time, from which copies in memory are said to pay
+    flags.DEFINE_float(name, None, text, lower_bound=0.0)
 
 FAILURES = 5_000  # simulated for each interval
 FACTORS = [2 ** (i / 6) for i in range(-10, 11)]  # of a formula's interval, that are tried
-MOST_SAVE_SECS = 86_400.0  # from one checkpoint on the disk to the next, however safe copies in memory are
 
-Failures = Sequence[tuple[float, float]]
+Failures = Sequence[float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,29 +60,24 @@ class Costs:
     restore_secs: float = 0.0
     start_secs: float = 0.0  # from a new process to its first step, without restoring
     notice_secs: float = 0.0  # from a failure until new processes are started
-    copy_secs: float = 0.0  # that copies of the state in the memory of all hosts hold training up
-    copy_restore_secs: float = 0.0
-    copies_lost: float = 0.0  # the fraction of failures that take all copies in memory along
 
 
 class Plan(NamedTuple):
-    """How often to keep the state, and the goodput then."""
+    """How often to save, and the goodput then."""
 
     save_every_secs: float
-    copy_every_secs: float  # 0: no copies in memory
     goodput: float
 
 
 def draw_failures(seed: int) -> Failures:
-    """Returns, for each failure, the time since the one before in units of its mean, and a number in [0, 1).
+    """Returns, for each failure, the time since the one before in units of its mean.
 
-    Both are stratified, one number from each of equal parts of the distribution, so that means vary less.
+    The times are stratified, one from each of equal parts of the distribution, so that means vary less.
     """
     generator = random.Random(seed)
-    gaps, luck = ([(i + generator.random()) / FAILURES for i in range(FAILURES)] for _ in range(2))
+    gaps = [(i + generator.random()) / FAILURES for i in range(FAILURES)]
     generator.shuffle(gaps)
-    generator.shuffle(luck)
-    return [(-math.log1p(-gap), lot) for gap, lot in zip(gaps, luck, strict=True)]
+    return [-math.log1p(-gap) for gap in gaps]
 
 
 def mean_secs(workers: int, failures_per_worker_hour: float) -> float:
@@ -112,7 +100,7 @@ def daly_secs(pause_secs: float, mean_secs: float) -> float:
 
 
 def plan_saves(costs: Costs, mean_secs: float, failures: Failures) -> Plan:
-    """Returns the best interval between checkpoints on the disk, without copies in memory.
+    """Returns the best interval between checkpoints.
 
     Args:
         costs: of saving and starting again.
@@ -120,40 +108,16 @@ def plan_saves(costs: Costs, mean_secs: float, failures: Failures) -> Plan:
         failures: as `draw_failures` returns them.
     """
     if mean_secs == math.inf:
-        return Plan(math.inf, 0.0, 1.0)
+        return Plan(math.inf, 1.0)
     least = max(costs.step_secs, costs.save_secs - costs.save_pause_secs)  # below, a save waits for the one before
 
     def try_one(secs: float) -> Plan:
-        return Plan(secs, 0.0, simulate(costs, mean_secs, failures, secs))
+        return Plan(secs, simulate(costs, mean_secs, failures, secs))
 
     return best_of(try_one, young_secs(costs.save_pause_secs, mean_secs), least, costs.step_secs)
 
 
-def plan_copies(costs: Costs, mean_secs: float, failures: Failures) -> Plan:
-    """Returns the best interval between copies in memory, beside checkpoints that protect from their loss.
-
-    Checkpoints are saved at Young's interval for the failures that take all copies along.
-
-    Args:
-        costs: of saving and starting again.
-        mean_secs: mean time to a failure, of the whole run.
-        failures: as `draw_failures` returns them.
-    """
-    if mean_secs == math.inf:
-        return Plan(math.inf, math.inf, 1.0)
-    loss_secs = mean_secs / costs.copies_lost if costs.copies_lost else math.inf
-    save_secs = min(MOST_SAVE_SECS, young_secs(costs.save_pause_secs, loss_secs))
-
-    def try_one(secs: float) -> Plan:
-        save_every = secs * max(1, round(max(save_secs, costs.save_secs) / secs))
-        return Plan(save_every, secs, simulate(costs, mean_secs, failures, save_every, secs))
-
-    return best_of(try_one, young_secs(costs.copy_secs, mean_secs), costs.step_secs, costs.step_secs)
-
-
-def simulate(
-    costs: Costs, mean_secs: float, failures: Failures, save_every_secs: float, copy_every_secs: float = 0.0
-) -> float:
+def simulate(costs: Costs, mean_secs: float, failures: Failures, save_every_secs: float) -> float:
     """Returns the goodput of a run: the time of the steps that count, divided by all time.
 
     Args:
@@ -161,32 +125,18 @@ def simulate(
         mean_secs: mean time to a failure, of the whole run.
         failures: as `draw_failures` returns them.
         save_every_secs: time of the steps between two saves.
-        copy_every_secs: time of the steps between two copies in memory, a whole part of that; 0: no copies.
     """
-    every = copy_every_secs or save_every_secs  # positions are counted in these
-    copies = round(save_every_secs / every)  # the last of which is a save
-    copy_wall = every + costs.copy_secs
-    save_wall = max(copies * every + (copies - 1) * costs.copy_secs + costs.save_pause_secs, costs.save_secs)
+    save_wall = max(save_every_secs + costs.save_pause_secs, costs.save_secs)
     if mean_secs == math.inf:
-        return copies * every / save_wall
+        return save_every_secs / save_wall
     writing_secs = costs.save_secs - costs.save_pause_secs
-    down_secs = costs.notice_secs + costs.start_secs
-    kept = saved = 0  # positions in memory and on the disk
-    total_secs, has_copy = 0.0, False
-    for gap, luck in failures:
-        secs = gap * mean_secs
-        total_secs += secs
-        up_secs = secs - down_secs - (costs.copy_restore_secs if has_copy else costs.restore_secs)
-        if up_secs >= 0:
-            first = kept - kept % copies
-            wall = up_secs + (kept - first) * copy_wall  # since the save before
-            before, kept = kept, first + int(wall // save_wall) * copies
-            kept += min(copies - 1, int(wall % save_wall / copy_wall))
-            saved = max(saved, first + int((wall - writing_secs) // save_wall) * copies)
-            has_copy = has_copy or kept > before
-        if not copy_every_secs or luck < costs.copies_lost:
-            kept, has_copy = saved, False
-    return kept * every / total_secs
+    down_secs = costs.notice_secs + costs.start_secs + costs.restore_secs
+    saved, total_secs = 0, 0.0  # saved: how many intervals
+    for gap in failures:
+        total_secs += gap * mean_secs
+        up_secs = gap * mean_secs - down_secs
+        saved += max(0, int((up_secs - writing_secs) // save_wall))
+    return saved * save_every_secs / total_secs
 
 
 def best_of(try_one: Callable[[float], Plan], formula_secs: float, least_secs: float, step_secs: float) -> Plan:
@@ -199,8 +149,7 @@ def best_of(try_one: Callable[[float], Plan], formula_secs: float, least_secs: f
 def measured_costs(workdir: str) -> dict[str, float]:
     """Returns the medians of what the rows of a run say of its costs."""
     rows = distloop.read_metrics(workdir)
-    columns = {"save_pause_secs": "save_pause_secs", "save_secs": "save_secs", "copy_secs": "copy_pause_secs"}
-    values = {name: [row[column] for row in rows if column in row] for name, column in columns.items()}
+    values = {name: [row[name] for row in rows if name in row] for name in ("save_pause_secs", "save_secs")}
     values["step_secs"] = [1 / row["steps_per_sec"] for row in rows if row.get("steps_per_sec", 0) > 0]
     known = {name: [secs for secs in each if math.isfinite(secs)] for name, each in values.items()}
     return {name: statistics.median(each) for name, each in known.items() if each}
@@ -208,14 +157,12 @@ def measured_costs(workdir: str) -> dict[str, float]:
 
 def find_costs(workdir: str, given: dict[str, float | None]) -> dict[str, tuple[float, str]]:
     """Returns each cost and where it comes from: given, measured or assumed."""
-    costs = {name: (value, "assumed") for name, (value, _) in COSTS.items() if value is not None}
+    costs = {name: (value, "assumed") for name, (value, _) in COSTS.items()}
     costs |= {name: (value, "measured") for name, value in (measured_costs(workdir) if workdir else {}).items()}
     costs |= {name: (value, "given") for name, value in given.items() if value is not None}
     if costs["save_secs"][0] < costs["save_pause_secs"][0]:
         costs["save_secs"] = (costs["save_pause_secs"][0], "the pause, which is longer")
-    costs.setdefault("copy_secs", (costs["save_pause_secs"][0], "as save_pause_secs"))
-    costs.setdefault("copy_restore_secs", (costs["restore_secs"][0], "as restore_secs"))
-    return {name: costs[name] for name in COSTS}
+    return costs
 
 
 def show_secs(secs: float) -> str:
@@ -231,20 +178,16 @@ def main(_):
     for name, (value, source) in found.items():
         print(f"{name:26}{value:<12.4g}{source}")
     costs = Costs(**{name: value for name, (value, _) in found.items() if name != "failures_per_worker_hour"})
-    failures, paying = draw_failures(SEED.value), []
-    columns = ["workers", "failure every", "Young", "Daly", "best", "goodput", "copy every", "with copies"]
+    failures = draw_failures(SEED.value)
+    columns = ["workers", "failure every", "Young", "Daly", "best", "goodput"]
     print("\n" + "".join(f"{column:<15}" for column in columns).rstrip())
     for workers in sorted(int(text) for text in WORKERS.value):
         mean = mean_secs(workers, found["failures_per_worker_hour"][0])
-        saves, copies = plan_saves(costs, mean, failures), plan_copies(costs, mean, failures)
+        best = plan_saves(costs, mean, failures)
         pause = costs.save_pause_secs
-        secs = [mean, young_secs(pause, mean), daly_secs(pause, mean), saves.save_every_secs]
-        cells = [str(workers), *map(show_secs, secs), f"{saves.goodput:.2%}"]
-        cells += [show_secs(copies.copy_every_secs), f"{copies.goodput:.2%}"]
+        secs = [mean, young_secs(pause, mean), daly_secs(pause, mean), best.save_every_secs]
+        cells = [str(workers), *map(show_secs, secs), f"{best.goodput:.2%}"]
         print("".join(f"{cell:<15}" for cell in cells).rstrip())
-        paying += [workers] * (copies.goodput - saves.goodput >= MIN_GAIN)
-    gain = f"Copies in memory gain {MIN_GAIN:.0%} of the time or more"
-    print(f"\n{gain} from {paying[0]} workers on." if paying else f"\n{gain} for none of these numbers of workers.")
 
 
 if __name__ == "__main__":

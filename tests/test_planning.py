@@ -43,9 +43,7 @@ def test_the_goodput_is_that_of_the_closed_forms(mean, every):
 
 def test_without_failures_all_time_but_that_of_the_saves_counts():
     assert simulate(BLOCKING, math.inf, FAILURES, 95.0) == 0.95
-    assert simulate(Costs(copy_secs=1, save_pause_secs=2, save_secs=2), math.inf, FAILURES, 30.0, 10.0) == 30 / 34
-    assert planning.plan_saves(BLOCKING, math.inf, FAILURES) == (math.inf, 0.0, 1.0)
-    assert planning.plan_copies(BLOCKING, math.inf, FAILURES).goodput == 1.0
+    assert planning.plan_saves(BLOCKING, math.inf, FAILURES) == (math.inf, 1.0)
 
 
 def test_a_save_waits_for_the_one_before():
@@ -69,18 +67,6 @@ def test_young_and_daly():
     assert planning.mean_secs(10, 0.1) == 3600 and planning.mean_secs(10, 0) == math.inf
 
 
-@pytest.mark.parametrize("mean", [500.0, 5000.0])
-def test_copies_that_cost_nothing_never_hurt_and_those_that_are_always_lost_are_of_no_use(mean):
-    costs = Costs(save_pause_secs=5, save_secs=60, restore_secs=30, start_secs=100, copy_restore_secs=30)
-    without = simulate(costs, mean, FAILURES, 300.0)
-    goodputs = [simulate(costs, mean, FAILURES, 300.0, every) for every in (300.0, 100.0, 20.0)]
-    assert sorted([without, *goodputs]) == [without, *goodputs]
-    best = planning.plan_saves(costs, mean, FAILURES)
-    assert planning.plan_copies(costs, mean, FAILURES).goodput > best.goodput
-    costs = Costs(save_pause_secs=5, save_secs=5, copies_lost=1.0)
-    assert simulate(costs, 2000.0, FAILURES, 300.0, 100.0) == simulate(costs, 2000.0, FAILURES, 300.0)
-
-
 def test_the_same_seed_is_the_same_run():
     assert planning.draw_failures(1) == FAILURES != planning.draw_failures(2)
 
@@ -88,21 +74,19 @@ def test_the_same_seed_is_the_same_run():
 def test_costs_are_given_or_measured_or_assumed(tmp_path):
     rows = [{"step": 100, "steps_per_sec": 10.0}, {"step": 200, "steps_per_sec": 10.0, "save_pause_secs": 70.0}]
     write_run(tmp_path / "run", rows)
-    costs = planning.find_costs(str(tmp_path / "run"), {"restore_secs": 50.0, "copies_lost": 0.0, "step_secs": None})
+    costs = planning.find_costs(str(tmp_path / "run"), {"restore_secs": 50.0, "step_secs": None})
     assert costs["step_secs"] == (0.1, "measured") and costs["save_pause_secs"] == (70.0, "measured")
     assert costs["save_secs"] == (70.0, "the pause, which is longer") and costs["start_secs"] == (120.0, "assumed")
-    assert costs["restore_secs"] == (50.0, "given") and costs["copy_restore_secs"] == (50.0, "as restore_secs")
-    assert costs["copies_lost"] == (0.0, "given") and costs["copy_secs"] == (70.0, "as save_pause_secs")
+    assert costs["restore_secs"] == (50.0, "given")
     assert list(costs) == list(planning.COSTS)
 
 
 @pytest.mark.slow
 def test_the_program_prints_the_costs_and_a_row_for_each_number_of_workers():
-    arguments = ["-m", "experiments.planning", "--copy_secs=0.5", "--for_workers=1000,256"]
+    arguments = ["-m", "experiments.planning", "--start_secs=60", "--for_workers=1000,256"]
     done = forked.run(arguments, env=os.environ, timeout=120)
     assert done.returncode == 0, done.stderr
-    costs, plans, verdict = (part.splitlines() for part in done.stdout.strip().split("\n\n"))
-    assert len(costs) == len(planning.COSTS) and costs[6].split() == ["copy_secs", "0.5", "given"]
-    assert plans[1].startswith("256            24.4 h         15.6 min       15.6 min       15.6 min       98.70%")
-    assert plans[2].split() == "1000 6.25 h 7.91 min 7.85 min 7.92 min 97.00% 2.5 min 98.46%".split()
-    assert verdict == ["Copies in memory gain 1% of the time or more from 1000 workers on."]
+    costs, plans = (part.splitlines() for part in done.stdout.strip().split("\n\n"))
+    assert len(costs) == len(planning.COSTS) and costs[4].split() == ["start_secs", "60", "given"]
+    assert plans[1].split() == "256 24.4 h 15.6 min 15.6 min 15.6 min 98.77%".split()
+    assert plans[2].split() == "1000 6.25 h 7.91 min 7.85 min 7.92 min 97.26%".split()

@@ -1,8 +1,7 @@
 """`Save` and `SaveBest` save checkpoints, periodically and where a metric is best; `when_better` gates any action."""
 
-import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from distloop.actions.action import Action, Report, Saves, member, name_of, phase_of
@@ -40,25 +39,20 @@ class Save(Action):
         self.saves.save(report)
 
 
-def make_saves(
-    save: Callable[..., None], kinds: Iterable[tuple[Callable[..., None], int | str]], plan: Plan
-) -> list[Save]:
-    """Returns an action for each kind of saves of a run.
+def make_save(save: Callable[..., None], every: int | str, plan: Plan) -> Save:
+    """Returns the action that saves a run.
 
     Args:
-        save: called with the function of a kind, and with the arguments for it.
-        kinds: functions that save, each with the duration between two calls.
+        save: called with a report and the best steps, as `Saves` does.
+        every: the duration between two saves.
         plan: of the run.
     """
-    periods = [(kind, every, plan.period(every)) for kind, every in kinds]
-    return [
-        Save(Saves(functools.partial(save, kind)), every if period.tokens else period.steps, period.secs)
-        for kind, every, period in periods
-    ]
+    period = plan.period(every)
+    return Save(Saves(save), every if period.tokens else period.steps, period.secs)
 
 
 class SaveCosts(Action):
-    """Reports how long each save and copy held training up, and how long a checkpoint took until it was whole."""
+    """Reports how long each save held training up, and how long its checkpoint took until it was whole."""
 
     every = None
     phase = "logging"
@@ -69,13 +63,12 @@ class SaveCosts(Action):
         self._times = times
 
     def __call__(self, report: Report) -> dict[str, float]:
-        """Returns the numbers, in the first row after a copy, or after a checkpoint is whole."""
-        times, numbers = self._times, {}
-        if times.copy_pause is not None:
-            numbers["copy_pause_secs"], times.copy_pause = times.copy_pause, None
-        if times.save_pause is not None and times.write is not None:
-            numbers |= {"save_pause_secs": times.save_pause, "save_secs": times.save_pause + times.write}
-            times.save_pause = times.write = None
+        """Returns the numbers, in the first row after a checkpoint is whole."""
+        times = self._times
+        if times.save_pause is None or times.write is None:
+            return {}
+        numbers = {"save_pause_secs": times.save_pause, "save_secs": times.save_pause + times.write}
+        times.save_pause = times.write = None
         return numbers
 
 

@@ -13,7 +13,7 @@ import functools
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -35,7 +35,6 @@ from distloop.checkpoints.loading import (
     require_same_virtual_replicas,
     would_be_replaced,
 )
-from distloop.checkpoints.memory_copies import MemoryCopies
 from distloop.checkpoints.phases import Phases, number_at
 from distloop.checkpoints.store import Checkpoints, follow, in_workdir
 from distloop.checkpoints.warm_start import take_over, warm_start
@@ -64,7 +63,7 @@ class RunCheckpoints:
 
     Attributes:
         is_new: whether the run has neither trained nor restored a checkpoint.
-        times: of the last save, copy and restore.
+        times: of the last save and restore.
         disk_watch: ends the process when the disk no longer answers.
         run: the name of the run, from `claim_run`; known to the chief, once it was resumed.
         directory: the workdir, whose lock is held until the last save has ended.
@@ -83,7 +82,6 @@ class RunCheckpoints:
         self.times = SaveTimes()
         checkpoints = _on_disk(config, self.directory, self.disk_watch, self.times)
         self._checkpoints = checkpoints if config.workdir else None
-        self._copies = MemoryCopies(checkpoints, state.strategy, self.directory.verify)
         self._rollback = Rollback(config.max_rollbacks)
         self.action_states, self.phases = RunStates(), Phases(state)
         self.is_new, self.run, self._shows_best = True, "", False  # the last: whether `resume` restores the newest
@@ -110,7 +108,6 @@ class RunCheckpoints:
         """Loads the newest checkpoint, if the state is not the one to go on with."""
         if self._is_chief:
             self.run = claim_run(self._config, self.directory.verify)
-        self._copies.open(is_wanted=bool(self._config.copy_every), is_resuming=self.is_new, run=self.run)
         if not (self.is_new or self._shows_best):
             return None
         if self.is_new and not self._config.resume and checkpoints.steps:
@@ -129,7 +126,6 @@ class RunCheckpoints:
             warm_start(self._state, path, given=f"restore({path!r})")
             return None
         self.phases.jump()  # the position is for the next `fit`, whatever its data
-        self._copies.has_gone_back = True
         if path == BEST:
             return self.restore_best()
         with self.directory.reading(path) as local:
@@ -146,7 +142,6 @@ class RunCheckpoints:
         Raises:
             ValueError: as for `load_best`, or if the checkpoint is damaged.
         """
-        self._copies.has_gone_back = self._copies.has_gone_back or run_goes_on_from_it
         with self.directory.reading(self._config.workdir, best=True) as local:
             saved = load_best(in_workdir(local) if local else None, metric, self._gather)
             saved = saved._replace(path=self._config.workdir + saved.path.removeprefix(local))
@@ -219,25 +214,19 @@ class RunCheckpoints:
             raise ValueError("save has nothing to write before fit has run: call fit first.")
         if self._saved is not None and self.phases.is_of_others:
             return  # this optimizer is not the checkpoint's
-        step, values, notes = self._content(report, is_needed=self._is_chief)
+        step, values, notes = self._content(report)
         if self._is_chief:
             with contextlib.suppress(OSError):  # of a disk that cannot be read: the save fails, and that is logged
                 self.directory.verify()
             self._checkpoints.save(step, values, notes, best_steps)
-        self._copies.drop_later(step)
 
-    def copy(self, report: Report, best_steps: Mapping[str, list[int]] | None = None) -> None:
-        """Copies the state to the memory of each host, in the background; the end of a run is only saved."""
-        if report.step < report.until:
-            self._copies.save(*self._content(report))
-
-    def _content(self, report: Report | None, **needs: bool) -> tuple[int, dict[str, tf.Tensor], dict[str, Any]]:
-        """Returns step, values and notes of a checkpoint of now; `needs` is for `SavedState.snapshot`."""
+    def _content(self, report: Report | None) -> tuple[int, dict[str, tf.Tensor], dict[str, Any]]:
+        """Returns step, values and notes of a checkpoint of now; the values are the chief's alone."""
         assert self._source is not None and self._loop is not None
         workers.report_phase(self._state.strategy, "saving")
         saved = self._saved  # restored since: the parts get their state from it at the next fit
         notes = saved.notes if saved else _notes(self._source, self._loop, self.action_states, self._run, report)
-        values = self._saved_state.snapshot(**needs)
+        values = self._saved_state.snapshot(is_needed=self._is_chief)
         return int(self._state.step), values, self.phases.notes() | notes | _circumstances(self._state, self._config)
 
     def save_and_wait(self) -> None:
@@ -254,7 +243,6 @@ class RunCheckpoints:
         if self._checkpoints is not None:
             workers.report_phase(self._state.strategy, "waiting for the last save")
             self._checkpoints.wait()
-            self._copies.delete()
 
     def can_go_back(self) -> bool:
         """Returns whether there is a checkpoint with a position in the data given to `attach`, as the chief sees it."""
@@ -286,8 +274,6 @@ class RunCheckpoints:
         if self._is_chief:
             say(f"{diverged} Going back to step {saved.step}, and on without batch {left_out} (counted from 0).")
             self._checkpoints.drop_later(saved.step)
-        self._copies.has_gone_back = True
-        self._copies.drop_later(saved.step)
         self._source.restore_position(saved.notes["input"])  # in batches of the present size, as those to leave out
         self._source.skipped_batches = set(skipped)
         saved.notes["input"] = self._source.save_position()
@@ -347,12 +333,6 @@ def _is_over(saved: Saved, run: Period) -> bool:
     """Returns whether a run of this length has nothing left to do after a checkpoint."""
     done = saved.notes.get("secs", 0.0), saved.notes.get("tokens", 0.0)
     return run.is_over(saved.step, *done) and saved.notes.get("open_boundary") is None
-
-
-def saves_of(checkpoints: RunCheckpoints, config: Config) -> list[tuple[Callable[..., None], int | str]]:
-    """Returns the functions that save a run, each with the duration between two calls: to disk first, to memory."""
-    kinds = [(checkpoints.save, config.checkpoint_every), (checkpoints.copy, config.copy_every)]
-    return kinds[: 1 + bool(config.copy_every)] if config.workdir else []
 
 
 def _notes(

@@ -62,7 +62,6 @@ class Checkpoints:
         watch: Watch = contextlib.nullcontext,
         verify: Callable[[], None] = lambda: None,
         times: SaveTimes | None = None,
-        kind: str = "checkpoint",
     ):
         """Touches no disk.
 
@@ -72,10 +71,9 @@ class Checkpoints:
             watch: called with what is done to the disk; its context is entered meanwhile.
             verify: called before each rename; raises if this process may no longer write.
             times: gets `write`, of the last checkpoint.
-            kind: what a checkpoint is called where one could not be written.
         """
         self.directory = directory
-        self._keep, self._kind = keep, kind
+        self._keep = keep
         self._watch, self._verify = watch, verify
         self._times = times or SaveTimes()
         self._writer: threading.Thread | None = None
@@ -153,8 +151,8 @@ class Checkpoints:
                     self._write(step, values, notes, best_steps or {})
             except Exception as error:  # a full disk raises many kinds of errors
                 self._failure = error
-                sentence = "The %s of step %d could not be written (%s); training goes on, and earlier ones are kept."
-                log.error(sentence, self._kind, step, first_line(error))
+                sentence = "The checkpoint of step %d could not be written (%s); training goes on; earlier ones stay."
+                log.error(sentence, step, first_line(error))
                 return
             self._failure, self._times.write = None, time.monotonic() - began_at
             try:

@@ -252,7 +252,7 @@ def _without_workdir(settings: dict[str, object]) -> dict[str, object]:
 def claim_run(config: Config, verify: Callable[[], None] = lambda: None) -> str:
     """Returns the random name of the run in a workdir; makes one if there is none, or the directory is a copy.
 
-    What lies outside a workdir (copies in memory, runs at W&B) is known by this name.
+    What lies outside a workdir (runs at W&B) is known by this name.
 
     Args:
         config: whose workdir exists, and is not empty.

@@ -58,7 +58,6 @@ GROUPS = {
         "input_wait": "The fraction of the loop's time that went to waiting for data.",
         "goodput": "The fraction of the time since the run's first process that went to steps that count.",
         "host_share": "The fraction of all time between two loops: evaluations, actions, checkpoints, logging.",
-        "copy_pause_secs": "How long the last copy in memory held training up, in seconds.",
         "save_pause_secs": "How long the last save held training up, in seconds.",
         "save_secs": "How long the last save took until its checkpoint was whole, in seconds.",
         "step_secs_p50": "Half of the steps took no longer, in seconds.",

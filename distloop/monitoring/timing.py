@@ -131,26 +131,17 @@ def unix_time(at: float | None = None) -> float:
 
 @dataclasses.dataclass
 class SaveTimes:
-    """What the last save, copy and restore of a run took, in seconds; None: there was none, or it has been reported.
+    """What the last save and restore of a run took, in seconds; None: there was none, or it has been reported.
 
     Attributes:
         save_pause: how long a save held training up.
         write: how long its checkpoint then took in the background until it was whole.
-        copy_pause: how long a copy in memory held training up.
         restore: how long the run took to restore its newest checkpoint.
     """
 
     save_pause: float | None = None
     write: float | None = None
-    copy_pause: float | None = None
     restore: float | None = None
-
-    def note_pause(self, secs: float, *, is_copy: bool) -> None:
-        """Notes how long a save, or a copy in memory, held training up."""
-        if is_copy:
-            self.copy_pause = secs
-        else:
-            self.save_pause = secs
 
 
 def bottleneck(metrics: Mapping[str, float]) -> tuple[str, float]:

@@ -144,7 +144,7 @@ def replay(state: TrainState, config: Config, source: Source, units: Units, step
                 f"virtual_replicas={trained}."
             )
         # Nothing of this decides about a step: `on_divergence` needs a workdir, and the noise two parts of a batch.
-        off: dict[str, Any] = {"copy_every": 0, "histograms_every": 0, "gradient_noise_every": 0, "profile": ""}
+        off: dict[str, Any] = {"histograms_every": 0, "gradient_noise_every": 0, "profile": ""}
         settings = dataclasses.replace(config, workdir="", on_divergence="none", **off)
         start = _start(run, config, RunCheckpoints(state, settings), state, step)
         rows = records.rows_between(os.path.join(directory, "metrics.jsonl"), start, step)

@@ -167,7 +167,6 @@ class Config:
     checkpoint_every: int | str = setting(
         CHECKPOINTS, "10 min", "Duration between two checkpoints: 500, 1 epoch, 2 h; 0: only at the end."
     )
-    copy_every: int | str = setting(CHECKPOINTS, 0, "Duration between copies in the hosts' memory: 30 s; 0: none.")
     keep_checkpoints: int = setting(CHECKPOINTS, 3, "Number of newest checkpoints to keep.", minimum=1)
     resume: bool = setting(CHECKPOINTS, True, "Resume from the newest checkpoint in the workdir, if there is one.")
     init_from: str = setting(

@@ -14,7 +14,6 @@ from distloop.settings import durations
 
 # Settings that need a workdir, and why. A name stands for each value but the default, `name=value` for one value.
 _IN_A_WORKDIR = {
-    "copy_every": "where a run goes on from its copies in memory",
     "max_secs": "so the run would be lost",
     "on_divergence=rollback": "so there is no checkpoint to go back to",
     "profile": "so the profile would be lost",
@@ -43,11 +42,6 @@ _PAIRS = [
 
 # A condition that is an error, and its message.
 _OTHERS: list[tuple[Callable[[Any], Any], str]] = [
-    (
-        lambda config: config.workdir != config.local_workdir and config.copy_every,
-        "copy_every={config.copy_every} was given with workdir={config.workdir!r}, and copies in memory need one on a "
-        "disk that all hosts share: give such a workdir, or copy_every=0.",
-    ),
     (
         lambda config: config.workdir != config.local_workdir and "{time}" in config.workdir,
         "workdir={config.workdir!r} has {{time}} in it, which needs a directory on a disk to look for unfinished runs: "

@@ -4,8 +4,8 @@
 
 Four workers train `experiments.digits` for 1,600 steps with a checkpoint each 400. At four seeded steps one of them is
 preempted: two get SIGTERM, as a machine that goes announces it, and two SIGKILL. The elastic run goes on with all, or
-those that are left, and copies its state to memory each two seconds. The other one has neither: its launcher starts all
-workers again after a crash, and this program types the command again where the run was saved and left.
+those that are left, and saves each two seconds. The other one does neither: its launcher starts all workers again after
+a crash, and this program types the command again where the run was saved and left.
 
 Wasted steps are those that were trained twice. Seconds are those from a signal to the next row of ten steps.
 """
@@ -36,9 +36,9 @@ PREEMPTIONS = flags.DEFINE_integer("preemptions", 4, "How many; every second one
 def command(is_elastic: bool, workdir: str) -> list[str]:
     workers, steps = WORKERS.value, STEPS.value
     launcher = [f"--workers=1:{workers}"] if is_elastic else [f"--workers={workers}", "--max_restarts=99"]
-    settings = [f"--workdir={workdir}", f"--steps={steps}", f"--checkpoint_every={steps // 4}", "--log_every=10"]
+    every = "2 s" if is_elastic else str(steps // 4)
+    settings = [f"--workdir={workdir}", f"--steps={steps}", f"--checkpoint_every={every}", "--log_every=10"]
     settings += ["--device=cpu", "--num_devices=1", "--eval_every=0", "--console=quiet"]
-    settings += ["--copy_every=2 s"] if is_elastic else []
     return [sys.executable, "-m", "distloop.launch", *launcher, "-m", "experiments.digits", *settings]
 
 

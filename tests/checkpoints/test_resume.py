@@ -76,7 +76,7 @@ def test_running_again_finishes_or_does_nothing_and_returns_the_last_numbers(rep
     assert [(start["step"], start["devices"]) for start in starts] == [(0, replicas), (6, replicas)]
     assert starts[0]["restore_secs"] is None and starts[1]["restore_secs"] > 0
     times = further._checkpoints.times
-    assert times.save_pause > 0 and times.write > 0 and times.copy_pause is times.restore is None
+    assert times.save_pause > 0 and times.write > 0 and times.restore is None
 
 
 @pytest.mark.wide

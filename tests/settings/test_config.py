@@ -61,7 +61,6 @@ def test_a_value_gets_the_type_of_its_setting(monkeypatch, name, value, expected
         ({"microbatches": 0}, "microbatches=0 is not allowed: give a whole number, 1 or more, or auto"),
         ({"batch_size": 0}, "batch has 1 example or more: give batch_size or replica_batch_size"),
         ({"clip_norm": float("nan")}, "clip_norm=nan is not allowed"),
-        ({"copy_every": False}, "copy_every=False is not allowed: give"),
         ({"clip_norm": False}, "clip_norm=False is not allowed: give a number, 0 or more"),
         ({"average_decay": 1}, "average_decay=1 is not allowed: give a number, 0 or more and below 1"),
         ({"seed": 2**32}, "below 4294967296"),
@@ -70,7 +69,6 @@ def test_a_value_gets_the_type_of_its_setting(monkeypatch, name, value, expected
         ({"deterministic": 1}, "deterministic=1 is not allowed: give True or False"),
         ({"workdir": 3}, "workdir=3 is not allowed: give a string"),
         ({"workdir": "gs://bucket/run-{time}"}, "has {time} in it, which needs a directory on a disk"),
-        ({"workdir": "gs://bucket/run", "copy_every": "30 s"}, "copies in memory need one on a disk"),
         ({"steps": 3, "epochs": 4}, "steps=3 and epochs=4 were both given"),
         ({"clip_norm": 1.0, "clip_value": 2}, "clip_norm=1 and clip_value=2 were both given"),
         (

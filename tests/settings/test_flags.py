@@ -25,7 +25,7 @@ OTHER_VALUES |= {"executor": "serial", "on_divergence": "rollback", "loss_jump":
 OTHER_VALUES |= {"check_replicas_every": 13, "jit_compile": True, "steps_per_loop": 5, "log_every": 6}
 OTHER_VALUES |= {"gradient_noise_every": 15, "histograms_every": 14, "graph": "always", "profile": "100:110"}
 OTHER_VALUES |= {"peak_flops": 312e12, "eval_every": 8, "eval_first": True, "fast_dev_run": True}
-OTHER_VALUES |= {"checkpoint_every": 11, "copy_every": 12, "keep_checkpoints": 4, "resume": False}
+OTHER_VALUES |= {"checkpoint_every": 11, "keep_checkpoints": 4, "resume": False}
 OTHER_VALUES |= {"init_from": "runs/a=b", "init_rename": r"^a/(.*)=>b/\1 $", "console": "quiet", "max_secs": 1.5}
 OTHER_VALUES |= {"start_timeout": 20.0, "hang_timeout": 30.5, "audit": True, "memory": True, "full_tracebacks": True}
 OTHER_VALUES |= {"seed": 9, "deterministic": True}
