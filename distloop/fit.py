@@ -27,7 +27,6 @@ from distloop.actions.save import SaveCosts, make_save, require_metrics
 from distloop.actions.stop_early import SyncStop
 from distloop.actions.write import JsonWriter, Write
 from distloop.checkpoints.loading import left_files, may_lack_best
-from distloop.checkpoints.phases import units_at
 from distloop.checkpoints.resume import RunCheckpoints
 from distloop.checkpoints.warm_start import warm_start
 from distloop.data.iterators import read_again
@@ -110,24 +109,23 @@ class Fit:
         """Restores the newest checkpoint of the workdir; a new run starts from the weights of `init_from`."""
         require_same_trainable(self.state)
         require_same_run(self.state, self.units.run.last_step, self.evaluations, self.actions)
-        self.checkpoints.resume(self.units.run)
+        self.checkpoints.resume()
         self._began = self._step
         if self.config.init_from and self.checkpoints.is_new:
             self._say(warm_start(self.state, self.config.init_from, self.config.init_rename))
-        units = units_at(self.checkpoints.phases.notes(), self.units)
         self._loop = self.make_loop()
         self._loop.log_every = run_length.log_every(self.config, self.units)
         state, again = self.state, self._loop.trace_again
-        learning_rates.resolve(state.plain_optimizers.values(), units, again, state.count_tokens)
+        learning_rates.resolve(state.plain_optimizers.values(), self.units, again, state.count_tokens)
         if (average := self.state.average) is not None:
-            average.begin_at(run_length.first_averaged(self.config, units), self._loop.trace_again)
+            average.begin_at(run_length.first_averaged(self.config, self.units), self._loop.trace_again)
         self._attach()
 
     @property
     def is_over(self) -> bool:
         """Whether there is nothing left to train."""
         is_at_end = self.units.run.is_over(self._step, self._loop.secs, self._loop.tokens)
-        return bool(self.checkpoints.phases.stop_reason) or (is_at_end and self._loop.open_boundary is None)
+        return bool(self.checkpoints.stop_reason) or (is_at_end and self._loop.open_boundary is None)
 
     def delivering(self) -> contextlib.AbstractContextManager[Deliveries]:
         """Returns a context in which the user's writers are open."""
@@ -199,8 +197,8 @@ class Fit:
     def _finish(self) -> None:
         """Restores the best checkpoint if an action asks for it."""
         self._has_finished = True
-        self.checkpoints.phases.end(self._step, self._loop.stop_reason, self._loop.reported)
-        for metric in metrics_to_restore(() if self.checkpoints.phases.past else self.actions):
+        self.checkpoints.end()
+        for metric in metrics_to_restore(self.actions):
             with may_lack_best():
                 self.checkpoints.restore_best(metric, run_goes_on_from_it=False)
 
@@ -339,12 +337,8 @@ def _left_by(fit: Fit) -> Sequence[RunFile]:
 
 
 def _why_over(fit: Fit) -> str:
-    """Returns a sentence about a run, or one of its phases, in which nothing is left to train."""
-    if fit.checkpoints.phases.past is not None:
-        return fit.checkpoints.phases.describe()
-    why = run_length.why_over(
-        fit.units, fit._step, fit._loop.secs, fit.checkpoints.phases.stop_reason, fit._loop.tokens
-    )
+    """Returns a sentence about a run in which nothing is left to train."""
+    why = run_length.why_over(fit.units, fit._step, fit._loop.secs, fit.checkpoints.stop_reason, fit._loop.tokens)
     return f"{why} or use another workdir." if fit.config.workdir else f"{why} to go on."
 
 

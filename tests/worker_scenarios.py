@@ -7,7 +7,6 @@ Each returns arrays by name, which have to be the same everywhere, except for na
 
 import json
 import os
-import shutil
 import signal
 import sys
 import traceback
@@ -189,35 +188,6 @@ def resume(make, workdir):
     straight = fit("straight", 20)
     fit("stopped", 6)
     return different(fit("stopped", 20), straight)
-
-
-def phases(make, workdir):
-    """Two phases, the first of which an action of the last worker ends; the second is killed, and all starts again."""
-
-    def fit(name, steps):
-        def trainer(trainable):
-            def model_fn():
-                spec = classifier(dropout=0.3)()
-                return distloop.ModelSpec(spec.model, keras.optimizers.Adam(0.01), spec.loss_fn, trainable=trainable)
-
-            return make(model_fn, workdir=os.path.join(workdir, "phases", name), checkpoint_every=4, average_decay=0.9)
-
-        def stop(report):
-            if is_worker(head, 99):
-                raise distloop.StopTraining("this worker has seen enough")
-
-        head = trainer("logits")
-        head.fit(batches(shuffle=True), steps=12, actions=[every(5, stop)])
-        tuned = trainer(None)
-        tuned.fit(batches(shuffle=True, seed=3), steps=steps)
-        return tuned
-
-    straight = everything(fit("straight", 12))
-    trainer = fit("stopped", 12)
-    if trainer.workers.is_chief:
-        shutil.rmtree(os.path.join(workdir, "phases", "stopped", "checkpoints", "12"))  # as if killed before
-    trainer.workers.barrier()
-    return different(everything(fit("stopped", 12)), straight) | {"step": np.array(trainer.step)}
 
 
 def elastic(make, workdir, steps=12):
@@ -525,7 +495,7 @@ def bits_of(case, make, workdir, steps, **settings):
 
 SCENARIOS = [
     exchange, differences, replicas, sharded, synchronized_norm, two_updates, tables, tables_in_microbatches, float16,
-    statistics_and_seeds, resume, phases, elastic, tokens, position, mixed_rows, rollback, evaluation,
+    statistics_and_seeds, resume, elastic, tokens, position, mixed_rows, rollback, evaluation,
     evaluation_in_one_batch, prediction, prediction_in_one_batch, shards, equal_shards, stops, interrupts, files, bits,
     bits_of_float16,
 ]  # fmt: skip

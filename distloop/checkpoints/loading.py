@@ -210,10 +210,10 @@ def would_be_replaced(workdir: str, newest: int) -> ValueError:
     )
 
 
-def is_of_another_model(saved: Saved, different: Sequence[str], hint: str = "") -> ValueError:
-    """Returns the error of a checkpoint whose variables are others; the hint is another thing to do."""
+def is_of_another_model(saved: Saved, different: Sequence[str]) -> ValueError:
+    """Returns the error of a checkpoint whose variables are others, or of which others are trained."""
     more = f", and {len(different) - 3} more" if len(different) > 3 else ""
     return ValueError(
         f"The checkpoint {saved.path!r} is of another model or optimizer ({'; '.join(different[:3])}{more}); nothing "
-        f"was restored: make the model as it was, or give another workdir{hint}."
+        f"was restored: make the model as it was, or give a workdir of its own, with init_from={saved.path!r}."
     )

@@ -35,9 +35,8 @@ from distloop.checkpoints.loading import (
     require_same_virtual_replicas,
     would_be_replaced,
 )
-from distloop.checkpoints.phases import Phases, number_at
 from distloop.checkpoints.store import Checkpoints, follow, in_workdir
-from distloop.checkpoints.warm_start import take_over, warm_start
+from distloop.checkpoints.warm_start import warm_start
 from distloop.checkpoints.writing import DiskWatch
 from distloop.data.source import Source
 from distloop.distributed import workers
@@ -53,7 +52,6 @@ from distloop.settings import flags
 from distloop.settings.config import Config
 from distloop.settings.durations import Period
 from distloop.training.loop import Diverged, TrainLoop
-from distloop.training.window import Window
 from distloop.urls import expand
 from distloop.variables import WEIGHT_FILES
 
@@ -67,7 +65,7 @@ class RunCheckpoints:
         disk_watch: ends the process when the disk no longer answers.
         run: the name of the run, from `claim_run`; known to the chief, once it was resumed.
         directory: the workdir, whose lock is held until the last save has ended.
-        phases: which of the run's phases the present `fit` is.
+        stop_reason: why an action has ended the run that `fit` was given; None: no action has.
     """
 
     def __init__(self, state: TrainState, config: Config):
@@ -83,25 +81,24 @@ class RunCheckpoints:
         checkpoints = _on_disk(config, self.directory, self.disk_watch, self.times)
         self._checkpoints = checkpoints if config.workdir else None
         self._rollback = Rollback(config.max_rollbacks)
-        self.action_states, self.phases = RunStates(), Phases(state)
+        self.action_states, self.stop_reason = RunStates(), None
         self.is_new, self.run, self._shows_best = True, "", False  # the last: whether `resume` restores the newest
         self._saved: Saved | None = None  # the restored checkpoint, until every part has its state
         self._source: Source | None = None
         self._loop: TrainLoop | None = None
         self._run = Period()
+        self._ended: Period | None = None  # the length of the last `fit`, if that has come to its end
+        self._data_from = 0  # the step at which the run began to read its present data
 
-    def resume(self, run: Period) -> None:
-        """Restores the newest checkpoint of the workdir, if there is one, for a `fit` until the end of a run.
+    def resume(self) -> None:
+        """Restores the newest checkpoint of the workdir, if there is one.
 
         Raises:
             ValueError: if there is one and `resume=False`, all are damaged, or it is of another kind of run.
         """
-        was_past, began_at = self.phases.past is not None, time.monotonic()
-        newest = self._newest(self._checkpoints) if self._checkpoints is not None else None
-        done = (self._loop.secs, self._loop.tokens) if self._loop else (0.0, 0.0)
-        self.phases.enter(run, newest or self._saved, int(self._state.step), *done)
-        if (saved := newest or (self._saved if was_past else None)) is not None:  # what was set meanwhile is set back
-            self._restore(saved, is_whole=not self.phases.is_of_others)
+        began_at = time.monotonic()
+        if self._checkpoints is not None and (newest := self._newest(self._checkpoints)) is not None:
+            self._restore(newest)
             self.times.restore = time.monotonic() - began_at
 
     def _newest(self, checkpoints: Checkpoints) -> Saved | None:
@@ -125,7 +122,7 @@ class RunCheckpoints:
         if path.endswith(WEIGHT_FILES):
             warm_start(self._state, path, given=f"restore({path!r})")
             return None
-        self.phases.jump()  # the position is for the next `fit`, whatever its data
+        self._ended = None  # the position is for the next `fit`, whatever its data
         if path == BEST:
             return self.restore_best()
         with self.directory.reading(path) as local:
@@ -145,7 +142,7 @@ class RunCheckpoints:
         with self.directory.reading(self._config.workdir, best=True) as local:
             saved = load_best(in_workdir(local) if local else None, metric, self._gather)
             saved = saved._replace(path=self._config.workdir + saved.path.removeprefix(local))
-            self._restore(saved, is_whole=run_goes_on_from_it)
+            self._restore(saved)
         self._shows_best = not run_goes_on_from_it
 
     def follow(self, done: Collection[int], poll_secs: float, timeout_secs: float) -> Iterator[int]:
@@ -157,7 +154,7 @@ class RunCheckpoints:
         """
         assert self._checkpoints is not None
         for saved in follow(self._checkpoints, done, poll_secs, timeout_secs):
-            self._restore(saved, is_whole=False)
+            self._restore(saved)
             yield saved.step
 
     def restore_built_model(self) -> None:
@@ -174,29 +171,49 @@ class RunCheckpoints:
         Raises:
             ValueError: if two actions have one name, or JSON cannot hold an action's state, or as for `resume`.
         """
-        is_other, has_data = self._source is not source, self._source is not None
+        saved, is_other_data = self._saved, self._source is not source
         self._source, self._loop, self._run = source, loop, run
-        window, is_over, states, phases = None, False, None, self.phases
-        if (saved := self._saved) is not None:
+        self.action_states.attach(actions, saved and saved.notes["actions"], is_written=self._checkpoints is not None)
+        self.stop_reason, is_done = None, False
+        if saved is None:
+            self._data_from = int(self._state.step) if is_other_data else self._data_from
+        else:
             require_same_virtual_replicas(saved, self._state)
-            is_over = phases.past is not None or _is_over(saved, run)  # the position may be in the next `fit`'s data
-            begins = phases.begins and is_other
-            if not (is_over or begins) and (source.is_astray or source.save_position() != saved.notes["input"]):
-                source.restore_position(saved.notes["input"])
-            if phases.past is None:
-                states = None if begins and has_data else saved.notes["actions"]
-                loop.open_boundary = saved.notes.get("open_boundary")
-            on_disk = None if is_over or phases.stop_reason else self._checkpoints
-            if on_disk is not None and has_later(self._state.strategy, on_disk, saved.step):
-                self.save()  # so the run has left the later ones before its first row
-                on_disk.join()
-            window = _emptied(saved.notes["window"], self._state) if phases.begins else saved.notes["window"]
-            loop.reported = (phases.past or saved.notes).get("reported", {})
-            loop.secs, loop.tokens = max(loop.secs, saved.notes.get("secs", 0.0)), saved.notes.get("tokens", math.nan)
-        self.action_states.attach(actions, states, is_written=self._checkpoints is not None)
-        phases.begin(has_other_data=is_other)
-        self._saved, self.is_new = saved if is_over or phases.stop_reason else None, False
-        return window
+            if not (is_done := self._attach_loop(saved)):  # else the position may be in the data of the next `fit`
+                self._attach_data(saved, is_other=is_other_data)
+        self._saved, self.is_new = saved if is_done else None, False
+        return saved and saved.notes["window"]
+
+    def _attach_loop(self, saved: Saved) -> bool:
+        """Restores what the loop counts; returns whether nothing is left to train for this `fit`."""
+        assert self._loop is not None
+        loop, run, notes = self._loop, self._run, saved.notes
+        loop.reported, loop.tokens = notes.get("reported", {}), notes.get("tokens", math.nan)
+        loop.secs = max(loop.secs, notes.get("secs", 0.0))
+        is_over = run.is_over(saved.step, loop.secs, loop.tokens)
+        is_its_own = _end_of(saved) == run and run != self._ended  # the checkpoint is not of an earlier or later `fit`
+        if is_its_own or not is_over or saved.step == run.steps:
+            loop.open_boundary = notes.get("open_boundary")
+        self.stop_reason = notes["stop_reason"] if is_its_own else None
+        return bool(self.stop_reason) or (is_over and loop.open_boundary is None)
+
+    def _attach_data(self, saved: Saved, *, is_other: bool) -> None:
+        """Restores the position in the data; other data than that of a `fit` before starts at its beginning."""
+        assert self._source is not None
+        position = saved.notes["input"]
+        if is_other and _end_of(saved) == self._ended:
+            self._data_from = saved.step
+        else:
+            self._data_from = saved.notes.get("data_from", 0)
+            if self._source.is_astray or self._source.save_position() != position:
+                self._source.restore_position(position)
+        if self._checkpoints is not None and has_later(self._state.strategy, self._checkpoints, saved.step):
+            self.save()  # so the run has left the later ones before its first row
+            self._checkpoints.join()
+
+    def end(self) -> None:
+        """Notes that `fit` has come to its end: other data of the next one starts at its beginning."""
+        self._ended = self._run
 
     def save(self, report: Report | None = None, best_steps: Mapping[str, list[int]] | None = None) -> None:
         """Saves a checkpoint in the background.
@@ -212,8 +229,6 @@ class RunCheckpoints:
             raise ValueError("save needs a workdir: give Config(workdir=...).")
         if self._source is None or self._loop is None:
             raise ValueError("save has nothing to write before fit has run: call fit first.")
-        if self._saved is not None and self.phases.is_of_others:
-            return  # this optimizer is not the checkpoint's
         step, values, notes = self._content(report)
         if self._is_chief:
             with contextlib.suppress(OSError):  # of a disk that cannot be read: the save fails, and that is logged
@@ -227,7 +242,8 @@ class RunCheckpoints:
         saved = self._saved  # restored since: the parts get their state from it at the next fit
         notes = saved.notes if saved else _notes(self._source, self._loop, self.action_states, self._run, report)
         values = self._saved_state.snapshot(is_needed=self._is_chief)
-        return int(self._state.step), values, self.phases.notes() | notes | _circumstances(self._state, self._config)
+        notes = {"data_from": self._data_from} | notes | _circumstances(self._state, self._config)
+        return int(self._state.step), values, notes
 
     def save_and_wait(self) -> None:
         """Saves the run as it is, and waits until that has ended."""
@@ -263,9 +279,7 @@ class RunCheckpoints:
         saved = None
         if (choice := self._rollback.choose(diverged.step, diverged.batch, self._source.skipped_batches)) is not None:
             left_out, skipped = choice
-            number = number_at(self.phases.notes())  # not of an earlier phase, whose batches are others
-            is_before = lambda it: it.notes["input"]["batches"] <= left_out and number_at(it.notes) == number  # noqa: E731
-            saved = self._load_newest(self._checkpoints, is_before)
+            saved = self._load_newest(self._checkpoints, lambda it: self._is_before(left_out, it.notes))
         if choice is None or saved is None:
             _write_incident(self._state, self._config, {**incident, "action": "raise"})
             raise gave_up(diverged, self._rollback.num_tries, self._config.workdir) from diverged
@@ -279,21 +293,21 @@ class RunCheckpoints:
         saved.notes["input"] = self._source.save_position()
         self._restore(saved)
 
-    def _restore(self, saved: Saved, *, is_whole: bool = True) -> None:
-        """Restores a checkpoint, at once or when the model is built; of a phase of others, all but the optimizer."""
+    def _is_before(self, batch: int, notes: Mapping[str, Any]) -> bool:
+        """Returns whether a checkpoint was saved before a batch of the present data, by its notes."""
+        return notes["input"]["batches"] <= batch and notes.get("data_from", 0) == self._data_from
+
+    def _restore(self, saved: Saved) -> None:
+        """Restores a checkpoint, at once or when the model is built."""
         self.directory.note_saved()
         self._saved, self.is_new, self._shows_best = saved, False, False
         if not self._state.is_built:
             return
-        different = self._saved_state.differences(saved.values)
-        if different and (is_whole or any(name.startswith("model/") for name in different)):
+        if different := self._saved_state.differences(saved.values):
             self._saved, self.is_new = None, True  # another try is refused again
-            raise is_of_another_model(saved, different, self.phases.hint(saved))
-        if different:
-            take_over(self._state, self._saved_state, saved.values, with_averages=not self.phases.begins)
-        else:
-            self._saved_state.restore(saved.values)
-        self._say(f"step {saved.step} restored from {saved.path}{', all but the optimizer' * bool(different)}")
+            raise is_of_another_model(saved, different)
+        self._saved_state.restore(saved.values)
+        self._say(f"step {saved.step} restored from {saved.path}")
 
 
 def _disk_watch(strategy: tf.distribute.Strategy, config: Config) -> DiskWatch:
@@ -323,16 +337,10 @@ def _write_incident(state: TrainState, config: Config, incident: Mapping[str, An
             log.warning("%s cannot be written (%s): the report will lack this incident.", path, first_line(error))
 
 
-def _emptied(window: Mapping[str, Any], state: TrainState) -> dict[str, Any]:
-    """Returns a window for a phase that begins, with the counts of the one before; Keras metrics begin, too."""
-    state.keras_metrics.reset()
-    return Window(examples_seen=window.get("examples_seen")).save()
-
-
-def _is_over(saved: Saved, run: Period) -> bool:
-    """Returns whether a run of this length has nothing left to do after a checkpoint."""
-    done = saved.notes.get("secs", 0.0), saved.notes.get("tokens", 0.0)
-    return run.is_over(saved.step, *done) and saved.notes.get("open_boundary") is None
+def _end_of(saved: Saved) -> Period:
+    """Returns the length of the run that saved a checkpoint, as far as the checkpoint notes it."""
+    secs, tokens = saved.notes.get("until_secs", 0.0), saved.notes.get("until_tokens", 0.0)
+    return Period(0 if secs or tokens else saved.notes.get("until") or 0, secs, tokens)
 
 
 def _notes(
@@ -349,6 +357,7 @@ def _notes(
         "stop_reason": report.stop_reason if report is not None else None,
         "until": run.steps or (report.step if report is not None and is_at_end else None),
         "until_secs": run.secs,
+        "until_tokens": run.tokens,
         "secs": loop.secs,
         "tokens": loop.tokens,
         "open_boundary": loop.open_boundary,

@@ -19,13 +19,11 @@ import tensorflow as tf
 from distloop.checkpoints.checkpoint import is_checkpoint, load, plain_path
 from distloop.checkpoints.store import in_workdir
 from distloop.errors import first_line
-from distloop.model.saved_state import SavedState
 from distloop.model.state import TrainState
 from distloop.monitoring.directory import local_copy
 from distloop.optimizers import keras_hooks
 from distloop.variables import WEIGHT_FILES, count_unnamed, is_seed, portable_names, tensorflow_variable
 
-_COUNTS, _OF_AVERAGES = ("step", "skipped_steps"), ("average/", "stored/average/")  # names in checkpoints
 _SUFFIX = "/.ATTRIBUTES/VARIABLE_VALUE"  # of names in a checkpoint of `tf.train.Checkpoint`
 
 
@@ -88,26 +86,6 @@ def warm_start(state: TrainState, path: str, rename: str = "", given: str = "") 
     summary = f"{len(matched)} of {len(variables)} variables start from {path}"
     summary += f"; it lacks {_some(missing)}" if missing else ""
     return summary + (f"; not used of it: {_some(unused)}" if unused else "")
-
-
-def take_over(
-    state: TrainState, saved_state: SavedState, values: Mapping[str, tf.Tensor], *, with_averages: bool
-) -> None:
-    """Sets model and counts to those of a checkpoint whose optimizer is another one: of another phase of the run.
-
-    Args:
-        state: whose optimizer stays as it is.
-        saved_state: of the state.
-        values: of the checkpoint.
-        with_averages: whether its averages are taken over as well, to be looked at; else they begin from the weights.
-    """
-    own = saved_state.snapshot()
-    saved_state.restore(own | {n: v for n, v in values.items() if n.startswith("model/") or n in _COUNTS})
-    with state.strategy.scope():
-        _start_slots(state)
-    if with_averages and state.average is not None:
-        own = saved_state.snapshot()
-        saved_state.restore(own | {n: v for n, v in values.items() if n in own and n.startswith(_OF_AVERAGES)})
 
 
 def _start_slots(state: TrainState) -> None:

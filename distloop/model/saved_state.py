@@ -20,10 +20,10 @@ from distloop.graph_functions import graph_function
 from distloop.log import log
 from distloop.model.layers import stream_of
 from distloop.model.state import TrainState, optimizer_prefix
-from distloop.variables import ComposedVariable, tensorflow_variable
+from distloop.variables import ComposedVariable, portable_names, tensorflow_variable
 
-# Names below `optimizer_prefix`: two facts about the optimizer, and the variable of its learning rate.
-_CLASS, _INITIAL_RATE, _RATE = "/class", "/initial_learning_rate", "/learning_rate"
+# Names below `optimizer_prefix`: three facts about the optimizer, and the variable of its learning rate.
+_CLASS, _TRAINED, _INITIAL_RATE, _RATE = "/class", "/trained", "/initial_learning_rate", "/learning_rate"
 _METRICS = "metrics/"
 _STORED = "stored/"  # what values of composed variables are computed from
 # Only names with these prefixes are distloop's own; Keras metrics may change from run to run.
@@ -47,9 +47,9 @@ class SavedState:
 
         Returns:
             The values of `TrainState.all_variables`, `metrics/<name>/<i>` as `KerasMetrics.snapshot` returns them,
-            `stored/average/<path>/<part>` as `ComposedVariable.raw` does, and `optimizer/class` and
-            `optimizer/initial_learning_rate`. Random streams have the value of the first replica;
-            those of the others are `SEED_STRIDE` apart.
+            `stored/average/<path>/<part>` as `ComposedVariable.raw` does, and `optimizer/class`, `optimizer/trained`
+            (the names of variables, one a line) and `optimizer/initial_learning_rate`. Random streams have the value of
+            the first replica; those of the others are `SEED_STRIDE` apart.
         """
         state = self._state
         with tf.device(HOST):
@@ -86,6 +86,13 @@ class SavedState:
             for name, fact in reversed(facts.items())
             if name.endswith(_CLASS) and name in values and values[name] != fact
         ]
+        for name, fact in facts.items():
+            if name.endswith(_TRAINED) and name in values:
+                there, here = ({*text.numpy().decode().split("\n")} for text in (values[name], fact))
+                of_both = {variable.removeprefix("model/") for variable in expected if variable in values}
+                where = {True: "there alone", False: "here alone"}
+                others = sorted((there ^ here) & of_both)
+                differences += [f"{path} is trained {where[path in there]}" for path in others]
         differences += [f"{name} is missing" for name in expected if name not in values]
         known = {*expected, *facts}
         differences += [
@@ -133,11 +140,14 @@ class SavedState:
             part.assign(stream_of(value, replica * self._state.turns))
 
     def _optimizer_facts(self) -> dict[str, tf.Tensor]:
-        """Returns what an optimizer's variables do not show: its class, and the learning rate that it was given."""
+        """Returns what an optimizer's variables do not show: its class, what it trains, and its given rate."""
         facts = {}
+        names = {id(variable): name for name, variable in portable_names(self._state.model).items()}
         for name in (update.name for update in self._state.optimizer_updates):
             optimizer = self._state.plain_optimizers[name]
             facts[optimizer_prefix(name) + _CLASS] = tf.constant(type(optimizer).__name__)
+            trained = sorted(names[id(variable)] for variable in self._state.variables_of_update[name])
+            facts[optimizer_prefix(name) + _TRAINED] = tf.constant("\n".join(trained))
             if name in self._state.initial_learning_rates:
                 rate = self._state.initial_learning_rates[name]
                 facts[optimizer_prefix(name) + _INITIAL_RATE] = tf.constant(rate)

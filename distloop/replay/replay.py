@@ -22,7 +22,6 @@ import tensorflow as tf
 
 from distloop.assembly import make_step
 from distloop.checkpoints.checkpoint import DamagedError
-from distloop.checkpoints.phases import number_at, units_at
 from distloop.checkpoints.resume import RunCheckpoints
 from distloop.checkpoints.warm_start import warm_start
 from distloop.data.iterators import read_again
@@ -171,7 +170,6 @@ class _Steps:
         self._executor = state.placement.choose_executor(state.strategy, config.executor, flops)
         self._window, self._differences = Window(), list[str]()
         self._notes = notes = run.checkpoints.get(start, {})
-        units = units_at(notes, units)
         learning_rates.resolve(state.plain_optimizers.values(), units, lambda: None, state.count_tokens)
         if state.average is not None:
             state.average.begin_at(run_length.first_averaged(config, units), lambda: None)
@@ -331,11 +329,9 @@ def _require_step(run: _Recorded, config: Config, step: Any) -> None:
 def _start(run: _Recorded, config: Config, checkpoints: RunCheckpoints, state: TrainState, step: int) -> int:
     """Restores the newest whole checkpoint before a step, or leaves the state at step 0; returns where it is."""
     left_out = {row["left_out"]: row for row in run.incidents if int(row["step"]) == step and "left_out" in row}
-    newest = run.checkpoints[max(run.checkpoints)] if run.checkpoints else {}
-    number = number_at(newest, step)
-    for at in sorted((at for at in run.checkpoints if at < step), reverse=True):
-        if number_at(run.checkpoints[at]) != number:
-            break
+    beginnings = {at: notes.get("data_from", 0) for at, notes in run.checkpoints.items()}
+    data_from = max((beginning for beginning in beginnings.values() if beginning < step), default=0)
+    for at in sorted((at for at in run.checkpoints if at < step and beginnings[at] == data_from), reverse=True):
         if left_out and not set(run.checkpoints[at]["input"]["skipped"]).isdisjoint(left_out):
             continue  # of after the failure, whose batch it leaves out
         try:
@@ -343,8 +339,8 @@ def _start(run: _Recorded, config: Config, checkpoints: RunCheckpoints, state: T
             return at
         except DamagedError:
             continue
-    if number or run.began:
-        how = "a phase with other data" if number else f"at step {run.began} of another run's checkpoint"
+    if data_from or run.began:
+        how = f"other data at step {data_from}" if data_from else f"at step {run.began} of another run's checkpoint"
         raise ValueError(
             f"The replay of step {step} has nothing to start from: the run in {config.workdir!r} began {how}, and has "
             f"no checkpoint since, before step {step}: give a later step, or keep more with keep_checkpoints next time."
