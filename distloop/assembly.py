@@ -69,7 +69,6 @@ def make_train_loop(state: TrainState, config: Config) -> TrainLoop:
         steps_per_loop=config.steps_per_loop,
         eager=config.eager,
         max_traces=config.max_traces,
-        may_halve=config.microbatches == "auto",
         on_trace=report_trace,
     )
 
@@ -80,7 +79,7 @@ def make_step(state: TrainState, config: Config, **looks: Any) -> TrainStep:
     Raises:
         ValueError: if the gradients of parts of a batch are to be compared, and there is one part.
     """
-    parts = config.first_microbatches * (config.virtual_replicas or state.strategy.num_replicas_in_sync)
+    parts = config.microbatches * (config.virtual_replicas or state.strategy.num_replicas_in_sync)
     if config.gradient_noise_every and (parts < 2 or any(update.step_fn for update in state.spec.updates)):
         raise ValueError(
             f"gradient_noise_every={config.gradient_noise_every} was given, and there are no two gradients of parts of "
@@ -88,7 +87,7 @@ def make_step(state: TrainState, config: Config, **looks: Any) -> TrainStep:
         )
     return TrainStep(
         state,
-        microbatches=config.first_microbatches,
+        microbatches=config.microbatches,
         clipping=Clipping.from_settings(config),
         skip_nonfinite=config.on_nonfinite == "skip",
         jit_compile=config.jit_compile,
@@ -111,13 +110,13 @@ def make_training_source(data: FitData, state: TrainState, config: Config, lates
     source = Source(
         *(data.train, state.strategy),
         shuffle_seed=config.seed,
-        microbatches=config.first_microbatches,
+        microbatches=config.microbatches,
         virtual_replicas=config.virtual_replicas,
-        may_go_back=config.on_divergence == "rollback" or config.microbatches == "auto",
+        may_go_back=config.on_divergence == "rollback",
         limit=config.overfit_batches or config.limit_train_batches,
         is_cached=bool(config.overfit_batches),
         **data.source_settings(config.global_batch_size(state.strategy)),
     )
     if source.info.batch_size is not None:
-        state.placement.check_microbatches(config.first_microbatches, source.info.batch_size)
+        state.placement.check_microbatches(config.microbatches, source.info.batch_size)
     return source

@@ -30,15 +30,6 @@ def batches(size, rows=64):
     return distloop.make_dataset(classification(rows), size)
 
 
-def test_steps_without_memory_are_taken_again_in_microbatches(caplog):
-    expected = distloop.Trainer(wide_model, on(1, microbatches=16))
-    expected.fit(batches(512, 1024), steps=3)
-    trainer = distloop.Trainer(wide_model, on(1, microbatches="auto"))
-    trainer.fit(batches(512, 1024), steps=3)
-    assert "each replica computes its batch in" in caplog.text
-    assert_close(weights(trainer), weights(expected))
-
-
 def test_a_batch_without_memory_ends_the_run_in_one_sentence():
     trainer = distloop.Trainer(wide_model, on(1))
     sentence = r"^GPU:0 ran out of memory in step 1 or soon after \(.* in use, .* at most\).*try microbatches=2 or more"

@@ -208,7 +208,7 @@ def audit(trainer: Trainer, dataset: Data, y: Any = None) -> Audit:
     data = as_dataset(with_labels(dataset, y), config.global_batch_size(trainer.strategy), config.seed)
     trainer.build(fresh_copy(data))
     with devices.preserved_random_state():
-        probe = Probe(trainer.state, data, seed=config.seed, microbatches=config.first_microbatches)
+        probe = Probe(trainer.state, data, seed=config.seed, microbatches=config.microbatches)
         results = _results([checks.data_order], probe)
         obstacles = _results(FIRST_CHECKS, probe)
         results += obstacles or _results(CHECKS, probe)

@@ -185,7 +185,7 @@ def _estimate(trainer: Trainer, data: FitData) -> MemoryEstimate:
         devices = {device: parts | needed for device, parts in held.items()}
         return MemoryEstimate(devices, available, count, microbatches, None, peak.num_unknown, tables)
 
-    asked_for = estimate(first := min(settings.first_microbatches, count))
+    asked_for = estimate(first := min(settings.microbatches, count))
     doublings = 0 if asked_for.fits else (math.ceil(count / first) - 1).bit_length()
     more = (min(first << i, count) for i in range(1, doublings + 1))
     return asked_for._replace(enough_microbatches=next((n for n in more if estimate(n).fits), None))

@@ -237,14 +237,14 @@ def _make_training(
     """Returns a function that trains some steps on a dataset, in a loop of its own: the run's loop keeps its traces."""
     step = TrainStep(
         state,
-        microbatches=settings.first_microbatches,
+        microbatches=settings.microbatches,
         clipping=Clipping.from_settings(settings),
         jit_compile=settings.jit_compile,
     )
     loop = TrainLoop(state, step, log_every=log_every, eager=settings.eager)
     source = Source(
         *(dataset, state.strategy),
-        microbatches=settings.first_microbatches,
+        microbatches=settings.microbatches,
         virtual_replicas=state.virtual_replicas,
         may_go_back=may_go_back,
     )

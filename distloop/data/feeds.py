@@ -101,8 +101,8 @@ class Feed:
         if not self._restarts:
             raise ValueError(
                 "The data given is an iterator, which cannot be read again from an earlier batch (as several "
-                "evaluations, on_divergence=rollback, microbatches=auto and find_learning_rate have to): give the "
-                "function that makes it, without calling it."
+                "evaluations, on_divergence=rollback and find_learning_rate have to): give the function that makes it, "
+                "without calling it."
             )
 
     def first_rows(self) -> Any:

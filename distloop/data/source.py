@@ -113,7 +113,7 @@ class Source:
             if self._may_go_back:
                 self.feed.require_restart()
         self._is_sharded = opened.takes_context and self._num_workers > 1
-        self.set_microbatches(self._microbatches)
+        self._lay_out()
         self.depends_on_workers = opened.takes_context
         starts_anywhere = opened.begins_anywhere and not self.info.num_missing_batches
         self._starting_feed = self.feed if starts_anywhere else None
@@ -147,13 +147,12 @@ class Source:
         self._read(data)
         self.restore_position(position)
 
-    def set_microbatches(self, microbatches: int) -> None:
-        """Sets the parts in which a replica computes its rows; the next iterator begins with the first batch."""
-        self._microbatches = microbatches
+    def _lay_out(self) -> None:
+        """Finds out which rows each replica computes; the next iterator begins with the first batch."""
         self.info = inspect(
             self._dataset,
             self.strategy,
-            microbatches=microbatches,
+            microbatches=self._microbatches,
             virtual_replicas=self._virtual_replicas,
             is_sharded=self._is_sharded,
             batch_size=None if self.feed is None else self.feed.batch_size,

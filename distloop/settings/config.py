@@ -18,7 +18,6 @@ from absl import flags
 from distloop import urls
 from distloop.log import shown
 from distloop.settings import contradictions, durations
-from distloop.settings.durations import CountOrAuto
 from distloop.settings.other_words import SETTINGS
 from distloop.settings.precision import FLOAT16, FLOAT32, PRECISIONS
 
@@ -116,11 +115,8 @@ class Config:
     )
     intra_op_threads: int = setting(DEVICES, 0, "Threads of an operation; 0: one per core, divided among virtual CPUs.")
 
-    microbatches: CountOrAuto = setting(
-        OPTIMIZATION,
-        1,
-        "Parts in which each replica computes its batch, to save memory; auto: twice as many whenever memory ends.",
-        minimum=1,
+    microbatches: int = setting(
+        OPTIMIZATION, 1, "Parts in which each replica computes its batch, to save memory.", minimum=1
     )
     recompute: str = setting(OPTIMIZATION, "", "Recompute layers whose path has this regular expression; empty: none.")
     clip_norm: float = setting(OPTIMIZATION, 0.0, "Clip the gradients of an update to this global norm; 0: none.")
@@ -296,11 +292,6 @@ class Config:
         """Where the run's files are on this machine: the workdir, or the staging directory of a URL."""
         return urls.local_directory(self.workdir)
 
-    @property
-    def first_microbatches(self) -> int:
-        """The microbatches that a run begins with."""
-        return 1 if self.microbatches == "auto" else self.microbatches
-
     def global_batch_size(self, strategy: Any) -> int:
         """Returns the examples per step over all replicas of a strategy, such as `trainer.strategy`."""
         return self.batch_size or int(self.virtual_replicas or strategy.num_replicas_in_sync) * self.replica_batch_size
@@ -365,7 +356,7 @@ def _checked(field: dataclasses.Field[Any], value: Any) -> Any:
         return value  # "auto", or empty
     converted = durations.converted(field.type, value)
     choices, minimum, below = (field.metadata[key] for key in ("choices", "minimum", "below"))
-    is_number = field.type in (int, float, CountOrAuto) and isinstance(converted, int | float)
+    is_number = field.type in (int, float) and isinstance(converted, int | float)
     is_outside = is_number and not minimum <= converted < below
     if converted is None or is_outside or (choices and converted not in choices):
         meant = durations.as_until(field.name, value)
@@ -378,8 +369,6 @@ def _allowed(field: dataclasses.Field[Any]) -> str:
     """Returns the allowed values of a field, in words."""
     if field.metadata["choices"]:
         return "one of " + ", ".join(field.metadata["choices"])
-    if field.type == CountOrAuto:
-        return f"a whole number, {field.metadata['minimum']} or more, or auto"
     if field.type == int | str and durations.normalize(field.default) is None:
         return f"{durations.ALLOWED}, or {field.default or 'nothing'}"
     if field.type not in (int, float):

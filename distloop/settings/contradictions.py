@@ -37,7 +37,6 @@ _PAIRS = [
     ("num_stages", "jit_compile", "XLA compiles for one device: leave either out"),
     ("num_stages", "shard_optimizer", "a stage's slots are on its device alone already: leave shard_optimizer out"),
     ("virtual_replicas", "jit_compile", "XLA promises no bits: leave either out"),
-    ("virtual_replicas", "microbatches=auto", "bits would depend on a device's memory: give a number of microbatches"),
 ]
 
 # A condition that is an error, and its message.

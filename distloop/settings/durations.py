@@ -19,7 +19,7 @@ import numbers
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from distloop.log import shown
 
@@ -28,7 +28,6 @@ ALLOWED = (
     "'15 min', '2 h' or '25 %' of the run"
 )
 
-CountOrAuto: TypeAlias = int | Literal["auto"]
 MOST_STEPS = 2**63  # above what TensorFlow counts in an int64
 
 _SECS = {"s": 1.0, "min": 60.0, "h": 3600.0}
@@ -301,8 +300,6 @@ def converted(kind: Any, value: Any) -> Any:
     """Returns a setting's value as its type, or None if the conversion would be a guess."""
     if kind == int | str:
         return normalize(value)
-    if kind == CountOrAuto and isinstance(value, str):
-        return "auto" if value == "auto" else int(value) if re.fullmatch(r"\d{1,18}", value) else None
     if kind is bool or isinstance(value, bool):
         return value if kind is bool and isinstance(value, bool) else None
     if kind is str:

@@ -24,7 +24,6 @@ from distloop.atomic_files import open_at_once, replacing
 from distloop.settings import config_file
 from distloop.settings.config import CHECKPOINTS, DEVICES, FAILURES, MONITORING, RUN, Config, check_names, fields
 from distloop.settings.config_file import HIDDEN
-from distloop.settings.durations import CountOrAuto
 from distloop.urls import without_credentials
 
 _NOT_OF_TRIALS = (DEVICES, CHECKPOINTS, MONITORING, FAILURES)  # groups of settings that no trial is about
@@ -299,7 +298,7 @@ def _describe(setting: Setting) -> str:
     return "\n".join([*head, *body])
 
 
-_PLACEHOLDERS: dict[Any, str] = {int: "N", float: "X", str: "TEXT", int | str: "DURATION", CountOrAuto: "N|auto"}
+_PLACEHOLDERS: dict[Any, str] = {int: "N", float: "X", str: "TEXT", int | str: "DURATION"}
 
 
 def _flag_lines(config: Config) -> list[str]:

@@ -98,7 +98,6 @@ class TrainLoop:
         steps_per_loop: int = 0,
         eager: bool = False,
         max_traces: int = 0,
-        may_halve: bool = False,
         on_trace: Callable[[TrainStep, Source], None] = lambda step, source: None,
     ):
         """Prepares; nothing is traced yet.
@@ -110,7 +109,6 @@ class TrainLoop:
             steps_per_loop: an upper bound on the steps between two boundaries; 0: none.
             eager: whether the steps run as plain Python, for a debugger.
             max_traces: as `Config.max_traces`.
-            may_halve: whether steps are taken again with smaller microbatches where memory ends.
             on_trace: called with the step and its data when it has been traced.
         """
         self._state, self._step = state, step
@@ -124,7 +122,6 @@ class TrainLoop:
         self._eager, self._max_traces = eager, max_traces
         self._on_trace = on_trace
         self.trace_again()
-        self._halving = out_of_memory.Halving(state, step) if may_halve else None
         self._window, self._host = Window(), Host()
         # Each of several workers would end with another step.
         self._ends_by_time = workers.num_workers(state.strategy) == 1 and has_clock()
@@ -206,15 +203,13 @@ class TrainLoop:
         return self._window.save()
 
     def trace_again(self) -> None:
-        """Has the step traced anew, as its microbatches or another constant of it have changed."""
+        """Has the step traced anew, as a constant of it has changed."""
         self._compiled = CompiledLoop(self._state, self._step, eager=self._eager, max_traces=self._max_traces)
         self._traced_for: Source | None = None
 
     def _run_to_boundary(self, source: Source, step: int, actions: Sequence[Action]) -> list[Row]:
         """Runs the steps up to the next boundary or the first that fails; returns their rows."""
         most_steps = source.start_loop()
-        if self._halving is not None and self._halving.keep(source):
-            self.trace_again()
         try:
             if is_new := self._traced_for is not source:
                 _trace(self, source, step)
@@ -238,9 +233,6 @@ class TrainLoop:
             if not isinstance(error, tf.errors.OpError):
                 raise
             if isinstance(error, tf.errors.ResourceExhaustedError):
-                if self._halving is not None and self._halving.halve(source):
-                    self.trace_again()
-                    return self._run_to_boundary(source, step, actions)
                 raise out_of_memory.explain_step(error, self._state, step + 1, self._step.microbatches) from error
             if (explained := as_user_error(error) or explain_compile_error(self._step, error)) is not None:
                 raise explained from error

@@ -122,7 +122,6 @@ class TrainStep:
             runs_ahead: whether the host may look at a step after the next one has begun; None: it may on GPUs.
         """
         self.state, self.skip_nonfinite, self.jit_compile = state, skip_nonfinite, jit_compile
-        self._measures_noise = measures_noise
         self.locate_nonfinite, self.loss_jump = locate_nonfinite, loss_jump
         self.histograms, self.look = histograms, look
         self.may_skip = skip_nonfinite or locate_nonfinite or bool(state.loss_scalers)
@@ -131,28 +130,24 @@ class TrainStep:
         runs_ahead = strategies.has_gpus(state.strategy) if runs_ahead is None else runs_ahead
         self.runs_ahead = runs_ahead and not locate_nonfinite  # `explain` needs the last batch and its weights
         self._lead = strategies.lead_device(state.strategy)
-        self._needs_whole_gradients = bool(clipping.variable_norm) or histograms is not None or look is not None
-        self.set_microbatches(microbatches)
+        needs_whole_gradients = bool(clipping.variable_norm) or histograms is not None or look is not None
+        self.microbatches = microbatches
+        self.updates = [
+            ForwardBackward(
+                state,
+                update,
+                microbatches=microbatches,
+                jit_compile=jit_compile,
+                needs_whole_gradients=needs_whole_gradients,
+                measures_noise=measures_noise,
+            )
+            for update in state.spec.updates
+        ]
         self.own_names = [GRADIENT_NORM] + [CLIPPED_SHARE] * bool(clipping) + [*gradient_noise.NAMES] * measures_noise
         self._strategy, self._clipping = state.strategy, clipping
         if histograms is not None:
             for update in self.updates:
                 histograms.allocate(update.name, update.packing)
-
-    def set_microbatches(self, microbatches: int) -> None:
-        """Sets the number of parts that each replica's shard is cut into; the step has to be traced again."""
-        self.microbatches = microbatches
-        self.updates = [
-            ForwardBackward(
-                self.state,
-                update,
-                microbatches=microbatches,
-                jit_compile=self.jit_compile,
-                needs_whole_gradients=self._needs_whole_gradients,
-                measures_noise=self._measures_noise,
-            )
-            for update in self.state.spec.updates
-        ]
 
     @property
     def names(self) -> list[str]:

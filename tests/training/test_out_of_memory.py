@@ -1,8 +1,7 @@
-"""Out of memory: the sentence, and steps taken again with smaller microbatches."""
+"""Out of memory: the sentence, and the settings to try."""
 
 import re
 
-import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -10,9 +9,7 @@ import distloop
 from distloop.model.state import TrainState
 from distloop.training import out_of_memory
 from distloop.training.compiled_loop import CompiledLoop
-from distloop.training.out_of_memory import Halving
-from distloop.training.step import TrainStep
-from tests.problems import assert_equal, classification, classifier, everything, mostly_wide, on
+from tests.problems import classification, classifier, mostly_wide, on
 
 OOM = (
     "OOM when allocating tensor with shape[4096,1024] and type float on "
@@ -22,22 +19,6 @@ OOM = (
 
 def exhausted(message=OOM):
     return tf.errors.ResourceExhaustedError(None, None, message)
-
-
-def fail(monkeypatch, fits=lambda microbatches: False, *, after=0, runs=True):
-    """Makes loops fail unless `fits`, as one whose last step finds no memory; returns the microbatches of each loop."""
-    run = CompiledLoop.run
-    tried = []
-
-    def failing(self, *args, **kwargs):
-        rows = run(self, *args, **kwargs) if runs else None
-        tried.append(self._step.microbatches)
-        if len(tried) > after and not fits(self._step.microbatches):
-            raise exhausted()
-        return rows
-
-    monkeypatch.setattr(CompiledLoop, "run", failing)
-    return tried
 
 
 def test_the_sentence_says_what_was_in_memory_and_what_to_try(monkeypatch):
@@ -53,20 +34,15 @@ def test_the_sentence_says_what_was_in_memory_and_what_to_try(monkeypatch):
     assert all(part in text for part in parts)
 
 
-@pytest.mark.parametrize(
-    "replicas, microbatches, sentence, expected",
-    [
-        (1, 1, "try microbatches=2 or more .it is 1", [1]),
-        pytest.param(2, "auto", "it is 4", [1, 2, 4], marks=[pytest.mark.wide, pytest.mark.slow]),  # of one row
-    ],
-)
-def test_a_step_without_memory_ends_the_run_in_one_sentence(monkeypatch, replicas, microbatches, sentence, expected):
-    tried = fail(monkeypatch, runs=False)
-    trainer = distloop.Trainer(classifier(), on(replicas, microbatches=microbatches))
-    with pytest.raises(tf.errors.ResourceExhaustedError, match=sentence) as raised:
+def test_a_step_without_memory_ends_the_run_in_one_sentence(monkeypatch):
+    def fail(*args, **kwargs):
+        raise exhausted()
+
+    monkeypatch.setattr(CompiledLoop, "run", fail)
+    trainer = distloop.Trainer(classifier(), on(1))
+    with pytest.raises(tf.errors.ResourceExhaustedError, match="try microbatches=2 or more .it is 1") as raised:
         trainer.fit(distloop.make_dataset(classification(16), 8), steps=2)
     assert raised.value.__cause__ is None  # TensorFlow's own message, of many lines
-    assert tried == expected
 
 
 CALLS = {"evaluating": distloop.Trainer.evaluate, "predicting": distloop.Trainer.predict}
@@ -95,45 +71,3 @@ def test_evaluation_prediction_and_audit_without_memory_say_so_in_one_sentence(d
         text = str(error)
     what = "" if doing == "auditing" else " batches of 8 rows, for a tensor .*; weights take .*: try smaller batches"
     assert re.search(f"CPU:0 ran out of memory while {doing}{what}", text)
-
-
-@pytest.mark.slow
-def test_auto_halves_the_microbatch_and_takes_the_steps_again_from_the_same_state(monkeypatch):
-    model_fn = classifier(dropout=0.5, batch_norm="local")
-    settings = dict(average_decay=0.9, log_every=2)
-    rows = distloop.make_dataset(classification(35), 16, shuffle=True)
-    expected = distloop.Trainer(model_fn, on(2, microbatches=2, **settings))
-    numbers = expected.fit(rows, steps=4)
-    tried = fail(monkeypatch, lambda microbatches: microbatches >= 2)
-    trainer = distloop.Trainer(model_fn, on(2, microbatches="auto", **settings))
-    reported = trainer.fit(rows, steps=4)
-    assert tried[:2] == [1, 2]
-    assert_equal(everything(trainer), everything(expected))
-    assert reported["loss"] == numbers["loss"]
-
-
-@pytest.mark.slow
-def test_once_batches_of_one_shape_have_fit_nothing_is_copied(monkeypatch):
-    trainer = distloop.Trainer(classifier(), on(1, microbatches="auto"))
-    data = tf.data.Dataset.from_tensor_slices(classification(16)).batch(8, drop_remainder=True)
-    fail(monkeypatch, after=1)
-    trainer.fit(data, steps=1)
-    with pytest.raises(tf.errors.ResourceExhaustedError, match="it is 1"):
-        trainer.fit(data, steps=2)
-
-
-@pytest.mark.slow
-def test_several_workers_agree_on_what_fits_on_all(monkeypatch):
-    strategy = tf.distribute.get_strategy()
-    state = TrainState(classifier(batch_norm="local"), strategy)
-    step, data = TrainStep(state), distloop.make_dataset(classification(16), 8)
-    source = distloop.data.source.Source(data, strategy, may_go_back=True)
-    monkeypatch.setattr(out_of_memory.workers, "num_workers", lambda strategy: 2)
-    halving = Halving(state, step)
-    monkeypatch.undo()
-    others = iter([False, True])
-    monkeypatch.setattr(out_of_memory.workers, "gather", lambda strategy, fits: np.array([fits, next(others)]))
-    before = [v.numpy() for v in state.model_variables()]
-    assert halving.keep(source) and (step.microbatches, source.info.min_rows) == (2, 2)
-    assert all(np.array_equal(v.numpy(), value) for v, value in zip(state.model_variables(), before, strict=True))
-    assert not halving.keep(source)  # once

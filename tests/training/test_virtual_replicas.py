@@ -58,7 +58,6 @@ class Counter(keras.layers.Layer):
         (dict(num_devices=8), ["virtual_replicas=4 and num_devices=8", "give a number of devices that divides 4"]),
         (dict(intra_op_threads=2), ["virtual_replicas=4 and intra_op_threads=2", "leave either out"]),
         (dict(jit_compile=True), ["virtual_replicas=4 and jit_compile=True", "leave either out"]),
-        (dict(microbatches="auto"), ["virtual_replicas=4 and microbatches=auto", "give a number of microbatches"]),
     ],
 )
 def test_settings_that_change_bits_are_refused(settings, parts):
