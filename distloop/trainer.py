@@ -32,7 +32,7 @@ from distloop.model import dtype_policy
 from distloop.model.spec import ModelSpec, check_model_fn
 from distloop.monitoring.console import speaker
 from distloop.monitoring.curves import History
-from distloop.monitoring.directory import resolve_workdir
+from distloop.monitoring.directory import with_absolute_paths
 from distloop.monitoring.timing import Clock
 from distloop.monitoring.writers import Writer, check_writers
 from distloop.settings.config import Config
@@ -77,7 +77,7 @@ class Trainer:
         self.workers = workers.Workers(self.strategy)
         config = dtype_policy.with_policy_of_keras(config)
         settings = _tryouts("fast_dev_run").dry_settings(config, owner=self) if config.fast_dev_run else config
-        self.config = config = resolve_workdir(settings, self.workers)
+        self.config = config = with_absolute_paths(settings)
         self._say = speaker(self.workers.is_chief, config.console)
         self.state = make_state(model_fn, self.strategy, config)
         self._checkpoints = RunCheckpoints(self.state, config)

@@ -1,6 +1,6 @@
 """Run directory: the workdir of a run: its path, its lock, the name of the run in it, and the seam to one at a URL.
 
-    config = resolve_workdir(config, workers)       # "runs/a-{time}" becomes "/home/me/runs/a-20261123-184500"
+    config = with_absolute_paths(config)            # "runs/a" becomes "/home/me/runs/a"
     directory = directory_of(config, workers)
     with directory:                                 # on every worker; the chief takes the lock
         run = claim_run(config, directory.verify)   # "9f2c51d0a4b7": made by the first `fit`, and anew in a copy
@@ -8,17 +8,14 @@
     with local_copy("s3://bucket/run") as path:     # a local path stays as it is
         load_newest(path)
 
-With `{time}` in its workdir, a command goes on with its unfinished run: one whose `config.json` holds the same settings
-and flags. No other module of the loop knows that the part `bucket` is there.
+No other module of the loop knows that the part `bucket` is there.
 """
 
 import contextlib
 import dataclasses
-import glob
 import json
 import os
 import secrets
-import time
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
@@ -26,17 +23,11 @@ from distloop import urls
 from distloop.atomic_files import identify_directory, replacing
 from distloop.installed import import_part
 from distloop.log import log
-from distloop.monitoring import records, run_files, run_lock
-from distloop.settings import flags
+from distloop.monitoring import records, run_lock
 from distloop.settings.config import Config
 from distloop.urls import is_url, without_credentials
 
 RUN_FILE = "run_id.json"
-_TIME = "{time}"
-_FORMAT = "%Y%m%d-%H%M%S"
-_DIGITS = "[0-9]" * 8 + "-" + "[0-9]" * 6  # what the format writes; for glob
-
-_chosen: set[str] = set()  # by this process, whose `fit` makes the directory later
 
 
 class Directory:
@@ -218,35 +209,9 @@ def _bucket(module: str, url: str) -> Any:
     return import_part(f"bucket.{module}", f"the URL {without_credentials(url)!r}")
 
 
-def resolve_workdir(config: Config, workers: Any) -> Config:
-    """Returns the settings with the date and time in place of `{time}` in the workdir, the same on all workers.
-
-    The workdir and `init_from` are absolute: a program that changes its directory goes on in the same one.
-    """
-    workdir = config.workdir
-    if _TIME in workdir:
-        workdir = workers.broadcast(_choose(config) if workers.is_chief else None)
-    return dataclasses.replace(config, workdir=urls.absolute(workdir), init_from=urls.absolute(config.init_from))
-
-
-def _choose(config: Config) -> str:
-    """Returns the workdir of this command's newest run that has not ended and that no process trains, or a new one."""
-    pattern = _DIGITS.join(map(glob.escape, config.workdir.split(_TIME)))
-    settings = _without_workdir(json.loads(flags.as_json(config)))
-    for path in sorted(glob.glob(pattern), reverse=True):
-        file, instead = os.path.join(path, "config.json"), "its run is not taken for this command's"
-        if records.read_json(file, _without_workdir, instead=instead) != settings:
-            continue
-        if not run_files.has_ended(path) and not run_lock.is_held(path):
-            return path
-    while os.path.exists(path := config.workdir.replace(_TIME, time.strftime(_FORMAT))) or path in _chosen:
-        time.sleep(0.1)  # another run began within this second
-    _chosen.add(path)
-    return path
-
-
-def _without_workdir(settings: dict[str, object]) -> dict[str, object]:
-    return {name: value for name, value in settings.items() if name != "workdir"}
+def with_absolute_paths(config: Config) -> Config:
+    """Returns settings with which a program that changes its directory goes on in the same workdir."""
+    return dataclasses.replace(config, workdir=urls.absolute(config.workdir), init_from=urls.absolute(config.init_from))
 
 
 def claim_run(config: Config, verify: Callable[[], None] = lambda: None) -> str:

@@ -17,10 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from distloop.log import log
 from distloop.monitoring import ledger, records
 from distloop.monitoring.ledger import Memory
-from distloop.monitoring.records import last_row
 
 # A run counts as running if its last row is at most this old,
 _FRESH_SECS = 60
@@ -289,22 +287,6 @@ def _unreadable(error: OSError) -> str:
 def _by_number(name: str) -> list[Any]:
     """Returns a sort key that orders run2 before run10, and lr0.003 before lr0.01."""
     return [float(part) if i % 2 else part for i, part in enumerate(re.split(r"(\d+(?:\.\d+)?)", name))]
-
-
-def has_ended(path: str) -> bool:
-    """Returns whether a run has nothing left to do; reads no more than the ends of its files.
-
-    A run that lacks its last checkpoint goes on from the one before.
-
-    Args:
-        path: the workdir.
-    """
-    row, incident = (last_row(os.path.join(path, name)) for name in ("metrics.jsonl", "incidents.jsonl"))
-    if row is None:
-        return False
-    run = _from_rows(path, path, [records.as_metrics(row)], [incident] if incident else [], log.warning)
-    is_saved = run.saved_step is None or run.saved_step >= run.step  # None: its checkpoints may have been deleted
-    return run.status in ("complete", "stopped") and is_saved
 
 
 def _load(path: str, name: str, warn: Callable[[str], None]) -> Run:

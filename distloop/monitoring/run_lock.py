@@ -313,15 +313,6 @@ class RunLock:
             ) from error
 
 
-def is_held(workdir: str) -> bool:
-    """Returns True if a process on this machine that is alive holds the workdir's lock."""
-    try:
-        holder = parse(DiskDirectory(workdir).read(FILE))
-    except OSError:
-        return False
-    return holder is not None and holder.machine == _machine() and start_ticks(holder.process) == holder.start
-
-
 def _this_process(place: str) -> Holder:
     """Returns what a lock's file holds while this process has the lock, with a new token."""
     number, membership = os.getpid(), find_membership()

@@ -76,10 +76,7 @@ class Config:
     """
 
     workdir: str = setting(
-        RUN,
-        "",
-        "Directory for all files of the run, or a URL such as s3://bucket/run; {time} in a directory becomes date and "
-        "time, and the same command finds its unfinished run again; empty: nothing is written.",
+        RUN, "", "Directory for all files of the run, or a URL such as s3://bucket/run; empty: nothing is written."
     )
     steps: int = setting(RUN, 0, "Train until this global step; 0: unset. Give one of steps, epochs and until.")
     epochs: int = setting(RUN, 0, "Train until this many passes over the dataset; 0: unset.")

@@ -42,11 +42,6 @@ _PAIRS = [
 # A condition that is an error, and its message.
 _OTHERS: list[tuple[Callable[[Any], Any], str]] = [
     (
-        lambda config: config.workdir != config.local_workdir and "{time}" in config.workdir,
-        "workdir={config.workdir!r} has {{time}} in it, which needs a directory on a disk to look for unfinished runs: "
-        "write a name into the URL.",
-    ),
-    (
         lambda config: _is_no_pattern(config.recompute),
         "recompute={config.recompute!r} is no regular expression: give one that is found in the paths of layers, such "
         "as block.",

@@ -1,10 +1,8 @@
-"""The workdir of a run: a path with the time, its lock for all workers, and the name of the run in it."""
+"""The workdir of a run: its path, its lock for all workers, and the name of the run in it."""
 
-import dataclasses
 import json
 import os
 import pathlib
-import re
 import shutil
 import types
 from unittest import mock
@@ -12,89 +10,14 @@ from unittest import mock
 import pytest
 
 from distloop import atomic_files
-from distloop.monitoring import directory, records, run_lock
-from distloop.settings import flags
+from distloop.monitoring import directory
 from distloop.settings.config import Config
 from tests.monitoring.test_run_lock import holder_of, write_lock
 
-ALONE = types.SimpleNamespace(is_chief=True, broadcast=lambda value: value)  # the only worker
 
-
-def begin(config, steps=0):
-    """Resolves the workdir and leaves the files of a run of 500 steps there that came so far."""
-    resolved = directory.resolve_workdir(config, ALONE)
-    flags.write(resolved, resolved.workdir)
-    workdir = pathlib.Path(resolved.workdir)
-    if steps:
-        (workdir / "metrics.jsonl").write_text(json.dumps({"step": steps, "time": 1.0, "loss": 0.5}) + "\n")
-        manifest = {"step": steps, "notes": {"until": 500, "stop_reason": None}}
-        (workdir / "checkpoints" / str(steps)).mkdir(parents=True)
-        (workdir / "checkpoints" / str(steps) / "manifest.json").write_text(json.dumps(manifest))
-    return workdir
-
-
-@pytest.fixture
-def config(tmp_path, monkeypatch):
-    """The config of a run; a second passes with each look at the clock."""
-    seconds = iter(range(60))
-    monkeypatch.setattr(directory.time, "strftime", lambda form: f"20261123-1845{next(seconds):02}")
-    return Config(workdir=str(tmp_path / "digits-{time}"), steps=500)
-
-
-def test_a_run_gets_a_directory_with_its_date_and_time(tmp_path):
-    config = Config(workdir=str(tmp_path / "{time}" / "digits"), steps=5)
-    workdir = directory.resolve_workdir(config, ALONE).workdir
-    assert re.fullmatch(r"\d{8}-\d{6}/digits", os.path.relpath(workdir, tmp_path))
-    assert not os.listdir(tmp_path)  # nothing is written yet
-    assert directory.resolve_workdir(Config(workdir="runs/a"), ALONE).workdir == os.path.abspath("runs/a")
-
-
-def test_the_same_command_goes_on_with_its_unfinished_run(config):
-    first = begin(config)
-    assert begin(config, steps=200) == first  # it had no row yet
-    assert begin(config) == first
-    with run_lock.RunLock(str(first)):
-        assert begin(config) != first  # another process trains it
-    assert begin(dataclasses.replace(config, seed=1)) != first  # another command
-
-
-@pytest.mark.parametrize(
-    ("steps", "change", "has_ended"),
-    [
-        pytest.param(500, lambda run: None, True, id="it has ended"),
-        pytest.param(500, lambda run: shutil.rmtree(run / "checkpoints"), True, id="its checkpoints were deleted"),
-        pytest.param(
-            200,
-            lambda run: records.append_row(str(run / "metrics.jsonl"), {"step": 500}),
-            False,
-            id="it has not its last checkpoint",
-        ),
-        pytest.param(
-            500,
-            lambda run: records.append_row(str(run / "incidents.jsonl"), {"step": 500, "action": "raise"}),
-            False,
-            id="it diverged at its end",
-        ),
-    ],
-)
-def test_the_same_command_begins_anew_when_its_run_has_ended(steps, change, has_ended, config):
-    change(first := begin(config, steps))
-    assert (begin(config) != first) is has_ended
-
-
-def test_runs_and_trainers_of_one_second_have_their_own(config, monkeypatch):
-    times = iter(["180000", *["180000", "180001"], *["180000", "180001", "180002"]])
-    monkeypatch.setattr(directory.time, "strftime", lambda form: f"20261123-{next(times)}")
-    workdirs = [str(begin(dataclasses.replace(config, seed=1)))]
-    workdirs += [directory.resolve_workdir(config, ALONE).workdir for _ in range(2)]  # neither has trained
-    assert [workdir[-6:] for workdir in workdirs] == ["180000", "180001", "180002"]
-
-
-def test_a_start_reads_no_more_than_the_ends_of_earlier_runs(config, monkeypatch):
-    begin(config, steps=500)
-    unfinished = begin(config, steps=200)
-    monkeypatch.setattr(records, "read_rows", pytest.fail)
-    assert begin(config) == unfinished
+def test_a_path_is_that_of_the_directory_in_which_the_program_began():
+    config = directory.with_absolute_paths(Config(workdir="runs/a", init_from="s3://bucket/run"))
+    assert config.workdir == os.path.abspath("runs/a") and config.init_from == "s3://bucket/run"
 
 
 @pytest.fixture
