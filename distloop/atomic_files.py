@@ -166,7 +166,7 @@ def identify_directory(path: str) -> str:
 
     Where inodes do not last, it is the path.
     """
-    return f"inode {os.stat(path).st_ino}" if _has_lasting_inodes(path) else os.path.realpath(path)
+    return f"inode {os.stat(path).st_ino}" if _has_lasting_inodes(path) else os.path.realpath(path, strict=True)
 
 
 def _has_lasting_inodes(path: str) -> bool:

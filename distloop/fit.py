@@ -130,7 +130,8 @@ class Fit:
     def delivering(self) -> contextlib.AbstractContextManager[Deliveries]:
         """Returns a context in which the user's writers are open."""
         writers = self.writers if self._is_chief and not self.config.fast_dev_run else ()
-        self._deliveries = Deliveries(writers, self.config.local_workdir, self.checkpoints.run, lambda: _left_by(self))
+        local, left_files = self.config.local_workdir, lambda: _left_by(self)
+        self._deliveries = Deliveries(writers, local, self.config.workdir, left_files)
         shown = self._step - (self._loop.open_boundary is not None)  # the row of an open boundary is yet to come
         return self._deliveries.open(shown, flags.run_settings(self.config), is_over=self.is_over)
 

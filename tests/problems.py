@@ -175,7 +175,7 @@ def assert_equal(found, expected):
 
 # What a run with the evaluation "test" leaves in its workdir, beside event files.
 FILES_OF_A_RUN = ["checkpoints", "config.json", "flags.txt", "memory.json", "metrics.jsonl", "progress.json"]
-FILES_OF_A_RUN += ["run_id.json", "starts.jsonl", "test", "train"]
+FILES_OF_A_RUN += ["starts.jsonl", "test", "train"]
 
 
 def json_lines(path):

@@ -704,7 +704,6 @@ def test_a_run_that_stops_between_two_rows_writes_the_rows_of_the_run_that_does_
     whole = rows_of_a_run(tmp_path / "whole", **cut)
     for step in (9, 12):  # with steps since the row of 7, and since the row of 10
         shutil.copytree(tmp_path / "whole", killed := tmp_path / f"killed at {step}")
-        (killed / "run_id.json").unlink(missing_ok=True)
         for path in (killed / "checkpoints").iterdir():
             if path.name.isdecimal() and int(path.name) > step:
                 shutil.rmtree(path)

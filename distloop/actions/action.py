@@ -139,6 +139,7 @@ class Action(Protocol):
             step. Empty: none.
         between_loops_secs: seconds after which it is called alone between two loops, too, by the chief's clock and with
             the numbers of the last report: it makes no row. 0: it is not.
+        takes_keras_names: True if its metric may have Keras's form of a name, `val_loss` for `val/loss`.
         chief_only: True if the chief alone calls it, and its hooks: to write a file or send a message. It returns
             nothing, and calls nothing that all workers must call, such as `evaluate`; StopTraining ends all workers.
     """
@@ -151,6 +152,7 @@ class Action(Protocol):
     metric_to_restore: str = ""
     required_metric: str = ""
     between_loops_secs: float = 0.0
+    takes_keras_names: bool = False
     chief_only: bool = False
 
     def __call__(self, report: Report) -> Mapping[str, float | Media] | None:
@@ -196,6 +198,10 @@ class Action(Protocol):
 
     def set_state(self, state: Any) -> None:
         """Restores a state that `get_state` returned."""
+        return None
+
+    def take_over(self, states: Mapping[str, Any]) -> None:
+        """Receives the states of actions that the run had before and has no more, by name, before training starts."""
         return None
 
 

@@ -1,18 +1,18 @@
 """Action state: the state of each action in a checkpoint, by the action's name, as JSON values.
 
     states = RunStates()                        # of one run
-    states.attach(actions, saved=None)          # by each `fit`: an action that another run has used begins anew
+    states.attach(actions, saved=None)          # by each `fit`: an action of another run is refused
     states.read()                               # {"StopEarly(test/loss)": {"best": 0.12, "waited": 1}}
 
 A state is copied when it is read, so an action may change its own dict at once. A value that JSON would give back as
 another one (a tuple, a dict with integer keys) is refused. This module does not know where states are written.
 """
 
+import contextlib
 import copy
 import json
-import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -20,17 +20,7 @@ from distloop.actions.action import Action, member, name_of
 from distloop.log import log, shown
 
 _MAX_BITS = 10_000  # Python converts larger integers neither to text nor back
-
-
-class _Use(NamedTuple):
-    """What is known of an action since a run first had it."""
-
-    action: Callable[[], Any]  # weak, where that is possible
-    first: Any  # its state then; None: it said so, or had none yet
-    run: Callable[[], Any]  # the `RunStates` of the run that had it last
-
-
-_uses: dict[int, _Use] = {}  # by identity of the action
+_RUN = "_distloop_run"  # an attribute of each action with a state: the key of its run
 
 
 class RunStates:
@@ -38,8 +28,10 @@ class RunStates:
 
     def __init__(self) -> None:
         """Begins without any."""
-        self._states: dict[str, Any] = {}  # by name, of actions that `fit` has now or had before
+        self._key = object()
+        self._states: dict[str, Any] = {}  # by name, of actions that `fit` had before
         self._actions: dict[str, Action] = {}  # of the present `fit`, by name
+        self._first: dict[str, Any] = {}  # the states of these when the run got them
 
     def attach(self, actions: Sequence[Action], saved: Mapping[str, Any] | None, *, is_written: bool = True) -> None:
         """Gives each action its state in this run: that of a checkpoint, or of this run, or the one of a new action.
@@ -50,24 +42,22 @@ class RunStates:
             is_written: whether the states go into checkpoints.
 
         Raises:
-            ValueError: if they do, and two actions have the same name, or JSON does not give back a state as it was.
+            ValueError: if an action was given to another run before; or if states are written, and two actions have the
+                same name, or JSON does not give back a state as it was.
         """
         named = by_name(actions, must_differ=is_written)
-        self._keep()
-        states = self._states if saved is None else saved
         for name, action in named.items():
-            use = _use_of(action)
-            first = _look(action) if use is None else use.first
-            run = None if use is None else use.run()
-            if run is self and saved is None:
-                continue  # it goes on
-            if run is not None:
-                run._keep()
-            if name in states:
+            self._claim(action, name)
+        kept = self._states | _look_at(self._actions)
+        states = kept if saved is None else saved
+        for name, action in named.items():
+            is_new = self._actions.get(name) is not action
+            if is_new:
+                self._first |= _look_at({name: action})
+            if name in states and (is_new or saved is not None):
                 member(action, "set_state")(copy.deepcopy(states[name]))
-            elif use is not None:
-                _begin_anew(action, name, first)
-            _note(action, self, first)
+            elif saved is not None and name in self._first:
+                member(action, "set_state")(copy.deepcopy(self._first[name]))
         absent = {name: state for name, state in states.items() if name not in named}
         if absent and saved is not None:
             log.warning(
@@ -75,11 +65,20 @@ class RunStates:
                 ", ".join(map(repr, sorted(absent))),
             )
         for action in named.values():
-            if (take_over := getattr(action, "take_over", None)) is not None:
-                take_over(absent)
+            member(action, "take_over")(absent)
         self._states, self._actions = absent, named
-        for name in named if is_written else ():
-            _copy(_look(named[name]), name)
+        for name, state in _look_at(named).items() if is_written else ():
+            _copy(state, name)
+
+    def _claim(self, action: Action, name: str) -> None:
+        """Notes at an action that it belongs to this run; refuses one of another run."""
+        if getattr(action, "__dict__", {}).get(_RUN, self._key) is not self._key:
+            raise ValueError(
+                f"The action {name!r} was given to another run before, and has the state of that run: make another one "
+                "for each run."
+            )
+        with contextlib.suppress(AttributeError, TypeError):  # of a class with slots
+            setattr(action, _RUN, self._key)
 
     def read(self) -> dict[str, Any]:
         """Returns the states by name, for a checkpoint: those of the present actions, and what earlier ones have left.
@@ -87,18 +86,7 @@ class RunStates:
         Raises:
             ValueError: if a state holds a value that JSON does not give back as it was.
         """
-        self._states |= states_of(self._own())
-        return dict(self._states)
-
-    def _keep(self) -> None:
-        """Keeps the present states: the next `fit` may have other actions, and another run may take these."""
-        looks = {name: _look(action) for name, action in self._own().items()}
-        self._states |= {name: state for name, state in looks.items() if state is not None}
-
-    def _own(self) -> dict[str, Action]:
-        """Returns the present actions by name, without those that another run has taken since."""
-        uses = {name: _use_of(action) for name, action in self._actions.items()}
-        return {name: self._actions[name] for name, use in uses.items() if use is None or use.run() is self}
+        return self._states | states_of(self._actions)
 
 
 def by_name(actions: Sequence[Action], *, must_differ: bool = True) -> dict[str, Action]:
@@ -138,41 +126,13 @@ def states_of(named: Mapping[str, Action]) -> dict[str, Any]:
     return {name: _copy(state, name) for name, state in states.items() if state is not None}
 
 
-def _look(action: Action) -> Any:
-    """Returns a copy of an action's state; None: it may have one only once it was called."""
-    try:
-        return copy.deepcopy(member(action, "get_state")())
-    except Exception:
-        return None
-
-
-def _use_of(action: Action) -> _Use | None:
-    use = _uses.get(id(action))
-    return use if use is not None and use.action() is action else None
-
-
-def _note(action: Action, run: RunStates, first: Any) -> None:
-    """Notes that a run has an action, as long as the action lives."""
-    key = id(action)
-    try:
-        reference: Callable[[], Any] = weakref.ref(action, lambda _: _uses.pop(key, None))
-    except TypeError:  # of a class with slots
-        reference = lambda: action  # noqa: E731
-    _uses[key] = _Use(reference, first, weakref.ref(run))
-
-
-def _begin_anew(action: Action, name: str, first: Any) -> None:
-    """Gives an action that another run has used the state that it had when it was new."""
-    try:
-        member(action, "set_state")(copy.deepcopy(first))
-    except Exception:
-        if first is not None:
-            raise
-        log.warning(
-            "The action %r was used by another run and keeps its state, as it had none when it was new: give each run "
-            "its own.",
-            name,
-        )
+def _look_at(named: Mapping[str, Action]) -> dict[str, Any]:
+    """Returns copies of the states of actions, without those that may have one only once they were called."""
+    states = {}
+    for name, action in named.items():
+        with contextlib.suppress(Exception):
+            states[name] = copy.deepcopy(member(action, "get_state")())
+    return {name: state for name, state in states.items() if state is not None}
 
 
 def _has_state(action: Action) -> bool:

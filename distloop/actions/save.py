@@ -334,7 +334,7 @@ def _instead_of(metric: str, reported: Collection[str]) -> str:
 
 def _is_among(metric: str, names: Collection[str], action: Action) -> bool:
     """Returns whether an action's metric is one of some names, an entry of one, or a number about the run itself."""
-    if getattr(action, "takes_keras_names", False) and any(metric == name.replace("/", "_") for name in names):
+    if member(action, "takes_keras_names") and any(metric == name.replace("/", "_") for name in names):
         return True
     first, _, rest = metric.partition("/")
     about_the_run = {name for group, named in records.GROUPS.items() if group != records.METRICS for name in named}

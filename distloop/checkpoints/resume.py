@@ -45,7 +45,7 @@ from distloop.log import log
 from distloop.model.saved_state import SavedState
 from distloop.model.state import TrainState
 from distloop.monitoring.console import say, speaker
-from distloop.monitoring.directory import Directory, claim_run, directory_of
+from distloop.monitoring.directory import Directory, directory_of
 from distloop.monitoring.records import append_row
 from distloop.monitoring.timing import SaveTimes
 from distloop.settings import flags
@@ -63,7 +63,6 @@ class RunCheckpoints:
         is_new: whether the run has neither trained nor restored a checkpoint.
         times: of the last save and restore.
         disk_watch: ends the process when the disk no longer answers.
-        run: the name of the run, from `claim_run`; known to the chief, once it was resumed.
         directory: the workdir, whose lock is held until the last save has ended.
         stop_reason: why an action has ended the run that `fit` was given; None: no action has.
     """
@@ -82,7 +81,7 @@ class RunCheckpoints:
         self._checkpoints = checkpoints if config.workdir else None
         self._rollback = Rollback(config.max_rollbacks)
         self.action_states, self.stop_reason = RunStates(), None
-        self.is_new, self.run, self._shows_best = True, "", False  # the last: whether `resume` restores the newest
+        self.is_new, self._shows_best = True, False  # the last: whether `resume` restores the newest
         self._saved: Saved | None = None  # the restored checkpoint, until every part has its state
         self._source: Source | None = None
         self._loop: TrainLoop | None = None
@@ -103,8 +102,6 @@ class RunCheckpoints:
 
     def _newest(self, checkpoints: Checkpoints) -> Saved | None:
         """Loads the newest checkpoint, if the state is not the one to go on with."""
-        if self._is_chief:
-            self.run = claim_run(self._config, self.directory.verify)
         if not (self.is_new or self._shows_best):
             return None
         if self.is_new and not self._config.resume and checkpoints.steps:

@@ -20,9 +20,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from distloop.atomic_files import identify_directory
 from distloop.log import log
 from distloop.monitoring.records import as_metrics, read_json, replace_json, rows_between
 from distloop.monitoring.writers import RunFile, name_of
+from distloop.urls import is_url
 
 if TYPE_CHECKING:
     from distloop.monitoring.media import Media
@@ -47,7 +49,8 @@ class _Delivery:
 
     Attributes:
         note: in `writers.json`: `step`, of the last row that the writer has for sure; `id`, which its `open` returned;
-            `is_open`, whether it was opened, and not closed at the end of the run with all its files; `run`.
+            `is_open`, whether it was opened, and not closed at the end of the run with all its files; `workdir`, where
+            it was opened, and `directory`, as `identify_directory` has it.
         step: of the last row that it took.
         is_new: whether it was never opened for this run.
     """
@@ -144,21 +147,22 @@ class Deliveries:
     path = "writers.json"
 
     def __init__(
-        self, writers: Sequence[Any], workdir: str, run: str = "", left_files: Callable[[], Sequence[RunFile]] = tuple
+        self, writers: Sequence[Any], workdir: str, given: str = "", left_files: Callable[[], Sequence[RunFile]] = tuple
     ):
         """Reads the notes.
 
         Args:
             writers: as `Writer`; their names differ.
             workdir: empty: there are no notes.
-            run: the name of the run; notes of another run, in a copied workdir, do not count.
+            given: the workdir as it was given, which may be a URL, with its files at `workdir`; empty: as `workdir`.
             left_files: returns what the run has left when it is over, for the writers that lack it.
         """
-        self._workdir, self._run, self._left_files = workdir, run, left_files
+        self._workdir, self._given, self._left_files = workdir, given or workdir, left_files
         self._path = os.path.join(workdir, self.path) if workdir and writers else ""
-        self._notes = _read_notes(self._path, run)
+        self._notes = _read_notes(self._path)
         for name in map(name_of, writers):
-            self._notes.setdefault(name, {"step": -1, "id": None, "is_open": False})
+            new = {"step": -1, "id": None, "is_open": False, "workdir": "", "directory": ""}
+            self._notes.setdefault(name, new)
         self._deliveries = [_Delivery(writer, self._notes[name_of(writer)], self._save) for writer in writers]
         self._rows: list[_Row] = []  # the last ones, of a run without a workdir
         self._last_step = -1  # of all rows of the run
@@ -177,7 +181,8 @@ class Deliveries:
             is_over: whether no rows will follow: only writers that lack something, or were not closed, are opened.
 
         Raises:
-            ValueError: if a writer without rows of this run cannot be opened.
+            ValueError: if a writer without rows of this run cannot be opened, or the workdir is a copy of one that is
+                still there, so that a writer's run is that of the other one.
         """
         self._last_step, self._settings = step, settings
         if is_over:
@@ -186,6 +191,8 @@ class Deliveries:
         if not self._deliveries:
             yield self
             return
+        if self._path:
+            self._require_original()
         thread = threading.Thread(target=self._work, daemon=True, name="distloop writers")
         thread.start()
         files: list[RunFile] = []
@@ -200,6 +207,20 @@ class Deliveries:
             raise
         finally:
             self._close(thread, files, ended_by)
+
+    def _require_original(self) -> None:
+        """Raises a ValueError if a writer's run is that of another workdir, of which this one is a copy."""
+        own = {"workdir": self._given, "directory": _identify(self._given)}
+        for delivery in self._deliveries:
+            note = delivery.note
+            is_elsewhere = note["id"] is not None and note["directory"] not in ("", own["directory"])
+            if is_elsewhere and _identify(note["workdir"]) == note["directory"]:
+                raise ValueError(
+                    f"workdir={self._given!r} is a copy of {note['workdir']!r}, whose run {note['id']!r} at "
+                    f"{delivery.name} gets the rows there: go on there, or remove {self._path!r}, with which the copy "
+                    "begins a run of its own."
+                )
+            note |= own
 
     def _work(self) -> None:
         """Opens the writers, hands over rows when there may be some, and closes the writers; the thread."""
@@ -279,21 +300,26 @@ class Deliveries:
         """Writes the notes; who writes rows notices a disk that fails."""
         if self._path:
             with contextlib.suppress(OSError):
-                replace_json(self._path, {name: note | {"run": self._run} for name, note in self._notes.items()})
+                replace_json(self._path, self._notes)
 
 
-def _read_notes(path: str, run: str) -> dict[str, dict[str, Any]]:
-    """Returns the notes by the writers' names, but for those of another run; older ones lack some entries."""
+def _read_notes(path: str) -> dict[str, dict[str, Any]]:
+    """Returns the notes by the writers' names; older ones lack some entries."""
 
     def read(content: Any) -> dict[str, dict[str, Any]]:
         for note in content.values():
             note |= {"step": int(note["step"]), "id": note["id"], "is_open": bool(note.get("is_open"))}
+            note |= {name: str(note.get(name, "")) for name in ("workdir", "directory")}
         return dict(content)
 
-    notes = (read_json(path, read, instead="writers get all rows, also those that they have") if path else None) or {}
-    if copied := [name for name, note in notes.items() if note.get("run", "") not in ("", run)]:
-        log.warning("%s is of a copied workdir: %s begin runs of their own.", path, ", ".join(copied))
-    return {name: note for name, note in notes.items() if name not in copied}
+    return (read_json(path, read, instead="writers get all rows, also those that they have") if path else None) or {}
+
+
+def _identify(workdir: str) -> str:
+    """Returns a text that differs between a workdir and its copy; empty: there is no such workdir."""
+    with contextlib.suppress(OSError):
+        return workdir if is_url(workdir) else identify_directory(workdir)
+    return ""
 
 
 def _show(error: BaseException) -> str:

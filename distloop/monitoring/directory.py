@@ -1,9 +1,8 @@
-"""Run directory: the workdir of a run: its path, its lock, the name of the run in it, and the seam to one at a URL.
+"""Run directory: the workdir of a run: its path, its lock, and the seam to one at a URL.
 
     config = with_absolute_paths(config)            # "runs/a" becomes "/home/me/runs/a"
     directory = directory_of(config, workers)
     with directory:                                 # on every worker; the chief takes the lock
-        run = claim_run(config, directory.verify)   # "9f2c51d0a4b7": made by the first `fit`, and anew in a copy
         train()                                     # in config.local_workdir, as in any directory
     with local_copy("s3://bucket/run") as path:     # a local path stays as it is
         load_newest(path)
@@ -13,21 +12,14 @@ No other module of the loop knows that the part `bucket` is there.
 
 import contextlib
 import dataclasses
-import json
-import os
-import secrets
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from distloop import urls
-from distloop.atomic_files import identify_directory, replacing
 from distloop.installed import import_part
-from distloop.log import log
-from distloop.monitoring import records, run_lock
+from distloop.monitoring import run_lock
 from distloop.settings.config import Config
 from distloop.urls import is_url, without_credentials
-
-RUN_FILE = "run_id.json"
 
 
 class Directory:
@@ -212,34 +204,3 @@ def _bucket(module: str, url: str) -> Any:
 def with_absolute_paths(config: Config) -> Config:
     """Returns settings with which a program that changes its directory goes on in the same workdir."""
     return dataclasses.replace(config, workdir=urls.absolute(config.workdir), init_from=urls.absolute(config.init_from))
-
-
-def claim_run(config: Config, verify: Callable[[], None] = lambda: None) -> str:
-    """Returns the random name of the run in a workdir; makes one if there is none, or the directory is a copy.
-
-    What lies outside a workdir (runs at W&B) is known by this name.
-
-    Args:
-        config: whose workdir exists, and is not empty.
-        verify: called before the file is written; raises if this process may not write.
-
-    Returns:
-        The name; empty where it cannot be written: the first save will say so.
-    """
-    path = os.path.join(config.local_workdir, RUN_FILE)
-    with contextlib.suppress(OSError):
-        is_local = config.workdir == config.local_workdir
-        place = identify_directory(config.workdir) if is_local else config.workdir
-        if (before := records.read_json(path, _run_and_place, instead="a new one is made")) is not None:
-            if before[1] == place:
-                return before[0]
-            log.warning("workdir=%r is a copy of another run's: from here on it is a run of its own.", config.workdir)
-        run = secrets.token_hex(6)
-        with replacing(path, verify=verify) as temporary, open(temporary, "w", encoding="utf-8") as file:
-            json.dump({"run": run, "place": place}, file)
-        return run
-    return ""
-
-
-def _run_and_place(value: Any) -> tuple[str, str]:
-    return str(value["run"]), str(value["place"])

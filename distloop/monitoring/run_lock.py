@@ -8,8 +8,8 @@ thread touches it every 5 seconds; in a bucket it is written again every 10, wit
 ended without releasing it, the next one replaces it:
 
 - on the same host at once: its number belongs to no process, or to one with another start;
-- on another host, after another boot, in another container or in a copy of the directory, when the file was not touched
-  for 30 seconds, in a bucket 60, by the clock of the process that waits for it and says so.
+- on another host, after another boot or in another container, when the file was not touched for 30 seconds, in a bucket
+  60, by the clock of the process that waits for it and says so.
 
 Workers that a launcher started again have a higher number of their membership: the new chief takes the lock from one of
 an older membership, whether that is alive or not, and an older one is refused.
@@ -327,8 +327,7 @@ def _is_alive(own: Holder, holder: Holder | None) -> bool | None:
         return None
     if _has_newer_membership(own, holder) or _has_newer_membership(holder, own):
         return _has_newer_membership(holder, own)
-    is_copied = holder.place and own.place and holder.place != own.place  # with its directory
-    if is_copied or (holder.host, holder.machine) != (own.host, own.machine):
+    if (holder.host, holder.machine) != (own.host, own.machine):
         return None
     if holder.process == own.process:
         return holder.token in held  # else of a process with the same number, or of this one before `exec`

@@ -10,6 +10,7 @@ import pytest
 import distloop
 from distloop.actions import action_state
 from distloop.actions.action import Action
+from tests.problems import refused
 
 
 class Counts(Action):
@@ -149,24 +150,14 @@ def used(state, then):
     return action, run
 
 
-@pytest.mark.parametrize(("new", "then"), [({"best": 3.0}, {"best": 1.0}), (None, 7)])
-def test_an_action_that_another_run_has_used_begins_anew(new, then):
-    action, _ = used(new, then)
-    another = action_state.RunStates()
-    another.attach([action], None)
-    assert action.state == new and another.read() == ({} if new is None else {"Counts": new})
-
-
-def test_two_runs_that_take_turns_with_an_action_have_its_state_each_to_itself():
-    action, first = used(0, 7)
-    second = action_state.RunStates()
-    second.attach([action], None)
-    action.state = 2
-    assert first.read() == {"Counts": 7}  # of what it saves while the other has the action
-    first.attach([action], None)
+@pytest.mark.parametrize("is_written", [True, False])
+def test_an_action_of_another_run_is_refused_and_its_own_goes_on(is_written):
+    action, run = used(0, 7)
+    sentence = "The action 'Counts' was given to another run before, and has the state", "make another one for each run"
+    refused(lambda: action_state.RunStates().attach([action], None, is_written=is_written), *sentence)
+    refused(lambda: action_state.RunStates().attach([action], {"Counts": 1}, is_written=is_written), *sentence)
+    run.attach([action], None, is_written=is_written)
     assert action.state == 7
-    second.attach([action], None)
-    assert action.state == 2
 
 
 def test_the_next_fit_of_a_run_goes_on_with_its_state_unless_it_goes_back_to_a_checkpoint_without_one():
@@ -189,17 +180,6 @@ def test_a_state_of_which_a_fit_lacks_the_action_is_kept_for_a_later_one():
     assert late.state == {"best": 1.0}
 
 
-def test_an_action_that_cannot_begin_anew_is_named_in_the_log(caplog):
-    class Needy(Counts):
-        def set_state(self, state):
-            self.state = state["calls"]
-
-    attach([action := Needy()], None)
-    action.state = 7
-    attach([action], None)
-    assert action.state == 7 and "'Needy' was used by another run and keeps its state" in caplog.text
-
-
 def test_without_checkpoints_two_actions_may_have_one_name_and_any_state():
     actions, run = [Counts({1}), Counts({2})], action_state.RunStates()
     run.attach(actions, None, is_written=False)
@@ -208,7 +188,7 @@ def test_without_checkpoints_two_actions_may_have_one_name_and_any_state():
     assert [action.state for action in again] == [{1}, {2}]
 
 
-def test_actions_that_cannot_be_referred_to_weakly_begin_anew_too():
+def test_an_action_without_attributes_of_its_own_is_taken():
     class Slots:
         __slots__ = ("state",)
         every, get_state, set_state = 1, Counts.get_state, Counts.set_state
@@ -217,7 +197,7 @@ def test_actions_that_cannot_be_referred_to_weakly_begin_anew_too():
             pass
 
     action = Slots()
-    for state in (0, 5):
-        action.state = state
-        attach([action], None)
-    assert action.state == 0
+    action.state = 5
+    attach([action], None)
+    attach([action], {"Slots": 3})
+    assert action.state == 3

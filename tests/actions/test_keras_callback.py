@@ -189,7 +189,7 @@ def test_a_plateau_takes_its_direction_from_the_monitors_name():
 
 
 @pytest.mark.slow
-def test_one_callback_of_two_runs_begins_anew_and_of_one_run_goes_on_with_what_on_train_begin_makes_too():
+def test_a_callback_of_one_run_goes_on_in_its_next_fit_and_is_refused_by_another_run():
     class Listing(keras.callbacks.Callback):
         def on_train_begin(self, logs=None):
             self.epochs = []
@@ -198,10 +198,11 @@ def test_one_callback_of_two_runs_begins_anew_and_of_one_run_goes_on_with_what_o
             self.epochs.append(epoch)
 
     losses, listing, seen = Losses(), Listing(), []
-    for _ in range(2):
-        trainer = distloop.Trainer(classifier(), on(1))
-        for steps in (4, 8):
-            actions = [distloop.from_callback(callback, every=2) for callback in (losses, listing)]
-            trainer.fit(data(), steps=steps, actions=actions)
-            seen.append((len(losses.losses), listing.epochs))
-    assert seen == 2 * [(2, [0, 1]), (4, [0, 1, 2, 3])]
+    actions = lambda: [distloop.from_callback(callback, every=2) for callback in (losses, listing)]  # noqa: E731
+    trainer = distloop.Trainer(classifier(), on(1))
+    for steps in (4, 8):
+        trainer.fit(data(), steps=steps, actions=actions())
+        seen.append((len(losses.losses), listing.epochs))
+    assert seen == [(2, [0, 1]), (4, [0, 1, 2, 3])]
+    another = distloop.Trainer(classifier(), on(1))
+    refused(lambda: another.fit(data(), steps=4, actions=actions()), "'from_callback(Losses)' was given to another run")

@@ -8,7 +8,6 @@ import pytest
 
 import distloop
 from distloop.actions.action import Report, StopTraining, run
-from distloop.actions.action_state import RunStates
 from distloop.actions.save import SaveBest
 from distloop.actions.stop_early import StopEarly, SyncStop
 from distloop.settings.durations import Plan
@@ -102,16 +101,6 @@ def test_the_metrics_name_says_what_is_better():
         assert make("test/accuracy").mode == make("val/auc").mode == "max"
         assert make("test/loss").mode == make("val_mean_squared_error").mode == "min"
         assert make("test/accuracy", mode="min").mode == "min"
-
-
-def test_one_object_stops_each_of_two_runs_by_its_own_best():
-    stop = StopEarly("m", mode="min", patience=2)
-    for *values, last in ([2.0, 1.0, 1.0, 1.0], [9.0, 8.0, 7.0, 6.0, 6.0, 6.0]):
-        RunStates().attach([stop], None)  # as each run does
-        for value in values:
-            stop(report(m=value))
-        with pytest.raises(StopTraining):
-            stop(report(m=last))
 
 
 def action(every, stops=False, name="", called=None):

@@ -80,8 +80,11 @@ def test_who_failed_after_the_lock_was_written_may_take_it_again(directory, monk
         pass
 
 
-def test_the_lock_of_a_run_that_was_copied_is_free_when_it_shows_no_sign_of_life(directory, tmp_path):
-    with lock_of(directory) as original:
+def test_a_copy_that_is_still_locked_is_refused(directory, tmp_path):
+    copied = RemoteDirectory(f"file://{tmp_path}/copied")
+    with lock_of(directory):
         shutil.copytree(tmp_path / "run", tmp_path / "copied")
-        with lock_of(RemoteDirectory(f"file://{tmp_path}/copied")):
-            original.verify()
+        with pytest.raises(ValueError, match="copied' is being written to by another fit of this process"):
+            lock_of(copied).__enter__()
+    with lock_of(copied):  # the process has it no more
+        pass

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shutil
 import threading
 import time
 import types
@@ -9,13 +10,14 @@ import types
 import pytest
 
 import distloop
+from distloop import atomic_files
 from distloop.actions.write import JsonWriter
 from distloop.monitoring import deliveries
 from distloop.monitoring.deliveries import Deliveries
 from distloop.monitoring.media import PRCurve, Text
 from distloop.monitoring.writers import RunFile, check_writers
 from tests import forked
-from tests.problems import classification, classifier, on
+from tests.problems import classification, classifier, on, refused
 
 
 class Rows:
@@ -247,7 +249,7 @@ def test_notes_that_cannot_be_read_are_said(tmp_path, capsys):
         warning = capsys.readouterr().err
         assert "writers.json' cannot be read (" in warning and "): writers get all rows" in warning
     note = json.loads((tmp_path / "writers.json").read_text())["Rows"]
-    assert note == {"step": 1, "id": "the run", "is_open": False, "run": ""}
+    assert note.items() >= {"step": 1, "id": "the run", "is_open": False, "workdir": str(tmp_path)}.items()
 
 
 def test_an_error_reaches_each_writer_before_it_is_closed(caplog):
@@ -315,12 +317,32 @@ def test_a_writer_that_takes_long_to_open_holds_up_no_run_and_gets_its_rows(is_n
     assert ("New writers are not open after 0.1 seconds: the run goes on" in capsys.readouterr().err) is is_new
 
 
-def test_a_copied_workdir_begins_a_run_of_its_own_at_each_writer(tmp_path, caplog):
-    for run, run_id in (("a", None), ("a", "the run"), ("b", None), ("b", "the run")):
-        with Deliveries([writer := Rows()], str(tmp_path), run).open(0, {}):
+@pytest.mark.parametrize("has_lasting_inodes", [True, False])
+def test_a_copied_workdir_is_refused_where_the_run_of_a_writer_is_in_use(has_lasting_inodes, tmp_path, monkeypatch):
+    assert atomic_files._has_lasting_inodes(str(tmp_path))
+    monkeypatch.setattr(atomic_files, "_has_lasting_inodes", lambda path: has_lasting_inodes)
+
+    def opened(workdir):
+        with Deliveries([writer := Rows()], str(workdir)).open(0, {}):
+            return writer.opened[0][1]
+
+    run, copy = tmp_path / "run", tmp_path / "copy"
+    run.mkdir()
+    assert (opened(run), opened(run)) == (None, "the run")
+    shutil.copytree(run, copy)
+    refused(lambda: opened(copy), "copy' is a copy of '", "run', whose run 'the run' at Rows", "remove", "writers.json")
+    assert opened(moved := run.rename(tmp_path / "moved")) == "the run"
+    refused(lambda: opened(shutil.copytree(moved, run)), "is a copy of '", "moved'")
+    (copy / "writers.json").unlink()
+    assert opened(copy) is None
+
+
+def test_a_copied_bucket_is_refused_by_its_url(tmp_path):
+    for url in ("memory://bucket/run", "memory://bucket/run"):
+        with Deliveries([Rows()], str(tmp_path), url).open(0, {}):
             pass
-        assert writer.opened[0][1] == run_id
-    assert caplog.text.count("is of a copied workdir: Rows begin") == 1
+    copy = Deliveries([Rows()], str(tmp_path), "memory://bucket/copy")
+    refused(copy.open(0, {}).__enter__, "workdir='memory://bucket/copy' is a copy of 'memory://bucket/run'")
 
 
 def test_a_writer_that_hangs_does_not_keep_a_run_from_leaving(monkeypatch, capsys):
@@ -413,19 +435,19 @@ def test_fit_hands_over_media_and_when_the_run_is_over_exports_and_the_best_chec
 
     fail.every = 4
     note = distloop.Summary("note", lambda state: distloop.Text("x"), every=2)
-    actions = [note, distloop.SaveBest("loss")]
+    actions = lambda: [note, distloop.SaveBest("loss")]  # noqa: E731
     first, second, complete = Gallery(), Gallery(), Gallery()
     with pytest.raises(KeyError):
-        fit(tmp_path, 4, first, actions=actions, last=[fail])
+        fit(tmp_path, 4, first, actions=actions(), last=[fail])
     assert not first.files and [step for step, *_ in first.media] == [2]
-    fit(tmp_path, 4, second, actions=actions)
+    fit(tmp_path, 4, second, actions=actions())
     best = json.loads((tmp_path / "checkpoints" / "best.json").read_text())["loss"][0]
     assert second.files == [
         ("best/loss", str(tmp_path / "checkpoints" / str(best)), best),
         ("models.npz", str(tmp_path / "models" / "4.npz"), 4),
     ]
     assert [step for step, *_ in second.media] == [4] and second.opened[0][0]["steps"] == 0
-    fit(tmp_path, 4, complete, actions=actions)
+    fit(tmp_path, 4, complete, actions=actions())
     assert not complete.opened
 
 
