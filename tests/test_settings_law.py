@@ -76,7 +76,6 @@ CASES = {
     "eval_every": Case(2),
     "eval_first": Case(True),
     "checkpoint_every": Case(2),
-    "copy_every": Case(2, workdir=WORKDIR),
     "keep_checkpoints": Case(1),
     "resume": Case(False),
     "init_from": Case(WEIGHTS, changes=True),
