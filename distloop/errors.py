@@ -53,7 +53,7 @@ _OF_OPERATIONS = (
 _DISTLOOP = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _PATHS = (str(module.__file__) for module in (tf, keras, np, absl))
 _LIBRARIES = (_DISTLOOP, *(os.path.dirname(os.path.abspath(path)) + os.sep for path in _PATHS))
-_NOT_OF_USERS = (*_LIBRARIES, contextlib.__file__, "<frozen ")
+_NOT_OF_USERS = (*_LIBRARIES, contextlib.__file__, functools.__file__, threading.__file__, "<frozen ")
 _IS_SHORT = "_distloop_is_short"  # an attribute of errors
 # What distloop raises for users, or what their data and their operations raise in a compiled step.
 _FOR_USERS = (ValueError, ArithmeticError, OSError, KeyboardInterrupt, tf.errors.OpError)
@@ -194,7 +194,7 @@ def as_operation_error(error: tf.errors.OpError) -> tf.errors.OpError | None:
     frames = re.findall(r'^ +File "([^"]+)", line (\d+)', of_python or of_operation, re.MULTILINE)
     if not of_python:  # the line that called distloop made no operation
         frames = frames[next((i for i, (path, _) in enumerate(frames) if path.startswith(_DISTLOOP)), len(frames)) :]
-    lines = [(path, line) for path, line in frames if not path.startswith((*_NOT_OF_USERS, threading.__file__))]
+    lines = [(path, line) for path, line in frames if not path.startswith(_NOT_OF_USERS)]
     operation = re.search(r"\{\{node (?:.*while/)?(?:replica_\d+/)?([^}]+)\}\}", message)
     where = f"its operation {operation[1]}" if operation else "an operation of TensorFlow's"
     where = f"{os.path.basename(lines[-1][0])}:{lines[-1][1]}" if lines else where
@@ -216,7 +216,7 @@ def explaining_merge_call(sentence: str) -> Iterator[None]:
 def user_line(frames: Iterable[Any] | None) -> str | None:
     """Returns the innermost line of the user's code in a traceback: `file.py:12`; None if there is none."""
     for frame in reversed(list(frames or [])):
-        if not os.path.abspath(frame.filename).startswith(_LIBRARIES) and not frame.filename.startswith("<"):
+        if not os.path.abspath(frame.filename).startswith(_NOT_OF_USERS) and not frame.filename.startswith("<"):
             return f"{os.path.basename(frame.filename)}:{frame.lineno}"
     return None
 

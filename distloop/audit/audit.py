@@ -185,12 +185,10 @@ def _of(update: Update) -> str:
 Check = Callable[[Probe], Iterator[Finding | str]]
 
 # The other checks need steps that run, so they wait until these find nothing.
-FIRST_CHECKS: tuple[Check, ...] = (checks.created_variables, checks.unsaved_random_states, checks.labels)
+FIRST_CHECKS: tuple[Check, ...] = (checks.refusals, checks.labels)
 CHECKS: tuple[Check, ...] = (
-    checks.foreign_variables,
+    checks.surprises,
     checks.python_values,
-    checks.variables_left_out,
-    checks.training_argument,
     checks.identical_draws,
     dependence_on_replicas,
     drift,

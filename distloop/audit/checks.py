@@ -3,33 +3,23 @@
 import functools
 import re
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import keras
 import numpy as np
 import tensorflow as tf
 
 from distloop.audit.gpu_kernels import RUN_PYTHON, off_the_gpu
-from distloop.audit.probe import NUM_BATCHES, REPLICAS, Probe
+from distloop.audit.probe import NUM_BATCHES, Probe
 from distloop.audit.tracing import as_replica, compiled
 from distloop.data import shards
 from distloop.errors import as_operation_error, as_user_error, innermost_line, user_line
-from distloop.graph_functions import with_called
-from distloop.model.spec import Update
-from distloop.training import step_operations
+from distloop.model.user_functions import SEED_ADVICE
+from distloop.training import diagnosis, step_operations
 from distloop.training.forward_backward import ForwardBackward
-from distloop.variables import named_variables
 
 _NUM_NAMES = 3  # in a line
-_NOISE_LAYERS = (
-    keras.layers.Dropout,
-    keras.layers.AlphaDropout,
-    keras.layers.GaussianDropout,
-    keras.layers.GaussianNoise,
-)
-_GIVE_SEED = "give a keras.random.SeedGenerator as seed, an attribute of a layer in the model or of the model itself"
 
 
 class Finding(NamedTuple):
@@ -54,7 +44,9 @@ def failure(error: Exception) -> Finding:
     if isinstance(error, tf.errors.OpError):
         error = as_user_error(error) or as_operation_error(error) or error
     line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    where = user_line(traceback.extract_tb(error.__traceback__)) or type(error).__name__
+    links = (error, error.__cause__)  # the cause of a refusal may have the line
+    lines = [user_line(traceback.extract_tb(link.__traceback__)) for link in links if link is not None]
+    where = next(filter(None, lines), type(error).__name__)
     return Finding("stops with an error", where, line.strip().rstrip("."))
 
 
@@ -98,26 +90,18 @@ def data_order(probe: Probe) -> Iterator[Finding]:
         )
 
 
-def created_variables(probe: Probe) -> Iterator[Finding]:
-    """Checks that `loss_fn` creates no variable."""
-    if (created := probe.trace.created) is not None:
-        assert created.__cause__ is not None, "it has the traceback"
-        advice = "create it, or its layer, in model_fn, and put it into ModelSpec's model"
-        yield Finding(
-            "variable made in a step",
-            f"{created.variable} ({user_line(traceback.extract_tb(created.__cause__.__traceback__))})",
-            _GIVE_SEED if "seed_generator_state" in created.variable else f"each trace creates another one: {advice}",
-        )
+def refusals(probe: Probe) -> Iterator[Finding]:
+    """Checks that `fit` can take a step: raises what it refuses, and yields what it stops with."""
+    assert probe.traced_step
+    if text := probe.two_steps.failure:
+        yield failure(FloatingPointError(text))
 
 
-def unsaved_random_states(probe: Probe) -> Iterator[Finding]:
-    """Checks that checkpoints hold the state of every random number that `loss_fn` draws."""
-    for op in step_operations.unsaved_draws(probe.trace.calls[0] if probe.trace.calls else [], probe.state):
-        yield Finding(
-            "random numbers in no checkpoint",
-            step_operations.describe(op, probe.layers, has_direction=False),
-            f"a resumed run would draw others, so fit refuses it: {step_operations.ADVICE}",
-        )
+def surprises(probe: Probe) -> Iterator[Finding]:
+    """Yields the warnings that `fit` gives once it has traced a step."""
+    for sentence in diagnosis.surprises(probe.traced_step.step, probe.traced_step.run.graph):
+        what, _, advice = sentence.rstrip(".").partition(": ")
+        yield Finding("fit warns", what, advice)
 
 
 def labels(probe: Probe) -> Iterator[Finding]:
@@ -138,59 +122,6 @@ def labels(probe: Probe) -> Iterator[Finding]:
                 f"they go from {lowest} to {highest}, and there are {num_classes} classes, 0 to {num_classes - 1}: "
                 "number them from 0, or give the last layer more outputs",
             )
-
-
-def training_argument(probe: Probe) -> Iterator[Finding]:
-    """Checks that `loss_fn` passes `training` on to layers that need it."""
-    for update in probe.state.spec.updates:
-        trained = {id(v) for v in probe.state.variables_of_update[update.name]}
-        layers = [*_layers_with_modes(probe.state.layers_of_update[update.name], trained)]
-        if layers and _ignores_training(probe, update):
-            for layer in layers:
-                yield Finding(
-                    "training has no effect",
-                    layer.path or layer.name,
-                    "loss_fn computes the same with training=True and training=False, so the layer works in one mode "
-                    "in both: pass the argument on, as in model(x, training=training)",
-                )
-
-
-def _ignores_training(probe: Probe, update: Update) -> bool:
-    """Returns whether an update's `loss_fn` has the same operations for training as for evaluation."""
-    types: list[list[str]] = []
-
-    def trace(rows: Any) -> None:
-        for training in (True, False):
-            with as_replica(0, REPLICAS, set()) as operations:
-                update.loss_fn(rows, training)
-            types.append([op.type for op in with_called(operations)])
-
-    compiled(trace, probe.rows)
-    return types[0] == types[1]
-
-
-def _layers_with_modes(layers: Iterable[Any], trained: set[int]) -> Iterator[Any]:
-    """Yields the layers that compute otherwise in training, those in parts that no update trains left out."""
-    for layer in layers:
-        if isinstance(layer, keras.layers.BatchNormalization):
-            if layer.trainable:
-                yield layer
-        elif isinstance(layer, _NOISE_LAYERS):
-            if getattr(layer, "rate", 0) or getattr(layer, "stddev", 0):
-                yield layer
-        elif not layer.weights or any(id(weight) in trained for weight in layer.weights):
-            yield from _layers_with_modes(layer._flatten_layers(include_self=False, recursive=False), trained)
-
-
-def foreign_variables(probe: Probe) -> Iterator[Finding]:
-    """Checks that every variable that `loss_fn` reads or writes is saved in checkpoints."""
-    for variable, is_written in probe.foreign_variables:
-        yield Finding(
-            "state in no checkpoint",
-            variable.name.removesuffix(":0"),
-            f"the loss {'writes' if is_written else 'reads'} a variable outside ModelSpec's model, which a resumed run "
-            "starts anew: put it, or the layer that holds it, into the model, as in ModelSpec([model, it], ...)",
-        )
 
 
 def python_values(probe: Probe) -> Iterator[Finding]:
@@ -234,46 +165,22 @@ def _changed_argument(one: tf.Operation, other: tf.Operation) -> tuple[str, str,
     return None
 
 
-def variables_left_out(probe: Probe) -> Iterator[Finding]:
-    """Checks that every trainable variable is trained by an update."""
-    trained = {id(v) for variables in probe.state.variables_of_update.values() for v in variables}
-    seeds = {id(seed) for seed in probe.state.seeds}
-    left_out: dict[str, list[str]] = {}  # layer -> variables
-    for path, variable in named_variables(probe.state.model).items():
-        if variable.trainable and id(variable) not in trained | seeds:
-            left_out.setdefault(path.rpartition("/")[0] or path, []).append(path)
-    for layer, paths in left_out.items():
-        yield Finding(
-            "left out of training",
-            layer,
-            f"no update trains {', '.join(path.rpartition('/')[2] for path in paths)}: widen the pattern of trainable "
-            "or of the update, or set layer.trainable = False if it is to stay as it is",
-        )
-
-
 def identical_draws(probe: Probe) -> Iterator[Finding]:
     """Checks that two replicas draw different random numbers."""
     names = set()
     for op, one, other in probe.draws:
         is_telling = one.dtype.is_floating or tf.size(one) >= 16  # a few whole numbers may be equal by chance
-        if is_telling and np.array_equal(one.numpy(), other.numpy()):
+        if is_telling and not step_operations.has_fixed_seed(op) and np.array_equal(one.numpy(), other.numpy()):
             names.add(step_operations.describe(op, probe.layers))
     for name in sorted(names):
-        yield Finding("identical random numbers", name, f"every replica draws the same: {_GIVE_SEED}")
+        yield Finding("identical random numbers", name, f"every replica draws the same: {SEED_ADVICE}")
 
 
 def gradients(probe: Probe) -> Iterator[Finding]:
-    """Checks that every trained variable has a gradient, and that it is not zero both before and after two steps."""
+    """Checks that no gradient is zero both before and after two steps."""
     before, after = probe.two_steps.gradients_before, probe.two_steps.gradients_after
     for path, gradient in after.items():
-        if gradient is None:
-            yield Finding(
-                "no gradient",
-                path,
-                "the loss does not depend on it: compute the loss from it without tf.stop_gradient, NumPy or "
-                "whole numbers between, or leave it out with ModelSpec(trainable=...)",
-            )
-        elif not np.any(gradient) and not np.any(before[path]):
+        if gradient is not None and not np.any(gradient) and not np.any(before[path]):
             yield Finding(
                 "zero gradient",
                 path,

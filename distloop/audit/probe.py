@@ -10,7 +10,6 @@ every variable. The probe judges nothing.
 
 import contextlib
 import functools
-import gc
 import hashlib
 import random
 from collections.abc import Callable, Iterator, Sequence, Set
@@ -25,14 +24,14 @@ from distloop.data.iterators import fresh_copy
 from distloop.data.opening import open_batches
 from distloop.data.source import Data, Source
 from distloop.distributed import devices
-from distloop.graph_functions import written_resources
 from distloop.model.layers import stream_of
 from distloop.model.spec import Update
 from distloop.model.state import TrainState
-from distloop.model.user_functions import VariableCreatedError
 from distloop.settings.precision import HALF_DTYPES
+from distloop.training.diagnosis import explain
 from distloop.training.forward_backward import ForwardBackward
 from distloop.training.step import TrainStep
+from distloop.training.step_operations import unsaved_draws_refused
 from distloop.variables import named_variables
 
 REPLICAS = 2  # to compare with one
@@ -48,14 +47,12 @@ class CallTrace(NamedTuple):
         run: the compiled function of the rows in both orders; returns the random numbers of the first and third call,
             and the least and the largest number of each of `labels`.
         used: how `loss_fn` communicates with other replicas, and what it asks about where it runs, as of `as_replica`.
-        created: if `loss_fn` created a variable, the error that stopped the trace; `run` is None.
         labels: the operations of the first call that take class numbers, each with these and the number of classes.
     """
 
     calls: list[list[tf.Operation]]
     run: Any
     used: Set[str]
-    created: VariableCreatedError | None = None
     labels: Sequence[tuple[tf.Operation, tf.Tensor, int]] = ()
 
 
@@ -77,6 +74,22 @@ class Measurement(NamedTuple):
     is_random: bool = False
 
 
+class TracedStep(NamedTuple):
+    """A train step, as `fit` traces it.
+
+    Attributes:
+        step: the step.
+        run: the compiled function of an iterator; returns whether the step is an error, and its diagnosis.
+        iterator: at the beginning of the data.
+        last: returns the last batch, and its layout.
+    """
+
+    step: TrainStep
+    run: Any
+    iterator: Any
+    last: Callable[[], tuple[shards.Batch, shards.BatchLayout]]
+
+
 class TwoSteps(NamedTuple):
     """What two steps of training change.
 
@@ -84,11 +97,13 @@ class TwoSteps(NamedTuple):
         gradients_before: of all updates over the whole batch, by path.
         gradients_after: the same, after the steps.
         paths_apart: variables that have other values on other replicas after the steps.
+        failure: a sentence about a step whose numbers were not finite; empty: both were.
     """
 
     gradients_before: dict[str, np.ndarray | None]
     gradients_after: dict[str, np.ndarray | None]
     paths_apart: list[str]
+    failure: str = ""
 
 
 class Probe:
@@ -154,26 +169,7 @@ class Probe:
             draws = [[op.outputs[0] for op in drawing_operations(calls[call])] for call in (0, 2)]
             return draws, [(tf.reduce_min(numbers), tf.reduce_max(numbers)) for _, numbers, _ in labels]
 
-        try:
-            return CallTrace(calls, compiled(trace, self.rows, self._reversed_rows), used, None, labels)
-        except VariableCreatedError as created:
-            return CallTrace(calls, None, used, created)
-
-    @functools.cached_property
-    def foreign_variables(self) -> list[tuple[tf.Variable, bool]]:
-        """Variables that `loss_fn` uses and no checkpoint holds, each with whether it is written."""
-        known = {
-            id(part.handle) for variable in _variables_of(self.state) for part in self.state.replica_variables(variable)
-        }
-        captured = {
-            id(outer)
-            for outer, _ in self.trace.run.graph.captures
-            if outer.dtype == tf.resource and id(outer) not in known
-        }
-        objects = gc.get_objects() if captured else []  # millions in some processes
-        foreign = {id(v.handle): v for v in objects if _is_variable(v) and id(v.handle) in captured}
-        written = written_resources(op for operations in self.trace.calls for op in operations)
-        return [(variable, handle in written) for handle, variable in foreign.items()]
+        return CallTrace(calls, compiled(trace, self.rows, self._reversed_rows), used, labels)
 
     @functools.cached_property
     def draws(self) -> list[tuple[tf.Operation, tf.Tensor, tf.Tensor]]:
@@ -257,27 +253,35 @@ class Probe:
         return [(op, whole, halves) for op, (whole, *halves) in zip(operations, outputs, strict=True)]
 
     @functools.cached_property
+    def traced_step(self) -> TracedStep:
+        """A step of training, which is traced and has not run."""
+        state = self.state
+        parts, virtual = self._microbatches, state.virtual_replicas
+        source = Source(self.dataset(), state.strategy, microbatches=parts, virtual_replicas=virtual)
+        step = TrainStep(state, microbatches=parts, locate_nonfinite=True)
+        iterator = source.new_iterator()
+        last = shards.LastBatch(iterator)
+
+        def train(iterator: Any) -> tuple[tf.Tensor, tf.Tensor]:
+            with tf.device(devices.HOST):
+                batch = shards.next_batch(iterator, source.layout)
+                last.keep(batch)
+            with unsaved_draws_refused(state):
+                outcome = step(batch, source.layout)
+            return outcome.failed, outcome.diagnosis
+
+        return TracedStep(step, compiled(train, iterator), iterator, lambda: (last.get(), source.layout))
+
+    @functools.cached_property
     def two_steps(self) -> TwoSteps:
-        """Two steps of training on the beginning of the data."""
+        """Two steps of training on the beginning of the data; the second one is left out if the first fails."""
         with self.restored():
             before = self._gradients()
-            source = Source(
-                self.dataset(),
-                self.state.strategy,
-                microbatches=self._microbatches,
-                virtual_replicas=self.state.virtual_replicas,
-            )
-            step = TrainStep(self.state, microbatches=self._microbatches)
-
-            def train(iterator: Any) -> tf.Tensor:
-                with tf.device(devices.HOST):
-                    batch = shards.next_batch(iterator, source.layout)
-                return step(batch, source.layout).tallies
-
-            iterator = source.new_iterator()
-            run = compiled(train, iterator)
-            for _ in range(2):
-                run(iterator)
+            step, run, iterator, last = self.traced_step
+            for number in (1, 2):
+                failed, values = run(iterator)
+                if failed:
+                    return TwoSteps(before, {}, [], explain(step, number, values.numpy(), last()))
             apart = self._paths_apart()
             return TwoSteps(before, self._gradients(), apart)
 
@@ -304,8 +308,7 @@ class Probe:
     @contextlib.contextmanager
     def restored(self) -> Iterator[Callable[[], None]]:
         """Restores all variables on exit; yields a function that does so at once."""
-        variables = [*_variables_of(self.state), *(variable for variable, _ in self.foreign_variables)]
-        parts = [part for variable in variables for part in self.state.replica_variables(variable)]
+        parts = [part for v in _variables_of(self.state) for part in self.state.replica_variables(v)]
         values = [tf.identity(part) for part in parts]
 
         def restore() -> None:
@@ -330,11 +333,6 @@ def _variables_of(state: TrainState) -> list[Any]:
 def _is_comparable(op: tf.Operation) -> bool:
     is_tensor = len(op.outputs) == 1 and op.outputs[0].dtype.is_floating and bool(op.outputs[0].shape.rank)
     return is_tensor and not drawing_operations([op])
-
-
-def _is_variable(candidate: Any) -> bool:
-    """Returns whether an object is a variable, by its type alone: proxies answer isinstance for other objects."""
-    return issubclass(type(candidate), tf.Variable) and hasattr(candidate, "handle")
 
 
 def _divide(value: Any, weight: float) -> Any:

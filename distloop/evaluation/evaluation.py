@@ -30,7 +30,6 @@ from distloop.model import broadcasts, metrics
 from distloop.model.keras_metrics import Join, KerasMetrics, check_arguments
 from distloop.model.spec import LossFn
 from distloop.model.state import TrainState
-from distloop.model.user_functions import explaining_mistakes, refusing_new_variables
 from distloop.settings.config import Config
 from distloop.training.differentiation import tally_outputs
 from distloop.training.out_of_memory import explain_pass
@@ -60,7 +59,7 @@ class EvalStep:
     def loss_fns(self) -> dict[str, LossFn]:
         """The functions that return values, by name of the update."""
         if self._loss_fn is not None:
-            return {"": refusing_new_variables(explaining_mistakes(self._state.spec.prepared(self._loss_fn)))}
+            return {"": self._state.prepared(self._state.spec.prepared(self._loss_fn))}
         return {update.name: update.loss_fn for update in self._state.spec.updates}
 
     def __call__(self, batch: Batch, layout: BatchLayout) -> tf.Tensor:

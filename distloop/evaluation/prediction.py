@@ -23,7 +23,7 @@ from distloop.distributed.preemption import StopRequests
 from distloop.errors import raise_as_user_error, require
 from distloop.graph_functions import TimeLimit, compiled
 from distloop.model.state import TrainState
-from distloop.model.user_functions import as_tensor, explaining_mistakes
+from distloop.model.user_functions import as_tensor
 from distloop.settings.precision import HALF_DTYPES
 from distloop.training.out_of_memory import explain_pass
 from distloop.training.virtual_replicas import join_rows, run_forward
@@ -202,7 +202,7 @@ class Predictor:
         """Returns a predictor of the same model with another function; None: this one."""
         if predict_fn is None:
             return self
-        return Predictor(self._state, eager=self._eager, predict_fn=explaining_mistakes(predict_fn))
+        return Predictor(self._state, eager=self._eager, predict_fn=self._state.prepared(predict_fn))
 
     def predict(
         self,

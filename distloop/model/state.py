@@ -22,6 +22,7 @@ from distloop.model import user_functions
 from distloop.model.keras_metrics import KerasMetrics
 from distloop.model.layers import Frozen, RandomStreams, frozen_layers, keep_losses_apart
 from distloop.model.metrics import LossWatch
+from distloop.model.outside_variables import OutsideVariables
 from distloop.model.spec import ModelSpec, Update, plain_optimizer
 from distloop.optimizers import keras_hooks
 from distloop.optimizers.loss_scale import LossScaleOptimizer
@@ -58,6 +59,7 @@ class TrainState(tf.Module):
         keras_metrics: the Keras metrics, by name.
         loss_watch: statistics of the updates' losses, for the detection of spikes.
         average: the moving average of the weights, or None.
+        outside_variables: watches what the user's functions use beside the model.
         created: by `id`, the TensorFlow variables that were made for it, those of no model included.
 
     Once the model is built:
@@ -109,6 +111,7 @@ class TrainState(tf.Module):
             self.token_count: tf.Variable | None = None
             self.skipped_steps = tf.Variable(0, dtype=tf.int64, trainable=False, name="skipped_steps")
             self.loss_watch = LossWatch(len(spec.updates))
+        self.outside_variables = OutsideVariables(self)
         self.average: MovingAverage | None = None
         self._average_decay = average_decay
         self.created = created
@@ -206,7 +209,14 @@ class TrainState(tf.Module):
         if sizes := user_functions.fixed_sizes(self.spec.model):
             explaining = functools.partial(user_functions.explaining_fixed_sizes, sizes=sizes, replicas=replicas)
             self.spec = self.spec.with_functions(explaining)
+        self.spec = self.outside_variables.watching_all(self.spec)
         self.is_built = True
+
+    def prepared(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a function of a batch that was given beside the spec's, with the same checks."""
+        return self.outside_variables.watching(
+            user_functions.refusing_new_variables(user_functions.explaining_mistakes(fn))
+        )
 
     @property
     def optimizer_updates(self) -> list[Update]:

@@ -32,6 +32,11 @@ from distloop.log import log
 from distloop.monitoring.console import say
 from distloop.variables import top_layers
 
+SEED_ADVICE = (
+    "give keras.random and its layers a keras.random.SeedGenerator that ModelSpec's model holds, as in "
+    "ModelSpec([model, seed_generator], ...)"
+)
+
 _MAX_NAMES = 8  # in a message
 _COMPILED = "a step is compiled, so no tensor has a value yet when the line runs"
 _OPERATIONS = (
@@ -242,7 +247,7 @@ def refusing_new_variables(fn: Callable[..., Any]) -> Callable[..., Any]:
 def explain_new_variable(variable: str) -> str:
     """Returns the message about a variable that was created too late."""
     advice = (
-        "give keras.random functions and layers a keras.random.SeedGenerator that is an attribute of the model"
+        SEED_ADVICE
         if "seed_generator_state" in variable
         else "create it with the model, by a call of the whole model on an example or by the build of its layer, and "
         "let it belong to ModelSpec's model"

@@ -146,9 +146,10 @@ class CompiledLoop:
         """Traces and optimizes by a run of no steps: errors come before the first step, speeds are those of steps."""
         self._prepare(source)
         if not self._eager:
+            arguments = source.iterator(), source.layout, *_limits(0, 1, np.inf)
             with tf.experimental.function_executor_type(executor):
-                self._run(source.iterator(), source.layout, *_limits(0, 1, np.inf))
-            diagnosis.warn(self._step)
+                self._run(*arguments)
+            diagnosis.warn(self._step, self._run.get_concrete_function(*arguments).graph)
             workers.require_same(self._state.strategy, "train", {"the values of loss_fn": self._step.names})
 
     def _prepare(self, source: Source) -> None:

@@ -6,7 +6,8 @@
 It changes no variable: if it runs the step again, it restores everything.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,15 +18,24 @@ import tensorflow as tf
 from distloop.data import shards
 from distloop.data.shards import Batch, BatchLayout
 from distloop.distributed import workers
-from distloop.graph_functions import graph_function, outermost
+from distloop.graph_functions import graph_function, outermost, with_called
 from distloop.log import log
 from distloop.model import metrics
+from distloop.model.user_functions import SEED_ADVICE
 from distloop.optimizers.loss_scale import MAX_OVERFLOWS_AT_FLOOR
 from distloop.settings.precision import BFLOAT16, FLOAT16
 from distloop.training import step_operations
 from distloop.training.forward_backward import ForwardBackward
 from distloop.training.step import GRADIENT_NORM, TrainStep
 from distloop.variables import named_variables, tensorflow_variable
+
+_NOISE_LAYERS = (
+    keras.layers.Dropout,
+    keras.layers.AlphaDropout,
+    keras.layers.GaussianDropout,
+    keras.layers.GaussianNoise,
+)
+_DRAWS_BY_SEED = re.compile("Stateless(?!.*Get).*(Random|Normal|Multinomial)")  # types of operations
 
 
 @dataclass
@@ -275,33 +285,71 @@ def _layers(train_step: TrainStep, update: ForwardBackward) -> list[Any]:
     return [part for layer in layers for part in layer._flatten_layers()]
 
 
-def warn(train_step: TrainStep) -> None:
+def warn(train_step: TrainStep, graph: tf.Graph) -> None:
     """Logs what the user may not expect of a step, once it is traced."""
-    state = train_step.state
+    for sentence in surprises(train_step, graph):
+        log.warning("%s", sentence)
+
+
+def surprises(train_step: TrainStep, graph: tf.Graph) -> Iterator[str]:
+    """Yields sentences about what the user may not expect of a traced step; `graph` holds its operations."""
     for update in train_step.updates:
-        unreached = [v for v, is_reached in zip(update.variables, update.trace.reached, strict=True) if not is_reached]
-        if unreached and update.update.has_loss:
-            log.warning(
-                "The loss does not depend on %s, which stays as it is: leave it out with ModelSpec(trainable=...).",
-                ", ".join(state.paths[id(v)] for v in unreached),
-            )
+        if update.update.has_loss:
+            yield from _of_loss(train_step, update)
         half = [layer.name for layer in _layers(train_step, update) if layer.compute_dtype == FLOAT16.compute_dtype]
         if half and update.loss_scaler is None:
-            log.warning(
-                "Layers such as %s compute in float16 and the loss is not scaled, so small gradients become 0: set "
-                "precision=%s, or give distloop.LossScaleOptimizer.",
-                half[0],
-                FLOAT16.name,
+            yield (
+                f"Layers such as {half[0]} compute in float16 and the loss is not scaled, so small gradients become 0: "
+                f"set precision={FLOAT16.name}, or give distloop.LossScaleOptimizer."
             )
-        if state.strategy.num_replicas_in_sync == 1 or state.virtual_replicas:
-            continue
-        kept_equal = {id(v) for v in update.written_values.with_mean(update.trace.written)}
-        kept_equal |= update.written_values.carried
-        for variable in (v for v in update.trace.written if id(v) not in kept_equal):
-            if tensorflow_variable(variable).aggregation == tf.VariableAggregation.NONE:
-                log.warning(
-                    "The forward pass writes %s, of dtype %s, which has no mean: each replica keeps its own, "
-                    "and a checkpoint the first's. Make it a float, or add_weight(..., aggregation='mean').",
-                    state.paths[id(variable)],
-                    tf.as_dtype(variable.dtype).name,
-                )
+        yield from _of_written(train_step, update)
+    layers = [layer for update in train_step.updates for layer in _layers(train_step, update)]
+    draws = [op for op in with_called(graph.get_operations()) if _DRAWS_BY_SEED.match(op.type)]
+    for op in dict.fromkeys(step_operations.describe(op, layers) for op in draws if step_operations.has_fixed_seed(op)):
+        yield f"{op} draws the same numbers in each step and on each replica, as its seed is a constant: {SEED_ADVICE}."
+
+
+def _of_loss(train_step: TrainStep, update: ForwardBackward) -> Iterator[str]:
+    """Yields sentences about variables that the loss does not reach, and layers that compute as in evaluation."""
+    state, written = train_step.state, {id(v) for v in update.trace.written}
+    unreached = [v for v, is_reached in zip(update.variables, update.trace.reached, strict=True) if not is_reached]
+    if unreached:
+        paths = ", ".join(state.paths[id(v)] for v in unreached)
+        yield f"The loss does not depend on {paths}, which stays as it is: leave it out with ModelSpec(trainable=...)."
+    with state.frozen:
+        layers = list(_layers_with_modes(state.layers_of_update[update.name], {id(v) for v in update.variables}))
+    if layers and not any(id(v) in written for layer in layers for v in layer.variables):
+        names = ", ".join(layer.path or layer.name for layer in layers[:3])
+        yield (
+            f"Layers such as {names} compute in the step as in evaluation, or not at all: pass the argument training "
+            "of loss_fn on, as in model(x, training=training)."
+        )
+
+
+def _layers_with_modes(layers: Iterable[Any], trained: set[int]) -> Iterator[Any]:
+    """Yields the layers that compute otherwise in training, those in parts that no update trains left out."""
+    for layer in layers:
+        if isinstance(layer, keras.layers.BatchNormalization):
+            if layer.trainable:
+                yield layer
+        elif isinstance(layer, _NOISE_LAYERS):
+            if getattr(layer, "rate", 0) or getattr(layer, "stddev", 0):
+                yield layer
+        elif not layer.weights or any(id(weight) in trained for weight in layer.weights):
+            yield from _layers_with_modes(layer._flatten_layers(include_self=False, recursive=False), trained)
+
+
+def _of_written(train_step: TrainStep, update: ForwardBackward) -> Iterator[str]:
+    """Yields sentences about variables that the forward pass writes, and that differ between replicas from then on."""
+    state = train_step.state
+    if state.strategy.num_replicas_in_sync == 1 or state.virtual_replicas:
+        return
+    kept_equal = {id(v) for v in update.written_values.with_mean(update.trace.written)}
+    kept_equal |= update.written_values.carried
+    for variable in (v for v in update.trace.written if id(v) not in kept_equal):
+        if tensorflow_variable(variable).aggregation == tf.VariableAggregation.NONE:
+            yield (
+                f"The forward pass writes {state.paths[id(variable)]}, of dtype {tf.as_dtype(variable.dtype).name}, "
+                "which has no mean, so each replica keeps its own, and a checkpoint the first's: make it a float, or "
+                "add_weight(..., aggregation='mean')."
+            )

@@ -311,7 +311,7 @@ def console_lines(state: TrainState, settings: Config, source: Source) -> list[s
     """Returns what the console shows before the first step, a line each: devices, precision, parameters, batch, ..."""
     parts, trained = count_parameters(state.model), state.num_parameters()
     total = sum(parts.values())
-    some = "" if trained == total else f", of which {trained:,} train"
+    some = "" if trained == total else f", of which {trained:,} train{_left_out(state)}"
     virtual = f", {state.virtual_replicas} virtual replicas" if state.virtual_replicas else ""
     lines = [
         f"devices {strategies.describe(state.strategy)}{virtual}",
@@ -341,6 +341,15 @@ def console_lines(state: TrainState, settings: Config, source: Source) -> list[s
         lines.append(f"workdir {absolute(settings.workdir)}")
         lines.append(f"{_tensorboard()} --logdir {shlex.quote(settings.local_workdir)}")
     return lines
+
+
+def _left_out(state: TrainState) -> str:
+    """Returns the layers whose variables could train and no update takes, in brackets; empty: there are none."""
+    others = {id(v) for v in (*state.trained_variables, *state.seeds)}
+    left_out = [path for path, v in named_variables(state.model).items() if v.trainable and id(v) not in others]
+    layers = list(dict.fromkeys(path.rpartition("/")[0] or path for path in left_out))
+    more = f" and {len(layers) - 3} more" if len(layers) > 3 else ""
+    return f" (no update takes {', '.join(layers[:3])}{more})" if layers else ""
 
 
 def _tensorboard() -> str:

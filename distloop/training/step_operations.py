@@ -30,11 +30,7 @@ import tensorflow as tf
 from distloop.errors import user_line
 from distloop.graph_functions import BACKWARD_SCOPE, DRAWS_FROM_KERNEL, outermost, with_called
 from distloop.model.state import TrainState
-
-ADVICE = (
-    "use keras.random with a keras.random.SeedGenerator that is an attribute of the model or of a layer in it, or draw "
-    "in the dataset"
-)
+from distloop.model.user_functions import SEED_ADVICE
 
 # Types of operations whose draws are counted in a variable.
 _DRAWS_FROM_VARIABLE = re.compile(
@@ -133,7 +129,7 @@ def unsaved_draws_refused(state: TrainState) -> Iterator[None]:
         layers = [part for tops in state.layers_of_update.values() for top in tops for part in top._flatten_layers()]
         raise ValueError(
             f"{describe(op, layers, has_direction=False)} draws random numbers from a state that no "
-            f"checkpoint holds, so a resumed run would draw others: {ADVICE}."
+            f"checkpoint holds, so a resumed run would draw others: {SEED_ADVICE}, or draw in the dataset."
         )
 
 
@@ -149,3 +145,17 @@ def unsaved_draws(operations: Iterable[tf.Operation], state: TrainState) -> Iter
                 saved = {id(part.handle) for variable in variables for part in state.replica_variables(variable)}
             if id(outermost(op.inputs[0])) not in saved:
                 yield op
+
+
+def has_fixed_seed(op: tf.Operation) -> bool:
+    """Returns whether an operation draws the same random numbers whenever it runs, as constants alone make its seed."""
+    names = [argument.name for argument in op.op_def.input_arg]
+    seed = next((name for name in ("seed", "key") if name in names), None)
+    stack, seen = [op.inputs[names.index(seed)].op] if seed and op.type.startswith("Stateless") else [], set()
+    while stack:
+        source = stack.pop()
+        if not source.inputs and source.type != "Const":
+            return False
+        stack += [tensor.op for tensor in source.inputs if tensor.op.name not in seen]
+        seen.add(source.name)
+    return bool(seen)

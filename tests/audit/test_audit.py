@@ -53,8 +53,12 @@ class Centered(keras.layers.Layer):
 class Noise(keras.layers.Layer):
     """Adds the same noise in each replica and each step."""
 
+    def __init__(self, seed=(1, 2), **settings):
+        super().__init__(**settings)
+        self.seed = seed
+
     def call(self, x):
-        return x + tf.random.stateless_normal(tf.shape(x), seed=[1, 2])
+        return x + tf.random.stateless_normal(tf.shape(x), seed=self.seed)
 
 
 class Counter(keras.layers.Layer):
@@ -132,19 +136,20 @@ def trained_in_one_mode():
     return distloop.ModelSpec([model, frozen], keras.optimizers.SGD(0.1), loss_fn)
 
 
+STOPS = "stops with an error"
 BUGS = {
     "labels from 1": (
         planted(lambda loss, batch: loss * tf.reduce_sum(tf.one_hot(batch["label"] + 1, 4), -1)),
         ("labels out of range", "OneHot (test_audit.py:", "from 1 to 4", "4 classes, 0 to 3"),
     ),
-    "training that is not passed on": (trained_in_one_mode, ("training has no effect", "drop", "training=training")),
+    "training that is not passed on": (trained_in_one_mode, ("fit warns", "drop", "training=training")),
     "labels without the axis of the predictions": (
         planted(lambda loss, batch: (batch["weight"] - loss[:, None]) ** 2),
-        ("stops with an error", 'loss_fn returned "loss" of shape [B, B]'),
+        (STOPS, 'loss_fn returned "loss" of shape [B, B]'),
     ),
     "a loss for one number of rows": (
         planted(lambda loss, batch: tf.reshape(loss, [16])),
-        ("stops with an error", "test_audit.py:", "16"),
+        (STOPS, "test_audit.py:", "16"),
     ),
     "a division by the rows of a share": (
         planted(lambda loss, batch: loss / tf.cast(tf.shape(loss)[0], tf.float32)),
@@ -172,31 +177,35 @@ BUGS = {
     ),
     "random numbers from a fixed seed": (
         planted(layers=[lambda: Noise(name="noise")]),
-        ("identical random numbers", "in layer net/noise", "test_audit.py", "SeedGenerator"),
+        ("fit warns", "in layer net/noise", "test_audit.py", "SeedGenerator"),
     ),
-    "a variable outside the model": (planted(write_outside), ("state in no checkpoint", "outside", "writes")),
+    "a variable outside the model": (planted(write_outside), (STOPS, "writes", "outside (test_audit.py:")),
     "Keras's random stream outside the model": (
         planted(lambda loss, batch: loss + keras.random.normal(tf.shape(loss))),
-        ("variable made in a step", "seed_generator_state", "test_audit.py", "SeedGenerator"),
+        (STOPS, "test_audit.py", "seed_generator_state", "SeedGenerator"),
     ),
     "TensorFlow's own random numbers": (
         planted(lambda loss, batch: loss + tf.random.normal(tf.shape(loss))),
-        ("random numbers in no checkpoint", "RandomStandardNormal (test_audit.py", "SeedGenerator"),
+        (STOPS, "RandomStandardNormal (test_audit.py", "SeedGenerator"),
     ),
     "a layer made in the loss": (
         planted(lambda loss, batch: loss + keras.layers.Dense(1, name="late")(batch["x"])[:, 0]),
-        ("variable made in a step", "kernel", "test_audit.py", "model_fn"),
+        (STOPS, "test_audit.py", "kernel", "with the model"),
     ),
     "a Python number for a tf.function": (
         planted(call_with_a_new_number),
         ("traced again and again", "scaled_by(factor)", "give it a tensor"),
     ),
     "a count that Python keeps": (planted(count_in_python), ("Python value that changes", "test_audit.py:")),
-    "a pattern that leaves a layer out": (
-        planted(layers=[lambda: keras.layers.Dense(8, name="first")], trainable="^net/logits"),
-        ("left out of training", "net/first", "kernel, bias", "trainable = False"),
+    "random numbers that are the same on each replica": (
+        planted(layers=[lambda: Noise(tf.Variable([1, 2], trainable=False), name="noise")]),
+        ("identical random numbers", "in layer net/noise", "test_audit.py", "SeedGenerator"),
     ),
-    "a layer that the loss does not use": (planted(unused=[unused_layer]), ("no gradient", "unused/kernel")),
+    "a loss that is not finite": (
+        planted(lambda loss, batch: tf.math.log(-1.0 - loss)),
+        (STOPS, "Step 1 is the first that was not finite", "Log", "test_audit.py"),
+    ),
+    "a layer that the loss does not use": (planted(unused=[unused_layer]), ("fit warns", "unused/kernel")),
     "texts on the way to the loss": (
         planted(lambda loss, batch: loss + 0 * tf.strings.to_number(tf.strings.as_string(loss))),
         ("runs on the host when this model is on a GPU", "AsString(float32) (test_audit.py:", "GPU kernel"),

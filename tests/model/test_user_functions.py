@@ -167,7 +167,7 @@ def test_a_layer_that_is_built_by_a_step_is_refused_by_name(replicas, is_eager):
 
 def test_a_random_stream_of_its_own_gets_another_hint_and_other_errors_and_results_pass():
     fn = refusing_new_variables(lambda: keras.layers.Dropout(0.5))
-    of_streams = "variable .* was created by a step, .*: give keras.random functions"
+    of_streams = "variable .* was created by a step, .*: give keras.random and"
     with pytest.raises(VariableCreatedError, match=of_streams):
         tf.function(fn, autograph=False)()
     assert refusing_new_variables(lambda x: x + 1)(1) == 2

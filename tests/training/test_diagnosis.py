@@ -126,3 +126,25 @@ def test_unreached_and_unsynchronized_variables_are_named(caplog):
     fit(model_fn, replicas=2)
     assert "The loss does not depend on 1, which stays as it is" in caplog.text
     assert "The forward pass writes 2, of dtype int32, which has no mean" in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("is_passed_on", "seed"), [(False, 7), pytest.param(True, None, marks=pytest.mark.wide)])
+def test_layers_that_compute_as_in_evaluation_and_constant_seeds_are_named(is_passed_on, seed, caplog):
+    def model_fn():
+        layers = [keras.layers.BatchNormalization(name="norm"), keras.layers.Dropout(0.5, name="drop")]
+        model = keras.Sequential([keras.Input((8,)), *layers, keras.layers.Dense(1)], name="net")
+        draws = seed or keras.random.SeedGenerator(7)
+
+        def loss_fn(batch, training):
+            noise = keras.random.normal([1], seed=draws)
+            return {"loss": model(batch["x"], training=training and is_passed_on)[:, 0] + noise}
+
+        return distloop.ModelSpec([model, draws], keras.optimizers.SGD(0.1), loss_fn)
+
+    fit(model_fn, replicas=2)
+    warned = [record.getMessage() for record in caplog.records]
+    expected = ["Layers such as net/norm, drop compute in the step as in evaluation, or not at all: pass"]
+    expected += ["draws the same numbers in each step and on each replica, as its seed is a constant: give keras"]
+    assert len(warned) == (0 if is_passed_on else 2)
+    assert all(part in line for part, line in zip(expected, warned, strict=False))

@@ -41,6 +41,20 @@ def test_the_model_is_a_table_of_its_variables():
     assert text.startswith("228 trained parameters of 260 in 7 variables")
 
 
+def test_the_console_names_layers_that_could_train_and_that_no_update_takes():
+    def model_fn():
+        spec = problems.classifier()()
+        return distloop.ModelSpec(spec.model, keras.optimizers.SGD(0.1), spec.updates[0].loss_fn, trainable="logits")
+
+    trainer = trainer_of(model_fn, 1)
+    source = SimpleNamespace(info=SimpleNamespace(batch_size=None), resume="")
+    lines = overview.console_lines(trainer.state, trainer.config, source)
+    assert "parameters 212, of which 68 train (no update takes net/hidden) = hidden 144 + logits 68" in lines
+    trainer.model.get_layer("hidden").trainable = False
+    lines = overview.console_lines(trainer.state, trainer.config, source)
+    assert "parameters 212, of which 68 train = hidden 144 + logits 68" in lines
+
+
 @pytest.mark.slow
 def test_a_large_model_is_cut_off():
     def model_fn():
