@@ -23,8 +23,8 @@ from distloop.model.spec import ModelSpec
 
 _MAX_NAMES = 3  # in a sentence
 _PUT = (
-    "put what holds them, such as a layer or a SeedGenerator, into it, as in ModelSpec([model, it], ...), and make what "
-    "belongs to a Keras layer with add_weight"
+    "put what holds them, such as a layer or a SeedGenerator, into it, as in ModelSpec([model, it], ...), and make "
+    "what belongs to a Keras layer with add_weight"
 )
 _WRITTEN = "writes variables", f"so no checkpoint would hold them: {_PUT}"
 _TRAINED = (
