@@ -21,7 +21,7 @@ _MODULES = {
     "Audio": "monitoring.media",
     "BatchTest": "audit.tuning",
     "Config": "settings.config",
-    "Export": "exports.action",
+    "Export": "exports.export_action",
     "GradientStep": "training.gradient_step",
     "OwnStep": "training.gradient_step",
     "Replay": "replay.look",
@@ -107,7 +107,7 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not run the code
     from distloop.distributed.gathering import gather_rows as gather_rows
     from distloop.distributed.gathering import synchronize as synchronize
     from distloop.distributed.strategies import prepare as prepare
-    from distloop.exports.action import Export as Export
+    from distloop.exports.export_action import Export as Export
     from distloop.keras_models.compiled_model import from_keras as from_keras
     from distloop.keras_models.supervised import supervised as supervised
     from distloop.mixtures.mixtures import Mixture as Mixture

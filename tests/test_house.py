@@ -1,6 +1,7 @@
 """The rules of the house, read from the source: layers, names, and who may name what."""
 
 import ast
+import collections
 import functools
 import graphlib
 import os
@@ -73,7 +74,7 @@ WITHOUT_TENSORFLOW |= {
     f"distributed.{name}" for name in ("environment", "heartbeat", "liveness", "star", "notes", "output", "preemption")
 }
 WITHOUT_TENSORFLOW |= {f"launcher.{name}" for name in "elastic processes ray_actors".split()}
-WITHOUT_TENSORFLOW |= {"urls", *(f"bucket.{name}" for name in "directory tree upload".split())}
+WITHOUT_TENSORFLOW |= {"urls", *(f"bucket.{name}" for name in "remote_directory tree upload".split())}
 JUNK_DRAWERS = {"utils", "util", "common", "base", "core", "helpers", "helper", "manager", "handler", "wrapper", "misc"}
 
 each_module = pytest.mark.parametrize("module", MODULES)
@@ -120,6 +121,11 @@ def test_imports_point_down(module):
 
     for imported in modules_imported(module):
         assert rank(imported) <= rank(module), f"{module} imports {imported}"
+
+
+def test_names_of_modules_are_unique():
+    names = collections.Counter(path.stem for path in MODULES.values() if path.stem != "__init__")
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_imports_run_in_no_circle():

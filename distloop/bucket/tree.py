@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 from distloop.atomic_files import replacing
-from distloop.bucket.directory import RemoteDirectory, RemoteError, is_path
+from distloop.bucket.remote_directory import RemoteDirectory, RemoteError, is_path
 from distloop.log import log
 from distloop.monitoring import ledger
 from distloop.monitoring.records import as_best_steps, parse_json

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from distloop.atomic_files import remove
 from distloop.bucket import tree
-from distloop.bucket.directory import RemoteDirectory, RemoteError
+from distloop.bucket.remote_directory import RemoteDirectory, RemoteError
 from distloop.bucket.tree import BEST, CHECKPOINTS, MANIFEST, OLD, ROWS, STATE, seals_last
 from distloop.log import log, printable
 from distloop.monitoring.console import say

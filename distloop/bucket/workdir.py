@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 from distloop.atomic_files import is_private, remove, replacing
 from distloop.bucket import tree
-from distloop.bucket.directory import RemoteDirectory, RemoteError
+from distloop.bucket.remote_directory import RemoteDirectory, RemoteError
 from distloop.bucket.upload import Upload, listed
 from distloop.distributed.workers import Workers
 from distloop.log import log

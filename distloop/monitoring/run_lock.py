@@ -75,7 +75,7 @@ class Pace(NamedTuple):
 
 
 class DiskDirectory:
-    """A directory on a disk, with what a lock needs of one; `bucket.directory` has one behind a URL.
+    """A directory on a disk, with what a lock needs of one; `bucket.remote_directory` has one behind a URL.
 
     Attributes:
         pace: of a lock.

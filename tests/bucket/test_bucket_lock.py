@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from distloop.bucket.directory import RemoteDirectory
+from distloop.bucket.remote_directory import RemoteDirectory
 from distloop.monitoring import run_lock
 from distloop.monitoring.run_lock import LockLost, Pace, RunLock
 

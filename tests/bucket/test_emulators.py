@@ -13,7 +13,7 @@ import pytest
 
 import distloop
 from distloop import report
-from distloop.bucket.directory import RemoteDirectory
+from distloop.bucket.remote_directory import RemoteDirectory
 from distloop.monitoring.run_lock import RunLock
 from tests.bucket.test_workdir import cache, checkpoints_of, data, rows_of, train  # noqa: F401 - a fixture
 from tests.bucket.unreliable import sealed_steps

@@ -8,7 +8,7 @@ import time
 import pytest
 import tensorflow as tf
 
-from distloop.bucket.directory import RemoteDirectory
+from distloop.bucket.remote_directory import RemoteDirectory
 from distloop.bucket.tree import STATE
 from distloop.bucket.workdir import Workdir
 from distloop.checkpoints.store import Checkpoints

@@ -10,7 +10,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from distloop import report
 from distloop.bucket import tree
-from distloop.bucket.directory import RemoteDirectory, RemoteError, is_path
+from distloop.bucket.remote_directory import RemoteDirectory, RemoteError, is_path
 from distloop.bucket.tree import fetch_reports, fetch_workdir
 from distloop.checkpoints.checkpoint import load
 from distloop.checkpoints.store import Checkpoints

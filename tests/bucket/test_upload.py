@@ -8,9 +8,9 @@ import time
 import pytest
 import tensorflow as tf
 
-from distloop.bucket import directory as requests
+from distloop.bucket import remote_directory as requests
 from distloop.bucket import upload as uploading
-from distloop.bucket.directory import RemoteDirectory
+from distloop.bucket.remote_directory import RemoteDirectory
 from distloop.bucket.tree import STATE
 from distloop.bucket.upload import Upload, send
 from distloop.checkpoints.store import Checkpoints

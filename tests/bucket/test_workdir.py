@@ -10,7 +10,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import distloop
 from distloop.bucket import upload as uploading
-from distloop.bucket.directory import RemoteDirectory
+from distloop.bucket.remote_directory import RemoteDirectory
 from distloop.bucket.tree import fetch_workdir, whole_checkpoints
 from distloop.checkpoints.checkpoint import load
 from distloop.distributed.workers import Workers

@@ -17,7 +17,8 @@ from unittest import mock
 import fsspec
 from fsspec.implementations.memory import MemoryFileSystem
 
-from distloop.bucket import directory, upload
+from distloop.bucket import remote_directory as directory
+from distloop.bucket import upload
 
 URL = "unreliable://bucket/run"
 _nested = threading.local()

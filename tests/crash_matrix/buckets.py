@@ -18,7 +18,7 @@ from unittest import mock
 import distloop
 from distloop.actions.write import JsonWriter
 from distloop.bucket import workdir
-from distloop.bucket.directory import RemoteDirectory
+from distloop.bucket.remote_directory import RemoteDirectory
 from distloop.checkpoints.store import Checkpoints
 from distloop.log import log
 from distloop.monitoring.run_lock import Pace

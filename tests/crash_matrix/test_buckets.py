@@ -2,7 +2,7 @@
 
 import pytest
 
-from distloop.bucket.directory import RemoteDirectory
+from distloop.bucket.remote_directory import RemoteDirectory
 from tests.crash_matrix.buckets import PACE, SCENARIOS, cells
 from tests.crash_matrix.scenarios import BEFORE, NEW
 from tests.problems import mostly_wide

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import distloop
 from distloop.actions.action import Report, run
-from distloop.exports.action import Export
+from distloop.exports.export_action import Export
 from tests.export_trainers import dataset, make_trainer, serve
 
 STATE = types.SimpleNamespace(strategy=tf.distribute.get_strategy(), spec=types.SimpleNamespace(predict_fn=len))
@@ -91,14 +91,14 @@ def test_with_a_metric_the_newest_export_is_the_best(tmp_path):
 def test_an_export_that_fails_on_one_worker_leaves_the_best_value_of_all_as_it_was(tmp_path, monkeypatch):
     failed = []
     gather = lambda strategy, value: failed.append(value) or [1, 0]  # noqa: E731
-    monkeypatch.setattr("distloop.exports.action.workers.gather", gather)
+    monkeypatch.setattr("distloop.exports.export_action.workers.gather", gather)
     action = Export(write, tmp_path, metric="loss")
     action(report(10, loss=1.0))
     assert failed == [False] and action.get_state()["best"] is None
 
 
 def test_other_workers_export_and_remove_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr("distloop.exports.action.workers.is_chief", lambda strategy: False)
+    monkeypatch.setattr("distloop.exports.export_action.workers.is_chief", lambda strategy: False)
     written = []
     action = Export(written.append, tmp_path, every=10, keep=1)
     for step in (10, 20):

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import distloop
 from distloop import report
-from distloop.replay.examples import rows_of_step, steps_of_row
+from distloop.replay.rows_of_steps import rows_of_step, steps_of_row
 from tests.problems import classification, classifier, mostly_wide, on, refused
 
 ROWS, SIZE, STEPS = 61, 16, 11

@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 
-from distloop.bucket.directory import RemoteDirectory, RemoteError
+from distloop.bucket.remote_directory import RemoteDirectory, RemoteError
 from tests.bucket.unreliable import URL, Unreliable, bucket, empty
 
 
