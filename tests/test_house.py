@@ -123,6 +123,11 @@ def test_imports_point_down(module):
         assert rank(imported) <= rank(module), f"{module} imports {imported}"
 
 
+def test_what_runs_on_devices_and_workers_knows_no_gradient():
+    imported = {name for module in MODULES if module.startswith("distributed.") for name in modules_imported(module)}
+    assert [name for name in sorted(imported) if name.startswith("optimizers")] == []
+
+
 def test_names_of_modules_are_unique():
     names = collections.Counter(path.stem for path in MODULES.values() if path.stem != "__init__")
     assert [name for name, count in names.items() if count > 1] == []

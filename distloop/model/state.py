@@ -16,13 +16,13 @@ import tensorflow as tf
 
 from distloop.distributed import strategies
 from distloop.distributed.devices import HOST
-from distloop.distributed.placement import make_placement
 from distloop.errors import raise_as_user_error
 from distloop.model import user_functions
 from distloop.model.keras_metrics import KerasMetrics
 from distloop.model.layers import Frozen, RandomStreams, frozen_layers, keep_losses_apart
 from distloop.model.metrics import LossWatch
 from distloop.model.outside_variables import OutsideVariables
+from distloop.model.placement import make_placement
 from distloop.model.spec import ModelSpec, Update, plain_optimizer
 from distloop.optimizers import keras_hooks
 from distloop.optimizers.loss_scale import LossScaleOptimizer

@@ -1,6 +1,6 @@
 """Stage placement: puts each stage on its device, with its variables, gradients, slots and averages.
 
-placement = StagePlacement(networks)        # in place of `distributed.placement.Placement`
+placement = StagePlacement(networks)        # in place of `model.placement.Placement`
 """
 
 import contextlib
@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from distloop.distributed import strategies
-from distloop.distributed.placement import Compute, Placement, Sums, wrong_num_stages
+from distloop.model.placement import Compute, Placement, Sums, wrong_num_stages
 from distloop.optimizers import keras_hooks
 from distloop.optimizers.gradients import Packing
 from distloop.variables import tensorflow_variable

@@ -18,7 +18,7 @@ import tensorflow as tf
 from tensorflow.python.eager import record
 
 from distloop.distributed import gathering
-from distloop.distributed.placement import make_placement
+from distloop.model.placement import make_placement
 from distloop.model.spec import ModelSpec
 from distloop.optimizers.keras_hooks import ReplacedCalls
 from distloop.recompute.recomputed_call import RecomputedCall, refusal

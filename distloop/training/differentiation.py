@@ -15,9 +15,9 @@ import tensorflow as tf
 
 from distloop.data import shards
 from distloop.distributed import gathering
-from distloop.distributed.placement import Placement
 from distloop.model import broadcasts, metrics
 from distloop.model.keras_metrics import Join, KerasMetrics, MetricRows, check_arguments, take_rows
+from distloop.model.placement import Placement
 from distloop.model.spec import Update
 from distloop.model.state import TrainState
 from distloop.model.user_functions import Reads

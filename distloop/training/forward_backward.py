@@ -19,11 +19,11 @@ import tensorflow as tf
 from distloop.actions import gradient_noise
 from distloop.data.shards import Batch, BatchLayout, batch_size, take_shard
 from distloop.distributed import gathering, strategies, tensorflow_internals
-from distloop.distributed.placement import Sums
 from distloop.errors import explaining_merge_call
 from distloop.graph_functions import graph_function, read_clock
 from distloop.model import metrics, variable_writes
 from distloop.model.keras_metrics import Join
+from distloop.model.placement import Sums
 from distloop.model.spec import Update
 from distloop.model.state import TrainState
 from distloop.model.variable_writes import WrittenValues

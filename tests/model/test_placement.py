@@ -6,7 +6,7 @@ import tensorflow as tf
 
 import distloop
 from distloop.distributed import strategies
-from distloop.distributed.placement import Placement, make_placement
+from distloop.model.placement import Placement, make_placement
 from distloop.optimizers.gradients import Packing
 from distloop.pipeline.stage_placement import StagePlacement
 from distloop.settings.config import Config
