@@ -177,7 +177,7 @@ class Trainer:
             forward_pass=self._forward_pass,
             clock=clock,
         )
-        with weights_returned(self.state), self._checkpoints.directory:
+        with weights_returned(self.state, is_dry_run=self.config.fast_dev_run), self._checkpoints.directory:
             run.resume()
             with run.delivering(), run.interruptible():
                 run.train()
@@ -237,7 +237,7 @@ class Trainer:
         Raises:
             ValueError: if there is none, it is damaged, or it belongs to another model or optimizer.
         """
-        with weights_returned(self.state):
+        with weights_returned(self.state, is_dry_run=self.config.fast_dev_run):
             self._checkpoints.restore(path)
 
     def audit(self, dataset: Data, y: Any = None) -> Any:
@@ -357,6 +357,7 @@ class Trainer:
         Raises:
             ValueError: if something else is at the path, no dataset was seen yet, or the file predicts otherwise.
         """
+        devices.require_no_other_scope(self.strategy)
         path = expand(path)
         if self.config.fast_dev_run:
             path = _tryouts("fast_dev_run").export_path(path, self.config, self._say)
@@ -387,9 +388,8 @@ class Trainer:
         return source
 
     def _evaluation(self, data: Data) -> Callable[[], dict[str, float]]:
-        limit = self.config.limit_eval_batches
-        source = self._build(self._passes.source(data, may_be_endless=limit > 0))
-        return functools.partial(self._eval_loop.evaluate, source, limit)
+        source = self._build(self._passes.source(data, may_be_endless=self.config.limit_eval_batches > 0))
+        return functools.partial(self._eval_loop.evaluate, source, self.config.limit_eval_batches)
 
 
 def _tryouts(given: str) -> Any:

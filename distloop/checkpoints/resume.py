@@ -39,7 +39,7 @@ from distloop.checkpoints.store import Checkpoints, follow, in_workdir
 from distloop.checkpoints.warm_start import warm_start
 from distloop.checkpoints.writing import DiskWatch
 from distloop.data.source import Source
-from distloop.distributed import workers
+from distloop.distributed import devices, workers
 from distloop.errors import first_line
 from distloop.log import log
 from distloop.model.saved_state import SavedState
@@ -115,6 +115,7 @@ class RunCheckpoints:
         Raises:
             ValueError: if there is none, it is damaged, or it belongs to another model or optimizer.
         """
+        devices.require_no_other_scope(self._state.strategy)
         path = expand(path) if path is not None else self._config.workdir
         if path.endswith(WEIGHT_FILES):
             warm_start(self._state, path, given=f"restore({path!r})")
@@ -222,6 +223,7 @@ class RunCheckpoints:
         Raises:
             ValueError: if there is no workdir, or nothing to save yet.
         """
+        devices.require_no_other_scope(self._state.strategy)
         if self._checkpoints is None:
             raise ValueError("save needs a workdir: give Config(workdir=...).")
         if self._source is None or self._loop is None:

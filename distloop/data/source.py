@@ -25,7 +25,7 @@ from distloop.data.opening import open_data
 from distloop.data.position import CONTENT, convert_batches, facts_of
 from distloop.data.shards import check_rows, pad, static_batch_size
 from distloop.distributed import environment, workers
-from distloop.distributed.devices import HOST
+from distloop.distributed.devices import HOST, require_no_other_scope
 from distloop.errors import EMPTY_DATASET
 from distloop.log import log
 
@@ -94,6 +94,7 @@ class Source:
         Raises:
             ValueError: if `data` is none of these, is not batched, or is known to be empty.
         """
+        require_no_other_scope(strategy)
         self.strategy, self.asked_for, self.steps_per_epoch = strategy, asked_for, steps_per_epoch
         self.batches_taken, self.is_astray = 0, False
         self.skipped_batches: set[int] = set()

@@ -4,7 +4,7 @@
     with tf.device(devices.HOST):
         step = tf.Variable(0)
 
-It does not know strategies or other workers.
+It does not know other workers.
 """
 
 import contextlib
@@ -41,11 +41,13 @@ def prepare_process(config: Config) -> None:
     """Sets up this process: checks Keras, creates virtual CPUs, sets memory growth on GPUs, seeds random generators.
 
     Raises:
-        ValueError: if Keras uses another backend or a `keras.distribution`, if functions run eagerly, if the device
-            does not exist, or if TensorFlow has already started with fewer virtual CPUs or another number of threads.
+        ValueError: if Keras uses another backend or a `keras.distribution`, if functions run eagerly, within the scope
+            of a strategy, if the device does not exist, or if TensorFlow has already started with fewer virtual CPUs or
+            another number of threads.
     """
     if not isinstance(config, Config):
         raise ValueError(f"config={shown(config)} was given; give a Config, as in distloop.Config(steps=1000).")
+    require_no_other_scope()
     if config.full_tracebacks:
         show_full_tracebacks()
     if keras.backend.backend() != "tensorflow":
@@ -76,6 +78,20 @@ def prepare_process(config: Config) -> None:
         enable_determinism()
     if config.virtual_replicas:
         _keep_graphs_as_written()
+
+
+def require_no_other_scope(strategy: tf.distribute.Strategy | None = None) -> None:
+    """Refuses to work within the scope of another strategy, as TensorFlow does not mix the variables of two."""
+    if tf.distribute.has_strategy() and tf.distribute.get_strategy() is not strategy:
+        raise another_scope("distloop was called within")
+
+
+def another_scope(what: str) -> ValueError:
+    """Returns the error about what was done in the scope of a strategy, as in "The model was made within"."""
+    return ValueError(
+        f"{what} a strategy.scope(), but distloop enters the scope of its own strategy: leave `with strategy.scope():` "
+        "out; Config names the devices, or Trainer(strategy=strategy) takes the object."
+    )
 
 
 @contextlib.contextmanager

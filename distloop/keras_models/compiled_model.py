@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
+import tensorflow as tf
 
+from distloop.distributed import devices
 from distloop.errors import require_call
 from distloop.keras_models.measures import metrics_made_again
 from distloop.keras_models.model_copies import copy_model, copy_optimizer, return_slots, return_weights
@@ -22,6 +24,7 @@ from distloop.log import log
 from distloop.model.spec import ModelSpec, refuse_tf_keras
 from distloop.model.state import TrainState
 from distloop.optimizers.loss_scale import LossScaleOptimizer
+from distloop.variables import tensorflow_variable
 
 _originals: "weakref.WeakKeyDictionary[Any, tuple[Any, ...]]" = weakref.WeakKeyDictionary()  # fingerprints, by copy
 
@@ -50,6 +53,9 @@ def from_keras(model: keras.Model | Callable[[], keras.Model]) -> Callable[[], M
                 f"The model {model.name!r} is not built, so it has no weights to take over: give it an input shape, "
                 "or give from_keras a function that builds and compiles it."
             )
+        variables = map(tensorflow_variable, (*model.variables, *model.optimizer.variables))
+        if any(isinstance(variable, tf.distribute.DistributedValues) for variable in variables):
+            raise devices.another_scope(f"The model {model.name!r} was made within")
         return lambda: _spec_of_copy(model)
     if not callable(model):
         raise ValueError(
@@ -71,11 +77,15 @@ def from_keras(model: keras.Model | Callable[[], keras.Model]) -> Callable[[], M
 
 
 @contextlib.contextmanager
-def weights_returned(state: TrainState) -> Iterator[None]:
+def weights_returned(state: TrainState, *, is_dry_run: bool = False) -> Iterator[None]:
     """Gives the model that `from_keras` was given what was trained, on exit, after an error too: see `from_keras`.
 
-    A warning tells of what others have changed in that model since it was copied or set, which is lost then.
+    A warning tells of what others have changed in that model since it was copied or set, which is lost then. A dry run
+    leaves the model as it is.
     """
+    if is_dry_run:
+        yield
+        return
     if (model := state.spec.original) is not None and _originals[state.model] != _fingerprint(model):
         log.warning(
             "The model %r has changed (weights, learning rate or compile) since the Trainer copied or set it: the "

@@ -14,8 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from distloop.distributed import strategies
-from distloop.distributed.devices import HOST
+from distloop.distributed import devices, strategies
 from distloop.errors import raise_as_user_error
 from distloop.model import user_functions
 from distloop.model.keras_metrics import KerasMetrics
@@ -105,7 +104,7 @@ class TrainState(tf.Module):
         self.strategy = strategy
         self.virtual_replicas = virtual_replicas
         self.turns = strategies.virtual_replicas_each(strategy, virtual_replicas) or 1
-        with tf.device(HOST):  # plain variables: replicas do not read them
+        with tf.device(devices.HOST):  # plain variables: replicas do not read them
             self.step = tf.Variable(0, dtype=tf.int64, trainable=False, name="step")
         with tf.device(strategies.lead_device(strategy)):  # a step changes them without the host
             self.token_count: tf.Variable | None = None
@@ -133,7 +132,7 @@ class TrainState(tf.Module):
     def count_tokens(self) -> tf.Variable:
         """Returns `token_count`, which the steps raise from now on."""
         if self.token_count is None:
-            with tf.device(HOST):
+            with tf.device(devices.HOST):
                 self.token_count = tf.Variable(0.0, dtype=tf.float64, trainable=False)
         return self.token_count
 
@@ -284,6 +283,10 @@ def _call(model_fn: Callable[[], ModelSpec], strategy: tf.distribute.Strategy, c
             spec = model_fn()
         except tf.errors.OpError as error:  # the chief's initial values go to the other workers
             raise_as_user_error(error)
+        except RuntimeError as error:
+            if "tf.distribute.Strategy" not in str(error):  # "Mixing different tf.distribute.Strategy objects"
+                raise
+            raise devices.another_scope("model_fn entered") from error
     if not isinstance(spec, ModelSpec):
         raise ValueError(
             f"model_fn returned a {type(spec).__name__}; distloop needs a ModelSpec: "

@@ -21,12 +21,14 @@ from typing import Any
 from PIL import Image
 
 from distloop import urls
+from distloop.log import log
 from distloop.monitoring.writers import MediaFile
 from distloop.settings.flags import shown_arguments
 
 _NOT_IN_NAMES = re.compile(r"[^\w\-./: ]")  # MLflow refuses other characters in the name of a metric
 _NOT_IN_KEYS = re.compile(r"[^\w\-./ ]", re.ASCII)  # and these in the name of an image
 _NOT_IN_ARTIFACTS = re.compile(r"[^\w\-.]+", re.ASCII)  # and W&B these in the name of an artifact
+_begun = set[str]()  # the ids of the W&B runs that writers have begun and not ended
 
 
 class WandbWriter:
@@ -34,6 +36,9 @@ class WandbWriter:
 
     Exports and the best checkpoints become artifacts. W&B buffers rows; those that a kill takes come again from the
     workdir, and offline a few that it has already, with the same step.
+
+    Where the program has a run open, as in a function that `wandb.agent` calls, rows go to that run, with their step as
+    the number `step`. Its settings and its own rows stay as they are, and it stays open.
 
     Attributes:
         last_step: the step of the last row that W&B's server has; None: unknown.
@@ -52,36 +57,80 @@ class WandbWriter:
         self._wandb = _import("wandb", "WandbWriter")
         self._settings = {"project": project, **settings}
         self._run: Any = None
+        self._is_of_program = False  # whether the program has begun the run
+        self._defined: set[str] = set()  # the names whose axis is `step`, in a run of the program
         self._exit_code = 0
         self.last_step: int | None = None
 
     def new_run_id(self) -> str:
-        """Returns the id of a new run."""
-        return secrets.token_hex(4)
+        """Returns the id of a new run, or of the one that the program has open."""
+        run = self._run_of_program()
+        return secrets.token_hex(4) if run is None else str(run.id)
 
     def open(self, settings: Mapping[str, Any], run_id: str | None) -> str:
-        """Begins a run, or goes on with one; returns its id."""
+        """Begins a run, or goes on with one; returns its id.
+
+        Raises:
+            ValueError: if the program has another run open than that to go on with.
+        """
+        if (run := self._run_of_program()) is not None:
+            return self._join(run, settings, run_id)
         directory = urls.local_directory(str(settings.get("workdir") or "")) or None
-        run_settings = {"id": run_id, "resume": "allow", "dir": directory, "config": dict(settings)}
-        arguments = sys.argv
-        sys.argv = [*arguments[:1], *shown_arguments(arguments[1:])]  # wandb records them: without secret values
+        arguments = {"id": run_id, "resume": "allow", "dir": directory, "config": dict(settings)}
+        arguments |= {"allow_val_change": True, **self._settings}
+        if self._wandb.run is not None:  # of another `fit` of this process
+            arguments["reinit"] = "create_new"
+        argv = sys.argv
+        sys.argv = [*argv[:1], *shown_arguments(argv[1:])]  # wandb records them: without secret values
         try:
-            self._run = run = self._wandb.init(**{**run_settings, "allow_val_change": True, **self._settings})
+            run = self._wandb.init(**arguments)
         finally:
-            sys.argv = arguments
-        self._exit_code = 0
+            sys.argv = argv
+        if arguments["id"] not in (None, run.id):  # of the program, and not `wandb.run`
+            raise ValueError(f"the program has the W&B run {run.id!r} open: end it by its finish() before fit")
+        _begun.add(str(run.id))
+        self._run, self._is_of_program, self._exit_code = run, False, 0
         self.last_step = run.starting_step - 1 if not run.offline and run.resumed and run.starting_step else None
         return str(run.id)
+
+    def _run_of_program(self) -> Any:
+        """Returns the run that the program has open; None: there is none, or a writer has begun it."""
+        run = self._wandb.run
+        return None if run is None or str(run.id) in _begun else run
+
+    def _join(self, run: Any, settings: Mapping[str, Any], run_id: str | None) -> str:
+        """Adds the settings that a run of the program lacks; returns its id."""
+        if run_id not in (None, run.id):
+            raise ValueError(
+                f"the program has the W&B run {run.id!r} open, and the workdir's rows are in {run_id!r}: begin the run "
+                f"by wandb.init(id={run_id!r}, resume='allow'), or leave wandb.init to the writer"
+            )
+        self._run, self._is_of_program, self.last_step = run, True, None
+        run.config.update({name: value for name, value in settings.items() if name not in run.config})
+        given = {name: value for name, value in self._settings.items() if value is not None}
+        of_run = {name: getattr(run, name, getattr(run.settings, name, None)) for name in given}
+        if unused := [f"{name}={given[name]!r}" for name in given if given[name] != of_run[name]]:
+            log.warning("The program's W&B run %s takes the rows, without %s.", run.id, ", ".join(unused))
+        return str(run.id)
+
+    def _log(self, entries: Mapping[str, Any], step: int, *, commit: bool) -> None:
+        """Sends entries of a row; in a run of the program, whose rows W&B counts, with the step as a number."""
+        if not self._is_of_program:
+            return self._run.log(entries, step=step, commit=commit)
+        for name in entries.keys() - self._defined:
+            self._run.define_metric(name, step_metric="step")
+        self._defined |= entries.keys()
+        return self._run.log({**entries, "step": step}, commit=commit)
 
     def write_media(self, step: int, media: Mapping[str, MediaFile], time: float) -> None:
         """Adds media to the row that comes next, of the same step."""
         with tempfile.TemporaryDirectory() as directory:
             shown = {name: self._as_media(media[name], f"{directory}/{i}") for i, name in enumerate(media)}
-            self._run.log(shown, step=step)
+            self._log(shown, step, commit=False)
 
     def write(self, step: int, numbers: Mapping[str, float], time: float) -> None:
         """Sends a row, with the media of its step."""
-        self._run.log({**numbers, "_timestamp": time}, step=step, commit=True)
+        self._log({**numbers, "_timestamp": time}, step, commit=True)
 
     def write_file(self, name: str, path: str, step: int) -> None:
         """Sends a file or directory as a version of an artifact of this run; W&B keeps equal content once."""
@@ -99,8 +148,10 @@ class WandbWriter:
         self._exit_code = code if isinstance(code, int) else 1
 
     def close(self) -> None:
-        """Waits until everything is sent, and ends the run."""
-        self._run.finish(exit_code=self._exit_code)
+        """Waits until everything is sent, and ends the run, unless the program has begun it."""
+        if not self._is_of_program:
+            self._run.finish(exit_code=self._exit_code)
+            _begun.discard(str(self._run.id))
 
     def _as_media(self, file: MediaFile, path: str) -> Any:
         """Returns media as W&B have them; images and sounds are written to a path, which W&B copies."""

@@ -12,6 +12,7 @@ from distloop.audit import tryouts
 from distloop.audit.tuning import BatchTrial
 from distloop.keras_models.fit_arguments import read_arguments
 from distloop.model.saved_state import SavedState
+from tests import compiled_models
 from tests.problems import classification, classifier, on
 
 X, Y = (classification(16)[name] for name in ("x", "label"))
@@ -104,6 +105,18 @@ def test_what_a_program_does_after_fit_still_works(tmp_path):
     trainer.export(tmp_path / "model")
     trainer.export(tmp_path / "model.keras")
     assert not os.listdir(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_dry_run_leaves_the_model_of_the_program_as_it_is():
+    model = compiled_models.compiled(compiled_models.net())
+    trainer = distloop.Trainer(distloop.from_keras(model), on(1, fast_dev_run=True))
+    before, is_built = model.get_weights(), model.optimizer.built
+    trainer.fit((compiled_models.X, compiled_models.Y), batch_size=8)
+    trainer.restore()
+    np.testing.assert_equal(model.get_weights(), before)
+    assert (model.optimizer.built, int(model.optimizer.iterations.numpy())) == (is_built, 0)
+    assert not np.array_equal(trainer.model.get_weights()[0], before[0])
 
 
 def test_the_directory_goes_with_its_owner_and_checkpoints_of_another_process_are_not_waited_for():

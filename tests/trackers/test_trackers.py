@@ -8,6 +8,7 @@ import os
 import pathlib
 import struct
 import sys
+import types
 
 import pytest
 
@@ -233,3 +234,86 @@ def test_a_package_that_is_missing_is_named_with_what_installs_it(package, name,
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ValueError, match=rf'{name} needs {package}, .*: pip install "distloop\[{package}\]"'):
         getattr(distloop, name)()
+
+
+# A program with a run of its own, in which `fit` writes rows of 4 steps between rows of the program's.
+PROGRAM_WITH_A_RUN = """
+import importlib, json, pathlib, sys
+import wandb
+import distloop
+from distloop.monitoring.deliveries import Deliveries
+from distloop.actions.write import JsonWriter
+
+workdir, begins = sys.argv[1:]
+pathlib.Path(workdir).mkdir()
+own = wandb.init(project="sweep", mode="offline", dir=workdir, config={"rate": 0.5}, reinit=begins)
+for i in range(3):
+    own.log({"before": i})
+
+def write(start, writer):
+    rows = JsonWriter(workdir + "/metrics.jsonl", start)
+    settings = {"workdir": workdir, "rate": 0.1, "steps": 4}
+    with Deliveries([writer], workdir).open(start, settings) as opened:
+        for step in range(start + 1, start + 3):
+            for file in (rows, opened):
+                file.write(step, {"loss": step / 7}, 1e9 + step)
+                file.flush()
+
+write(0, distloop.WandbWriter("sweep", mode="offline"))
+write(2, distloop.WandbWriter("sweep", mode="offline", name="mine"))
+own.log({"score": 1.0})
+print(wandb.run is own, own.config["rate"], own.config["steps"])
+own.finish()
+"""
+
+
+def run_program(tmp_path, *arguments):
+    (path := tmp_path / "program.py").write_text(PROGRAM_WITH_A_RUN)
+    environment = {**os.environ, "WANDB_DATA_DIR": str(tmp_path), "WANDB_SILENT": "true"}
+    return forked.run([path, tmp_path / "run", *arguments], env=environment, timeout=120)
+
+
+@pytest.mark.slow
+def test_rows_go_to_the_wandb_run_of_the_program_which_goes_on(tmp_path):
+    pytest.importorskip("wandb", reason='needs wandb: pip install "distloop[wandb]"')
+    result = run_program(tmp_path, "default")
+    assert result.stdout.splitlines() == ["True 0.5 4"], result.stderr
+    assert "takes the rows, without name='mine'." in result.stderr
+    assert len({run.run_id for run in records(tmp_path / "run", "run")}) == 1
+    rows = history(tmp_path / "run")
+    assert [row["before"] for row in rows if "before" in row] == [0, 1, 2]
+    assert [(row["step"], row["loss"]) for row in rows if "loss" in row] == [(step, step / 7) for step in range(1, 5)]
+    assert [row["score"] for row in rows if "score" in row] == [1.0]
+    names = {metric.name for metric in records(tmp_path / "run", "metric")}  # with an axis of their own
+    assert "loss" in names and "before" not in names
+
+
+@pytest.mark.slow
+@pytest.mark.wide
+def test_a_wandb_run_that_is_open_and_not_the_current_one_is_named(tmp_path):
+    pytest.importorskip("wandb", reason='needs wandb: pip install "distloop[wandb]"')
+    result = run_program(tmp_path, "create_new")
+    assert "The writer WandbWriter cannot be opened (ValueError: the program has the W&B run " in result.stderr
+
+
+def test_a_resumed_run_does_not_go_on_in_another_wandb_run_of_the_program(monkeypatch):
+    writer = distloop.WandbWriter("digits", mode="offline")
+    monkeypatch.setattr(writer._wandb, "run", types.SimpleNamespace(id="of_the_program"))
+    assert writer.new_run_id() == "of_the_program"
+    with pytest.raises(ValueError, match=r"run 'of_the_program' open, and the workdir's rows are in 'abc': begin"):
+        writer.open({"workdir": ""}, "abc")
+
+
+@pytest.mark.slow
+def test_the_active_run_of_mlflow_stays_as_it_is(tmp_path, monkeypatch):
+    client = mlflow_client(uri := f"sqlite:///{tmp_path}/mlflow.db")
+    mlflow = importlib.import_module("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    with mlflow.start_run() as own:
+        with Deliveries([distloop.MLflowWriter()], "").open(0, {"steps": 1}) as opened:
+            opened.write(1, {"loss": 0.5}, 1e9)
+        assert mlflow.active_run().info.run_id == own.info.run_id
+        mlflow.log_metric("score", 1.0)
+    runs = {run.info.run_id: run for run in client.search_runs(["0"])}
+    assert runs.pop(own.info.run_id).data.metrics == {"score": 1.0}
+    assert [run.data.metrics for run in runs.values()] == [{"loss": 0.5}]
