@@ -76,7 +76,7 @@ class WandbWriter:
         if (run := self._run_of_program()) is not None:
             return self._join(run, settings, run_id)
         directory = urls.local_directory(str(settings.get("workdir") or "")) or None
-        arguments = {"id": run_id, "resume": "allow", "dir": directory, "config": dict(settings)}
+        arguments: dict[str, Any] = {"id": run_id, "resume": "allow", "dir": directory, "config": dict(settings)}
         arguments |= {"allow_val_change": True, **self._settings}
         if self._wandb.run is not None:  # of another `fit` of this process
             arguments["reinit"] = "create_new"
