@@ -5,7 +5,9 @@ FLAGS ?=
 ROWS ?=
 
 VENV := .venv
+TRAINS := $(VENV)/.trains
 READY := $(VENV)/.ready
+PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 BIN := $(VENV)/bin
 
 # Four files of tests at a time on two cores: the longest ones wait for other processes most of the time.
@@ -22,7 +24,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: train test wide check lint matrix docs dist bench
 
 # Train the digits on two virtual CPUs: make train WORKDIR=/tmp/digits FLAGS="--steps=500".
-train: $(READY)
+train: $(TRAINS)
 	$(BIN)/python -m experiments.digits --workdir=$(WORKDIR) --device=cpu --num_devices=2 $(FLAGS)
 
 # Run the tests, a representative of each law and promise: make test FLAGS="-k overflow".
@@ -55,7 +57,7 @@ docs: $(READY)
 # Build dist/*.whl and dist/*.tar.gz, and try the wheel where nothing else is installed: its types, and the smoke test.
 dist: $(READY)
 	rm -rf dist build/empty
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check build twine
+	$(PIP) build twine
 	$(BIN)/python -m build
 	$(BIN)/twine check --strict dist/*
 	$(PYTHON) -m venv build/empty
@@ -67,8 +69,14 @@ dist: $(READY)
 bench: $(READY)
 	$(BIN)/python -m experiments.benchmarks $(FLAGS)
 
-# Written last, so a set-up that was cut short starts again.
-$(READY): pyproject.toml
+# What training needs, and what all else needs beside it. Written last, so a set-up that was cut short starts again.
+$(TRAINS): pyproject.toml
+	@echo "Setting up $(VENV) with TensorFlow and what training needs: once, in some minutes ..."
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[docs,test,experiments]"
-	touch $@
+	$(PIP) --editable ".[experiments]"
+	@touch $@
+
+$(READY): $(TRAINS)
+	@echo "Adding to $(VENV) what tests and documentation need: once, in some minutes ..."
+	$(PIP) --editable ".[docs,test,experiments]"
+	@touch $@

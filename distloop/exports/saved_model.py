@@ -145,14 +145,19 @@ def make_signature(
 def entry_specs(element_spec: Any) -> dict[str, Any]:
     """Returns the spec of each entry of a batch, with a free first axis, by its path in the structure.
 
-    `{"a": {"b": x}}` is named a_b; the entries of a tuple are named x0, x1.
+    `{"a": {"b": x}}` is named a_b; the entries of a tuple are named x0, x1, and those of a dict in a tuple, as in
+    `({"a": x}, y)`, by the dict alone, unless another entry has that name.
 
     Raises:
         ValueError: if two entries would get the same name.
     """
     specs: dict[str, Any] = {}
-    for name, spec in nest.flatten_with_joined_string_paths(element_spec, separator="_"):
-        name = f"x{name}" if name[:1].isdigit() or not name else name
+    flat = nest.flatten_with_tuple_paths(element_spec)
+    of_paths = [_name_of(path) for path, _ in flat]
+    of_dicts = [_name_of(path[1:]) if [*map(type, path[:2])] == [int, str] else "" for path, _ in flat]
+    for (_, spec), of_path, of_dict in zip(flat, of_paths, of_dicts, strict=True):
+        is_free = of_dicts.count(of_dict) == 1 and of_dict not in of_paths
+        name = of_dict if of_dict and is_free else of_path
         if name in specs:
             raise ValueError(_same_name(name))
         shape = [None, *spec.shape[1:]]
@@ -161,6 +166,12 @@ def entry_specs(element_spec: Any) -> dict[str, Any]:
         else:
             specs[name] = tf.TensorSpec(shape, spec.dtype, name=name)
     return specs
+
+
+def _name_of(path: Sequence[Any]) -> str:
+    """Returns the name of an entry in a structure."""
+    name = "_".join(map(str, path))
+    return f"x{name}" if name[:1].isdigit() or not name else name
 
 
 def _read_specs(predict_fn: Callable[[Any], Any], element_spec: Any, specs: Mapping[str, Any]) -> dict[str, Any]:

@@ -34,8 +34,11 @@ Encoded = tuple[TensorProto, SummaryMetadata]
 
 _BUCKETS = 30
 _GAP = 2  # pixels between the images of a grid
-_MIN_SIDE, _CAPTION_WIDTH = 64, 140  # pixels; what small images of a grid are enlarged to, without and with captions
-_LINE = 24  # pixels
+_MIN_SIDE = 64  # pixels; what small images of a grid without captions are enlarged to
+# TensorBoard scales a picture by the nearest pixel: to this width on its page of images, to this height on Time Series.
+_SHOWN_WIDTH, _SHOWN_HEIGHT = 350, 215
+_LETTERS, _LINE = 11, 14  # pixels; the size of a caption's letters, and the height of its line
+_MIN_CAPTIONED = 20  # pixels; the height of an image with a caption, if there is room
 # Suffix of the file of a kind of media, and its index in the tensor.
 _FILES = {images.PLUGIN_NAME: (".png", 2), audio.PLUGIN_NAME: (".wav", 0), text.PLUGIN_NAME: (".md", 0)}
 
@@ -104,7 +107,7 @@ class Histogram(Media):
 
 @dataclass(frozen=True, eq=False)
 class Images(Media):
-    """Images in one grid, row by row.
+    """Images in one grid, row by row; with captions in the size that TensorBoard shows it, which letters need.
 
     Attributes:
         array: `[N, H, W, C]`, C in 1 (grey), 3 (RGB), 4 (RGBA): uint8, or floats, clipped to 0..1.
@@ -126,7 +129,8 @@ class Images(Media):
 
     def encode(self) -> Encoded:
         """Returns width, height and one PNG for the image plugin."""
-        return _encode_image(_grid(_pictures(self.array[: self.max]), list(self.captions or [])[: self.max]))
+        pictures, captions = _pictures(self.array[: self.max]), list(self.captions or [])[: self.max]
+        return _encode_image(_captioned_grid(pictures, captions) if captions else _grid(pictures))
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,26 +222,53 @@ def _pictures(array: Any) -> list[Image.Image]:
     return [Image.fromarray(image[..., 0] if image.shape[-1] == 1 else image) for image in array]
 
 
-def _grid(pictures: Sequence[Image.Image], captions: Sequence[str]) -> Image.Image:
-    """Returns pictures of one size and mode in a grid that is about as wide as high, with a caption below each.
+def _grid(pictures: Sequence[Image.Image]) -> Image.Image:
+    """Returns pictures of one size and mode in a grid that is about as wide as high.
 
-    Small ones are enlarged by a whole factor, so that the lines between them stay thin and captions have room.
+    Small ones are enlarged by a whole factor, so that the lines between them stay thin.
     """
     width, height = pictures[0].size
-    factor = max(1, round((_CAPTION_WIDTH if captions else _MIN_SIDE) / max(width, height))) if len(pictures) > 1 else 1
-    if captions:
-        factor = max(factor, -(-_CAPTION_WIDTH // width))
+    factor = max(1, round(_MIN_SIDE / max(width, height))) if len(pictures) > 1 else 1
     columns = min(len(pictures), max(1, round(math.sqrt(len(pictures) * height / width))))
-    cell = factor * width, factor * height + (_LINE if captions else 0)
-    size = columns * (cell[0] + _GAP) - _GAP, -(-len(pictures) // columns) * (cell[1] + _GAP) - _GAP
+    cell = factor * width + _GAP, factor * height + _GAP
+    size = columns * cell[0] - _GAP, -(-len(pictures) // columns) * cell[1] - _GAP
     grid = Image.new(pictures[0].mode, size, "white")
-    draw, font = ImageDraw.Draw(grid), ImageFont.load_default(15)
     for i, picture in enumerate(pictures):
-        left, top = (i % columns) * (cell[0] + _GAP), (i // columns) * (cell[1] + _GAP)
-        grid.paste(picture.resize((factor * width, factor * height), Image.Resampling.NEAREST), (left, top))
-        if i < len(captions):
-            draw.text((left + 2, top + factor * height + 4), captions[i], "black", font)
+        grid.paste(_scaled(picture, factor), (i % columns * cell[0], i // columns * cell[1]))
     return grid
+
+
+def _captioned_grid(pictures: Sequence[Image.Image], captions: Sequence[str]) -> Image.Image:
+    """Returns pictures of one size and mode in a grid as large as TensorBoard shows it, with a caption below each."""
+    count, (width, height), font = len(pictures), pictures[0].size, ImageFont.load_default(_LETTERS)
+    longest = max(font.getlength(caption) for caption in captions) + _GAP
+
+    def layout(columns: int) -> tuple[int, int, float]:
+        """Returns width and height of a cell, and the factor of a picture."""
+        cell = _SHOWN_WIDTH // columns, _SHOWN_HEIGHT // -(-count // columns)
+        factor = min((cell[0] - _GAP) / width, (cell[1] - _LINE - _GAP) / height)
+        return *cell, math.floor(factor) if factor > 1 else max(factor, 1 / max(width, height))
+
+    def quality(columns: int) -> tuple[bool, float, float]:  # images that can be seen, whole captions, large images
+        cell_width, _, factor = layout(columns)
+        return factor * height >= min(_MIN_CAPTIONED, height), min(cell_width, longest), factor
+
+    columns = max(range(1, count + 1), key=quality)
+    cell_width, cell_height, factor = layout(columns)
+    grid = Image.new(pictures[0].mode, (_SHOWN_WIDTH, _SHOWN_HEIGHT), "white")
+    draw = ImageDraw.Draw(grid)
+    for i, picture in enumerate(pictures):
+        left, top, scaled = i % columns * cell_width, i // columns * cell_height, _scaled(picture, factor)
+        grid.paste(scaled, (left, top))
+        if i < len(captions):
+            draw.text((left + 1, top + scaled.height), captions[i], "black", font)
+    return grid
+
+
+def _scaled(picture: Image.Image, factor: float) -> Image.Image:
+    """Returns a picture enlarged by a whole factor, or made smaller by a factor below 1."""
+    size = max(1, round(factor * picture.width)), max(1, round(factor * picture.height))
+    return picture.resize(size, Image.Resampling.NEAREST if factor >= 1 else Image.Resampling.LANCZOS)
 
 
 def _encode_image(picture: Image.Image) -> Encoded:

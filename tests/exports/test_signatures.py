@@ -28,10 +28,13 @@ def tensors(structure):
     ("batch", "names"),
     [
         ({"x": X, "more": {"z": Z, "a": Z}}, ["more_a", "more_z", "x"]),
-        ((X, {"z": Z}, [X, Z]), ["x0", "x1_z", "x2_0", "x2_1"]),
+        ((X, {"z": Z}, [X, Z]), ["x0", "z", "x2_0", "x2_1"]),
+        (({"num": X, "more": {"z": Z}}, Z), ["more_z", "num", "x1"]),
+        (({"a": X, "b": Z}, {"a": Z}), ["x0_a", "b", "x1_a"]),
+        (({"x1": X}, Z), ["x0_x1", "x1"]),
         (X, ["x"]),
     ],
-    ids=["dict", "tuple", "one tensor"],
+    ids=["dict", "tuple", "a dict in a tuple", "two of a name", "a name of a tuple's", "one tensor"],
 )
 def test_entries_are_named_by_their_path_in_the_order_of_the_structure(batch, names):
     specs = entry_specs(tf.nest.map_structure(tf.type_spec_from_value, tensors(batch)))

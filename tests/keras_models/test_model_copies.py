@@ -62,7 +62,7 @@ def test_statistics_vocabularies_and_state_of_layers_come_along_to_training_and_
     np.testing.assert_allclose(trainer.predict(data), expected, rtol=1e-5, atol=1e-5)
     trainer.export(str(tmp_path))
     served = tf.saved_model.load(str(tmp_path)).signatures["serving_default"]
-    outputs = served(x0_numbers=inputs["numbers"], x0_words=inputs["words"])
+    outputs = served(numbers=inputs["numbers"], words=inputs["words"])
     np.testing.assert_allclose(outputs["output"], expected, rtol=1e-5, atol=1e-5)
 
 

@@ -5,7 +5,7 @@ import wave
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageFont
 from sklearn.metrics import precision_score, recall_score
 from tensorboard.plugins.audio import metadata as audio
 from tensorboard.plugins.pr_curve import summary as pr_curve
@@ -61,14 +61,27 @@ def test_an_image_survives_its_encoding(channels, shape):
     assert np.array_equal(picture, array[0].reshape(shape))
 
 
-def test_images_are_one_grid_with_a_line_of_words_below_each():
+def test_images_are_one_grid():
     array = np.arange(5, dtype=np.uint8).reshape(5, 1, 1, 1) * np.ones([1, 70, 60, 1], np.uint8)
     (grid,) = pictures(distloop.Images(array))
     assert grid.shape == (3 * 72 - 2, 2 * 62 - 2)
     assert [grid[y, x] for y in (0, 72, 144) for x in (0, 62)] == [0, 1, 2, 3, 4, 255]
-    (lettered,) = pictures(distloop.Images(array, max=4, captions=["a", "b", "c", "d"]))
-    words = lettered[3 * 70 : 3 * 70 + 24, : 3 * 60]
-    assert lettered.shape == (2 * (3 * 70 + 26) - 2, 2 * (3 * 60 + 2) - 2) and words.min() < 100 < words.max()
+
+
+@pytest.mark.parametrize("count, side", [(1, 28), (4, 300), (16, 8), (16, 28), (9, 64)])
+def test_a_grid_with_captions_is_drawn_as_large_as_tensorboard_shows_it(count, side):
+    captions = [f"loss {i}.5" for i in range(count)]
+    array = np.full([count, side, side, 1], 100, np.uint8)
+    (grid,) = pictures(distloop.Images(array, captions=captions))
+    assert grid.shape == (215, 350)  # the height on Time Series, the width on the page of images
+    (without,) = pictures(distloop.Images(array, captions=[""] * count))
+    images, letters = without == 100, grid != without
+    assert without.max() == 255 and {*np.unique(without)} == {100, 255}
+    rows = np.flatnonzero(images.any(1))
+    assert images.sum() / count > 20 * 20 and rows[0] < 10  # each at least so large
+    drawn = [ImageFont.load_default(11).getmask(text) for text in captions]  # each letter as the font draws it, whole
+    assert letters.sum() >= 0.9 * sum(np.count_nonzero(np.asarray(mask)) for mask in drawn)
+    assert not letters[:, -1].any() and not letters[-1].any()
 
 
 def test_float_images_are_clipped_and_nan_is_black():
