@@ -136,10 +136,6 @@ def raise_as_user_error(error: tf.errors.OpError) -> NoReturn:
     raise explained from error
 
 
-class NotWholeError(ValueError):
-    """The state of a run is damaged, so that it is not to be saved."""
-
-
 def as_user_error(error: tf.errors.OpError) -> Exception | None:
     """Returns an error of TensorFlow as a sentence about the user's data or functions; None if it is about neither."""
     message = error.message or ""

@@ -35,7 +35,7 @@ from distloop.distributed import workers
 from distloop.distributed.heartbeat import is_collective_error
 from distloop.distributed.preemption import Interrupted, OtherFailed, StopRequests
 from distloop.distributed.strategies import has_gpus
-from distloop.errors import NotWholeError, cannot_be_written, first_line
+from distloop.errors import cannot_be_written, first_line
 from distloop.graph_functions import TRAINING_PASSES, count_flops
 from distloop.log import log
 from distloop.model.state import TrainState
@@ -161,8 +161,8 @@ class Fit:
                     raise SystemExit(interrupted.exit_code) from None
             except LockLost:
                 raise  # nothing may be saved
-            except (Diverged, NotWholeError):
-                self._say(f"Nothing is saved after step {self._step}, which failed: the last checkpoint stays.")
+            except Diverged:
+                self._say(_nothing_saved(self))
                 raise
             except (Exception, KeyboardInterrupt) as error:
                 if has_workdir and self._is_training and self._step > self._began:
@@ -313,8 +313,11 @@ class Fit:
 
 
 def _save_after(fit: Fit, error: BaseException) -> None:
-    """Saves the last whole step of a run that an error ends, or says why not."""
+    """Saves the last step of a run that an error ends, or says why not."""
     name, strategy = type(error).__name__, fit.state.strategy
+    if not fit.state.may_be_saved:
+        fit._say(_nothing_saved(fit))
+        return
     is_one_of_several = workers.num_workers(strategy) > 1
     if is_one_of_several and (is_collective_error(error) or not workers.agree_to_save(strategy, fit._step)):
         fit._say(f"{name}: not saved, as the other workers are not at this point; the last checkpoint stays.")
@@ -325,6 +328,13 @@ def _save_after(fit: Fit, error: BaseException) -> None:
         say(f"{name} at step {fit._step}, checkpoint saved: the same command goes on from there.")
     except Exception as failure:  # the first error is the one to be seen
         say(f"{name} at step {fit._step}, which could not be saved ({first_line(failure)}).")
+
+
+def _nothing_saved(fit: Fit) -> str:
+    """Returns a sentence about a step that failed, and the checkpoint before it."""
+    last = fit.checkpoints.last_step()
+    stays = "there is no checkpoint" if last is None else f"the checkpoint of step {last} stays"
+    return f"Nothing is saved, as a step failed after step {fit._step}; {stays}."
 
 
 def _tell(fit: Fit, error: str) -> str:

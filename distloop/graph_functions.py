@@ -260,6 +260,11 @@ def written_resources(operations: Iterable[tf.Operation]) -> set[int]:
     return {id(outermost(tensor)) for op in operations for tensor in _written_inputs(op)}
 
 
+def may_write(op: tf.Operation) -> bool:
+    """Returns whether an operation may write a variable or another resource."""
+    return bool(_written_inputs(op))
+
+
 def _written_inputs(op: tf.Operation) -> list[tf.Tensor]:
     """Returns the inputs of an operation that are resources which it may write."""
     resources = {i: tensor for i, tensor in enumerate(op.inputs) if tensor.dtype == tf.resource}

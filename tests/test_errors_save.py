@@ -1,14 +1,26 @@
-"""An error saves: whatever ends `fit` leaves a checkpoint of the last whole step, from which the run goes on."""
+"""An error saves, but only a finished step: the run goes on from there, or from the checkpoint before."""
 
 import os
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import distloop
 from distloop.checkpoints.store import in_workdir
-from tests.problems import assert_equal, classification, classifier, every, json_lines, mostly_wide, on, weights
+from tests.problems import (
+    assert_equal,
+    classification,
+    classifier,
+    cross_entropy,
+    every,
+    everything,
+    json_lines,
+    mostly_wide,
+    on,
+    weights,
+)
 
 STEPS = 12
 
@@ -86,7 +98,7 @@ def test_a_step_that_is_not_finite_is_not_saved_and_the_checkpoint_before_it_sta
     with pytest.raises(FloatingPointError):
         fit(tmp_path, distloop.make_dataset(rows, 8), checkpoint_every=4)
     assert in_workdir(str(tmp_path)).steps == [4]
-    assert "Nothing is saved after step 6, which failed: the last checkpoint stays." in capsys.readouterr().out
+    assert "Nothing is saved, as a step failed after step 6; the checkpoint of step 4 stays." in capsys.readouterr().out
 
 
 def test_an_error_before_the_first_step_and_one_that_cannot_be_saved_say_so(tmp_path, capsys, monkeypatch):
@@ -106,7 +118,7 @@ def test_an_error_before_the_first_step_and_one_that_cannot_be_saved_say_so(tmp_
     assert "RuntimeError at step 3, which could not be saved (" in capsys.readouterr().out
 
 
-def test_eager_steps_save_too(tmp_path):
+def test_an_error_in_an_eager_step_saves_nothing_and_one_in_its_data_does(tmp_path):
     def model_fn():
         spec = classifier()()
 
@@ -118,5 +130,134 @@ def test_eager_steps_save_too(tmp_path):
         return distloop.ModelSpec(spec.model, spec.optimizer, loss_fn)
 
     with pytest.raises(RuntimeError, match="in process"):
-        distloop.Trainer(model_fn, settings(tmp_path, eager=True)).fit(data())
-    assert in_workdir(str(tmp_path)).steps == [3]
+        distloop.Trainer(model_fn, settings(tmp_path / "a", eager=True)).fit(data())
+    assert in_workdir(str(tmp_path / "a")).steps == []
+    with pytest.raises(Exception, match="the disk of the data is gone"):
+        distloop.Trainer(model_fn, settings(tmp_path / "b", eager=True)).fit(data(fail_at=2))
+    assert in_workdir(str(tmp_path / "b")).steps == [2]
+
+
+class Counter(keras.layers.Layer):
+    """Counts its calls, which no batch goes into."""
+
+    def build(self, shape):
+        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False, name="calls")
+
+    def call(self, x):
+        self.calls.assign_add(1.0)
+        return x
+
+
+class OnceFailing:
+    """A model whose operation, in a place of the step, fails on a batch of some number while `fails` is true."""
+
+    def __init__(self, place, number=5):
+        self.place, self.number, self.fails = place, number, True
+
+    def check(self, value, number):
+        if self.fails and np.any(number == self.number):
+            raise OSError("the share did not answer")
+        return value
+
+    def maybe(self, place, value, batch):
+        """Returns a tensor by an operation that may fail, if it is in this place."""
+        if place != self.place:
+            return value
+        checked = tf.numpy_function(self.check, [tf.stop_gradient(value), batch["number"]], value.dtype)
+        return value + 0.0 * tf.ensure_shape(checked, value.shape)
+
+    def __call__(self):
+        head = keras.Sequential([keras.Input([8]), keras.layers.Dense(4, name="out")], name="head")
+        layers = [keras.layers.BatchNormalization(name="norm"), keras.layers.Dropout(0.5, name="dropout")]
+        layers = [keras.Input([8]), Counter(name="counter"), *layers, keras.layers.Dense(4, name="out")]
+        body = keras.Sequential(layers, name="body")
+        seen = {"moved": False}
+
+        def first(batch, training):
+            seen["batch"] = batch
+            logits = self.maybe("the first update", body(batch["x"], training=training), batch)
+            place = "an evaluation" if not training else "moved weights" if seen["moved"] else ""
+            return {"loss": cross_entropy(batch["label"], self.maybe(place, logits, batch))}
+
+        def second(batch, training):
+            return {"loss": cross_entropy(batch["label"], self.maybe("the second update", head(batch["x"]), batch))}
+
+        def applied(gradients):
+            last = list(gradients)[-1]
+            return {**gradients, last: self.maybe("an applied gradient", gradients[last], seen["batch"])}
+
+        def with_moved_weights(step):
+            with step.moved({path: 0.1 * gradient for path, gradient in step.gradients().items()}):
+                seen["moved"] = True
+                gradients = step.gradients()
+                seen["moved"] = False
+            return gradients
+
+        updates = [
+            distloop.Update("first", first, keras.optimizers.SGD(0.1), "^body/", step_fn=with_moved_weights),
+            distloop.Update("second", second, keras.optimizers.Adam(0.1), "^head/", gradient_fn=applied),
+        ]
+        return distloop.ModelSpec({"body": body, "head": head}, updates=updates)
+
+
+def numbered():
+    rows = classification(64)
+    return distloop.make_dataset({**rows, "number": np.arange(64) // 8}, 8)
+
+
+def train_once_failing(workdir, model_fn, **changes):
+    trainer = distloop.Trainer(model_fn, settings(workdir, checkpoint_every=4, average_decay=0.9, **changes))
+    evals = {"test": numbered()} if model_fn.place == "an evaluation" else None
+    trainer.fit(numbered(), evals=evals)
+    return everything(trainer)
+
+
+PLACES = ["the second update", "the first update", "moved weights", "an applied gradient", "an evaluation"]
+CASES = [(place, 1) for place in PLACES] + [("the first update", 2), ("an applied gradient", 2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("place", "devices"), mostly_wide(CASES, ("moved weights", 1)))
+def test_of_a_step_that_fails_within_nothing_is_saved(tmp_path, capsys, place, devices):
+    model_fn = OnceFailing(place)
+    with pytest.raises(tf.errors.OpError, match="the share did not answer"):
+        train_once_failing(tmp_path / "failed", model_fn, num_devices=devices)
+    assert in_workdir(str(tmp_path / "failed")).steps == ([4, 8] if place == "an evaluation" else [4])
+    assert "Nothing is saved, as a step failed after step " in capsys.readouterr().out
+    model_fn.fails = False
+    expected = train_once_failing(tmp_path / "straight", model_fn, num_devices=devices)
+    assert_equal(train_once_failing(tmp_path / "failed", model_fn, num_devices=devices), expected)
+
+
+@pytest.mark.slow
+def test_data_that_fails_leaves_random_streams_and_counts_as_they_were(tmp_path):
+    model_fn = OnceFailing("the data")
+
+    def checked(batch):
+        return {**batch, "x": tf.ensure_shape(model_fn.maybe("the data", batch["x"], batch), [None, 8])}
+
+    failed, straight = (distloop.Trainer(model_fn, settings(tmp_path / name, num_devices=2)) for name in "ab")
+    with pytest.raises(tf.errors.OpError, match="the share did not answer"):
+        failed.fit(numbered().map(checked))
+    assert in_workdir(str(tmp_path / "a")).steps == [5]
+    straight.fit(numbered(), steps=5)
+    assert_equal(everything(failed), everything(straight))
+
+
+@pytest.mark.slow
+def test_after_an_error_within_a_step_the_same_trainer_goes_back(tmp_path, capsys):
+    model_fn = OnceFailing("the second update")
+    trainer = distloop.Trainer(model_fn, settings(tmp_path / "a"))
+    with pytest.raises(tf.errors.OpError):
+        trainer.fit(numbered())
+    with pytest.raises(ValueError, match="An error came within a step .*: call restore or fit first"):
+        trainer.save()
+    with pytest.raises(ValueError, match="An error came within a step .*, and there is no checkpoint"):
+        trainer.fit(numbered())
+    trainer = distloop.Trainer(model_fn, settings(tmp_path / "b", checkpoint_every=4))
+    with pytest.raises(tf.errors.OpError):
+        trainer.fit(numbered())
+    model_fn.fails = False
+    trainer.fit(numbered())
+    assert "step 4 restored from" in capsys.readouterr().out
+    assert in_workdir(str(tmp_path / "b")).steps == [4, 8, 12]

@@ -17,7 +17,6 @@ from distloop.actions.action import Action, Report
 from distloop.data.numbered import NumberedDataset
 from distloop.data.source import Source
 from distloop.distributed import devices, environment, strategies, workers
-from distloop.errors import NotWholeError
 from distloop.graph_functions import graph_function
 from distloop.monitoring import ledger
 from distloop.monitoring.profiler import Profile, busy_shares
@@ -242,7 +241,8 @@ class CheckReplicas(Action):
         by_place = [(w, r, int(s)) for w, of in enumerate(of_workers) for r, s in enumerate(of[name])]
         worker, replica, _ = next(place for place in by_place if place[2] != by_place[0][2])
         more = f" and {len(different) - 1} more" if len(different) > 1 else ""
-        raise NotWholeError(
+        state.may_be_saved = False
+        raise ValueError(
             f"At step {report.step} {name}{more} of replica {replica} of worker {worker} differs from that of the "
             "first replica: the forward pass writes an integer variable, a gradient_fn or step_fn draws random "
             "numbers, code outside the step changes variables on one replica or worker alone, or a device computes "

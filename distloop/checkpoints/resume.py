@@ -55,6 +55,8 @@ from distloop.training.loop import Diverged, TrainLoop
 from distloop.urls import expand
 from distloop.variables import WEIGHT_FILES
 
+_WITHIN_A_STEP = "An error came within a step or an evaluation, of which some variables have values and others not"
+
 
 class RunCheckpoints:
     """The checkpoints of one run.
@@ -93,7 +95,8 @@ class RunCheckpoints:
         """Restores the newest checkpoint of the workdir, if there is one.
 
         Raises:
-            ValueError: if there is one and `resume=False`, all are damaged, or it is of another kind of run.
+            ValueError: if there is one and `resume=False`, all are damaged, it is of another kind of run, or there is
+                none after an error within a step.
         """
         began_at = time.monotonic()
         if self._checkpoints is not None and (newest := self._newest(self._checkpoints)) is not None:
@@ -102,11 +105,12 @@ class RunCheckpoints:
 
     def _newest(self, checkpoints: Checkpoints) -> Saved | None:
         """Loads the newest checkpoint, if the state is not the one to go on with."""
-        if not (self.is_new or self._shows_best):
+        if not (self.is_new or self._shows_best) and self._state.may_be_saved:
             return None
         if self.is_new and not self._config.resume and checkpoints.steps:
             raise would_be_replaced(self._config.workdir, checkpoints.steps[-1])
-        saved = self._load_newest(checkpoints)
+        if (saved := self._load_newest(checkpoints)) is None and not self._state.may_be_saved:
+            raise ValueError(f"{_WITHIN_A_STEP}, and there is no checkpoint: make a new Trainer.")
         return saved and require_same_virtual_replicas(saved, self._state)
 
     def restore(self, path: str | None) -> None:
@@ -221,13 +225,15 @@ class RunCheckpoints:
             best_steps: by metric, the steps to keep; those of other metrics stay, as of an earlier run.
 
         Raises:
-            ValueError: if there is no workdir, or nothing to save yet.
+            ValueError: if there is no workdir, nothing to save yet, or an error came within a step.
         """
         devices.require_no_other_scope(self._state.strategy)
         if self._checkpoints is None:
             raise ValueError("save needs a workdir: give Config(workdir=...).")
         if self._source is None or self._loop is None:
             raise ValueError("save has nothing to write before fit has run: call fit first.")
+        if not self._state.may_be_saved:
+            raise ValueError(f"{_WITHIN_A_STEP}: call restore or fit first, which go back to a checkpoint.")
         step, values, notes = self._content(report)
         if self._is_chief:
             with contextlib.suppress(OSError):  # of a disk that cannot be read: the save fails, and that is logged
@@ -243,6 +249,12 @@ class RunCheckpoints:
         values = self._saved_state.snapshot(is_needed=self._is_chief)
         notes = {"data_from": self._data_from} | notes | _circumstances(self._state, self._config)
         return int(self._state.step), values, notes
+
+    def last_step(self) -> int | None:
+        """Returns the step of the last checkpoint, once it is written; None: there is none."""
+        with contextlib.suppress(OSError):
+            self.wait()
+        return self._checkpoints.steps[-1] if self._checkpoints and self._checkpoints.steps else None
 
     def save_and_wait(self) -> None:
         """Saves the run as it is, and waits until that has ended."""

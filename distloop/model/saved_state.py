@@ -127,6 +127,7 @@ class SavedState:
                 composed.restore_raw(raw)
             of_metrics = {n.removeprefix(_METRICS): v for n, v in values.items() if n.startswith(_METRICS)}
             self._state.keras_metrics.restore(of_metrics)
+        self._state.may_be_saved = True
 
     def _first_streams(self, named: Mapping[str, Any], values: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
         """Returns the states of random streams, as the first replica has them, from those of this worker's first."""

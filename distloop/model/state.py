@@ -60,6 +60,8 @@ class TrainState(tf.Module):
         average: the moving average of the weights, or None.
         outside_variables: watches what the user's functions use beside the model.
         created: by `id`, the TensorFlow variables that were made for it, those of no model included.
+        may_be_saved: whether every variable is that of a finished step; not after an error within a step.
+        passes_write: whether an evaluation or a prediction writes variables of the model, which it then restores.
 
     Once the model is built:
         paths: paths of the model's variables by `id`.
@@ -115,7 +117,7 @@ class TrainState(tf.Module):
         self._average_decay = average_decay
         self.created = created
         self.initial_learning_rates: dict[str, float] = {}
-        self.is_built = False
+        self.is_built, self.may_be_saved, self.passes_write = False, True, False
         self.placement = make_placement(spec.model)
         self.keras_metrics = KerasMetrics(spec.metrics or {}, strategy, gathers_all=virtual_replicas > 0)
         with strategy.scope(), user_functions.recorded(created):

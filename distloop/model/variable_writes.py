@@ -90,13 +90,20 @@ def own_values(variables: Sequence[Any], values: Sequence[tf.Tensor]) -> keras.S
 def restored_writes(state: TrainState) -> Iterator[None]:
     """Restores the model's variables on exit; call in replica context.
 
-    Random streams and states of recurrent layers go on from batch to batch; the loop restores them.
+    Random streams and states of recurrent layers go on from batch to batch; the loop restores them. Where an operation
+    of a graph fails, nothing is restored: `state.passes_write` is then whether that matters.
     """
     going_on = {id(v) for v in (*state.seeds, *state.recurrent_states)}
     candidates = [v for v in (*state.untrained_variables, *state.trained_variables) if id(v) not in going_on]
     before = read(candidates)
-    with recorded_writes(candidates) as written:
-        yield
+    try:
+        with recorded_writes(candidates) as written:
+            yield
+    except BaseException:
+        if tf.executing_eagerly():
+            assign(candidates, before)
+        raise
+    state.passes_write = state.passes_write or bool(written) and not tf.executing_eagerly()
     values = {id(v): value for v, value in zip(candidates, before, strict=True)}
     assign(written, [values[id(v)] for v in written])
 

@@ -19,6 +19,7 @@ from distloop.distributed.devices import HOST
 from distloop.graph_functions import TimeLimit, compiled, graph_clock, has_clock, read_clock
 from distloop.model import metrics
 from distloop.model.state import TrainState
+from distloop.model.step_marks import StepMarks
 from distloop.training import diagnosis
 from distloop.training.step import TrainStep, loss_weight
 from distloop.training.step_operations import unsaved_draws_refused
@@ -53,6 +54,15 @@ class _Carry(NamedTuple):
 _SHAPES = _Carry(*[tf.TensorShape(shape) for shape in ([], [], [], [None], [None])])
 
 
+class _Taken(NamedTuple):
+    """The batch of a step."""
+
+    batch: Batch
+    layout: BatchLayout
+    is_fetched: list[tf.Tensor]  # there once its rows are on the host; with rows ahead, those of the next batch
+    is_last: tf.Tensor | None  # []: int32, 1 if no other step begins; None: that does not depend on the batch
+
+
 class _Call(NamedTuple):
     """One call of a compiled loop."""
 
@@ -77,20 +87,16 @@ class _Call(NamedTuple):
                 in_time = self.time_limit.is_ahead()
             return (carry.done < until) & (carry.is_over == 0) & (in_time | (carry.done == begun))
 
-    def take(self, carry: _Carry) -> tuple[Batch, BatchLayout, list[tf.Tensor], tf.Tensor | None]:
-        """Takes the batch of a step, on the host; with rows ahead, it was fetched before, and the next one is fetched.
-
-        Returns:
-            The batch; its layout; what is there once its rows, or those of the next one, are on the host; and 1, int32,
-            if no other step begins, None: that does not depend on the batch.
-        """
+    def take(self, carry: _Carry) -> _Taken:
+        """Takes the batch of a step, on the host; where rows are ahead, fetches the next one instead."""
         if self.ahead is None:
             batch = shards.next_batch(self.iterator, self.layout)
-            return batch, self.layout, tf.nest.flatten(batch.rows, expand_composites=True)[:1], None
+            return _Taken(batch, self.layout, tf.nest.flatten(batch.rows, expand_composites=True)[:1], None)
         goes_on = (tf.cast(carry.done, tf.int64) + 1 < self.count) & self.time_limit.is_ahead()
         following, is_fetched = self.fetch_if(goes_on)
         # Where the next batch is an error, this step changes nothing.
-        return self.ahead.swap(following, after=is_fetched), self.ahead.layout, [is_fetched], 1 - is_fetched
+        batch = self.ahead.swap(following, after=is_fetched)
+        return _Taken(batch, self.ahead.layout, [is_fetched], 1 - is_fetched)
 
     def fetch_if(self, goes_on: tf.Tensor) -> tuple[Batch, tf.Tensor]:
         """Returns the next batch if another step begins, and whether one does, int32, once the batch is there.
@@ -130,6 +136,7 @@ class CompiledLoop:
         self._keeps_batch = keeps_batch
         self._state = state
         self._step = step
+        self._marks = StepMarks(state.strategy)
         self._eager = eager
         self._run = compiled(self._steps_by_log, eager, name="train step", max_traces=max_traces)
         self._run_one = compiled(functools.partial(self._steps_by_log, while_loop=_call_once), eager)
@@ -181,6 +188,11 @@ class CompiledLoop:
             result = (self._run_one if is_single else self._run)(source.iterator(), source.layout, *limits)
             result = tf.nest.map_structure(lambda t: t.numpy(), result)
         return self._unpack(result, clock)
+
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether each step that has begun has ended, also where `run` has failed."""
+        return self._marks.are_equal
 
     def last_batch(self) -> Any:
         """Returns a copy of the last batch, to be looked at again; None unless it is kept."""
@@ -283,26 +295,31 @@ class CompiledLoop:
         with tf.device(HOST):
             start = read_clock()
             with tf.control_dependencies([start]):
-                batch, layout, is_fetched, is_last = call.take(carry)
-            with tf.control_dependencies(is_fetched):
+                taken = call.take(carry)
+            with tf.control_dependencies(taken.is_fetched):
                 input_secs = read_clock() - start
-            examples = tf.cast(shards.count_examples(batch), tf.float64)
             if self._last_batch is not None:
-                self._last_batch.keep(batch)
+                self._last_batch.keep(taken.batch)
+        with self._marks.around(taken.is_fetched):
+            return self._step_on(taken, carry, start, input_secs)
+
+    def _step_on(self, taken: _Taken, carry: _Carry, start: tf.Tensor, input_secs: tf.Tensor) -> _Carry:
+        """Runs a step on a batch, which was waited for from `start`, and adds up what it did."""
         looks_back = self._step.runs_ahead and self._step.may_fail
         with unsaved_draws_refused(self._state):
-            outcome = self._step(batch, layout, carry.failed if looks_back else None)
+            outcome = self._step(taken.batch, taken.layout, carry.failed if looks_back else None)
         # Where no step can fail, the next one may start before this one has ended.
         failed = outcome.failed if self._step.may_fail else carry.failed
         with tf.device(HOST):
+            examples = tf.cast(shards.count_examples(taken.batch), tf.float64)
             is_over = tf.cast(carry.failed if looks_back else failed, tf.int32)
             count = 1 - is_over if looks_back else tf.constant(1)
-            if is_last is not None:
-                is_over = tf.maximum(is_over, is_last)
+            if taken.is_last is not None:
+                is_over = tf.maximum(is_over, taken.is_last)
             self._step_starts.scatter_update(tf.IndexedSlices(start, carry.done))
             # Counted when it is done: if the data of a later step fails, the results of the whole call are lost. A GPU
             # completes what has begun, and the host would wait for it.
-            with tf.control_dependencies(is_fetched if self._step.runs_ahead else [outcome.applied]):
+            with tf.control_dependencies(taken.is_fetched if self._step.runs_ahead else [outcome.applied]):
                 self._state.step.assign_add(tf.cast(count, tf.int64))
             done = carry.done + count
         with tf.device(self._lead):

@@ -230,6 +230,7 @@ class TrainLoop:
             self._loss_weight = loss_weight(self._step)
         except BaseException as error:  # Ctrl-C, too, where it is not caught
             source.lose_position(int(self._state.step) - step)
+            self._state.may_be_saved = self._state.may_be_saved and self._compiled.is_between_steps
             if not isinstance(error, tf.errors.OpError):
                 raise
             if isinstance(error, tf.errors.ResourceExhaustedError):
