@@ -116,13 +116,7 @@ class CompiledLoop:
     """Runs train steps until a count is reached or one of them fails; traced once for each kind of data."""
 
     def __init__(
-        self,
-        state: TrainState,
-        step: TrainStep,
-        *,
-        eager: bool = False,
-        max_traces: int = 0,
-        keeps_batch: bool = False,
+        self, state: TrainState, step: TrainStep, *, eager: bool = False, max_traces: int = 0, keeps_batch: bool = False
     ):
         """Prepares; nothing is traced yet.
 
