@@ -36,9 +36,10 @@ LAUNCHER = {*launch._NUMBERS, "workers", "hosts", "ray"}
 OTHERS = LAUNCHER | {*planning.COSTS, *"gpu logical_gpus environment diff rows all help json".split()}
 OTHERS |= {*"png csv workloads replicas logdir flagfile config".split()}
 
-LAWS = ["replicas", "microbatches", "order", "overflow", "boundaries", "settings", "resume", "rows", "durability"]
-LAWS += ["state", "elastic", "evaluation", "prediction", "chief", "bits", "position", "one writer", "elastic run"]
-LAWS += ["sharding", "sparse", "tokens", "gpu graph", "replay", "parts"]
+LAWS = ["replicas", "microbatches", "order", "overflow", "boundaries", "settings", "resume"]
+LAWS += ["whole step", "rows", "durability", "state"]
+LAWS += ["elastic", "evaluation", "prediction", "chief", "bits", "position", "one writer", "elastic run", "sharding"]
+LAWS += ["sparse", "tokens", "gpu graph", "replay", "parts"]
 
 
 def name_of(page):
