@@ -17,16 +17,14 @@ from distloop.actions.action import Action, Report
 from distloop.data.numbered import NumberedDataset
 from distloop.data.source import Source
 from distloop.distributed import devices, environment, strategies, workers
-from distloop.graph_functions import graph_function
+from distloop.model.saved_state import ReplicaComparison
 from distloop.monitoring import ledger
 from distloop.monitoring.profiler import Profile, busy_shares
 from distloop.monitoring.run_lock import LockLost
 from distloop.monitoring.timing import unix_time
-from distloop.variables import tensorflow_variable
 
 _NOTE_SECS = 1.0  # the least time between two notes of the progress
 _MACHINE_SECS = 1.0  # the least time between two questions to the machine, which take longer than a small step
-_INTEGERS = {1: tf.uint8, 2: tf.int16, 4: tf.int32, 8: tf.int64}  # by the bytes of an element
 
 
 class DataSeen(Action):
@@ -217,7 +215,7 @@ class CheckReplicas(Action):
     def __init__(self, every: int | str):
         """Stores when; `every` is as for `Action`."""
         self.every: int | str | None = every
-        self._checksums: Any = None
+        self._comparison: ReplicaComparison | None = None
 
     def __call__(self, report: Report) -> None:
         """Compares them, on all workers.
@@ -225,32 +223,12 @@ class CheckReplicas(Action):
         Raises:
             ValueError: on every worker, if a variable differs.
         """
-        state, strategy = report.state, report.state.strategy
-        own = {id(v) for v in (*state.seeds, *state.recurrent_states)}
-        variables = state.all_variables()
-        shared = {n: v for n, v in variables.items() if id(v) not in own and getattr(v, "is_mirrored", True)}
-        if self._checksums is None:  # traced once
-            parts = [strategy.experimental_local_results(tensorflow_variable(v)) for v in shared.values()]
-            self._checksums = graph_function(lambda: [[checksum(p) for p in of] for of in parts])
-        local = [np.array([int(number) for number in of]) for of in self._checksums()]  # [L] each, L local replicas
-        of_workers = workers.Workers(strategy).gather(dict(zip(shared, local, strict=True)))
-        different = [name for name in shared if len({int(s) for of in of_workers for s in of[name]}) > 1]
-        if not different:
-            return
-        name = different[0]
-        by_place = [(w, r, int(s)) for w, of in enumerate(of_workers) for r, s in enumerate(of[name])]
-        worker, replica, _ = next(place for place in by_place if place[2] != by_place[0][2])
-        more = f" and {len(different) - 1} more" if len(different) > 1 else ""
-        state.may_be_saved = False
-        raise ValueError(
-            f"At step {report.step} {name}{more} of replica {replica} of worker {worker} differs from that of the "
-            "first replica: the forward pass writes an integer variable, a gradient_fn or step_fn draws random "
-            "numbers, code outside the step changes variables on one replica or worker alone, or a device computes "
-            "wrong: run without each, and go on from an older checkpoint."
+        state = report.state
+        if self._comparison is None:  # traced once
+            self._comparison = ReplicaComparison(state, [*state.seeds, *state.recurrent_states])
+        self._comparison.require_equal(
+            report.step,
+            "the forward pass writes an integer variable, a gradient_fn or step_fn draws random numbers, code outside "
+            "the step changes variables on one replica or worker alone, or a device computes wrong: run without each, "
+            "and go on from an older checkpoint",
         )
-
-
-def checksum(variable: tf.Variable) -> tf.Tensor:
-    """Returns the sum of a variable's bits, read as integers, modulo 2^64: a scalar int64."""
-    value = tf.cast(variable, tf.uint8) if variable.dtype == tf.bool else tf.convert_to_tensor(variable)
-    return tf.reduce_sum(tf.cast(tf.bitcast(value, _INTEGERS[value.dtype.size]), tf.int64))

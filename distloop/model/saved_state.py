@@ -1,17 +1,19 @@
-"""Saved state: a training state as values by name, for checkpoints and for going back in memory.
+"""Saved state: a training state as values by name, for checkpoints, going back in memory, and comparing replicas.
 
     saved_state = SavedState(state)
     values = saved_state.snapshot()               # {"model/dense/kernel": tensor, ..., "step": tensor}
     saved_state.differences(values)               # [] if they fit the state
     saved_state.restore(values)
+    ReplicaComparison(state, without=state.seeds).require_equal(step, "...")
 
 Names are the same in every process, and values do not depend on the number of replicas, Keras metrics aside. It does
 not know files.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from distloop.distributed import workers
@@ -28,6 +30,7 @@ _METRICS = "metrics/"
 _STORED = "stored/"  # what values of composed variables are computed from
 # Only names with these prefixes are distloop's own; Keras metrics may change from run to run.
 _CHECKED_PREFIXES = ("model/", "optimizer/", "average/")
+_INTEGERS = {1: tf.uint8, 2: tf.int16, 4: tf.int32, 8: tf.int64}  # by the bytes of an element
 
 
 class SavedState:
@@ -167,3 +170,46 @@ def _on_host(variable: Any) -> tf.Tensor:
 
 def _spell(tensor: Any) -> str:
     return f"{tf.as_dtype(tensor.dtype).name}{list(tensor.shape)}"
+
+
+class ReplicaComparison:
+    """Compares the variables of all replicas and workers, by checksums of their bits; traced once."""
+
+    def __init__(self, state: TrainState, without: Sequence[Any]):
+        """Stores the state; `without` are variables whose values may differ between replicas."""
+        self._state, left_out = state, {id(v) for v in without}
+        shared = {n: v for n, v in state.all_variables().items() if id(v) not in left_out}
+        self._names = [name for name, variable in shared.items() if getattr(variable, "is_mirrored", True)]
+        parts = [state.strategy.experimental_local_results(tensorflow_variable(shared[name])) for name in self._names]
+        self._checksums = graph_function(lambda: [[checksum(part) for part in of] for of in parts])
+
+    def require_equal(self, step: int, cause: str) -> None:
+        """Compares them; all workers call it.
+
+        Args:
+            step: the number of the last step, for the sentence.
+            cause: the rest of the sentence, where variables differ.
+
+        Raises:
+            ValueError: if a variable differs; the state is not to be saved then.
+        """
+        local = [np.array([int(number) for number in of]) for of in self._checksums()]  # [L] each, L local replicas
+        of_workers = workers.Workers(self._state.strategy).gather(dict(zip(self._names, local, strict=True)))
+        different = [name for name in self._names if len({int(s) for of in of_workers for s in of[name]}) > 1]
+        if not different:
+            return
+        name = different[0]
+        by_place = [(w, r, int(s)) for w, of in enumerate(of_workers) for r, s in enumerate(of[name])]
+        worker, replica, _ = next(place for place in by_place if place[2] != by_place[0][2])
+        more = f" and {len(different) - 1} more" if len(different) > 1 else ""
+        self._state.may_be_saved = False
+        raise ValueError(
+            f"At step {step} {name}{more} of replica {replica} of worker {worker} differs from that of the first "
+            f"replica: {cause}."
+        )
+
+
+def checksum(variable: tf.Variable) -> tf.Tensor:
+    """Returns the sum of a variable's bits, read as integers, modulo 2^64: a scalar int64."""
+    value = tf.cast(variable, tf.uint8) if variable.dtype == tf.bool else tf.convert_to_tensor(variable)
+    return tf.reduce_sum(tf.cast(tf.bitcast(value, _INTEGERS[value.dtype.size]), tf.int64))

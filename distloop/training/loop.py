@@ -21,6 +21,7 @@ from distloop.distributed import strategies, workers
 from distloop.distributed.preemption import StopRequests
 from distloop.errors import as_user_error, raise_as_user_error
 from distloop.graph_functions import has_clock
+from distloop.model.saved_state import ReplicaComparison
 from distloop.model.state import TrainState
 from distloop.monitoring.console import say
 from distloop.monitoring.profiler import Profile
@@ -34,6 +35,7 @@ from distloop.training.window import Row, Window
 
 _LOOP_SECS = 1.0  # after which a loop begins no other step
 _MOST_STEPS = 10_000  # of a loop
+_COMPARED_STEPS = 2  # the first ones, after which replicas are compared: a warmup may begin with a rate of 0
 
 
 class Diverged(FloatingPointError):  # noqa: N818 - the run may go on from before
@@ -126,6 +128,9 @@ class TrainLoop:
         # Each of several workers would end with another step.
         self._ends_by_time = workers.num_workers(state.strategy) == 1 and has_clock()
         self._most_steps = 1  # of the next loop
+        has_own = any(update.step_fn or update.gradient_fn for update in state.spec.updates)
+        is_alone = state.strategy.num_replicas_in_sync == 1
+        self._to_compare = _COMPARED_STEPS if has_own and not is_alone else 0
         self._loss_weight: int | None = None  # its index in the tallies; None: there is no loss
 
     def train(
@@ -218,6 +223,7 @@ class TrainLoop:
                 check([*self._step.names, *self._state.keras_metrics])
             workers.report_phase(self._state.strategy, "training")
             most = 1 if is_new and self._eager else most_steps or np.inf  # what is due is known after it
+            most = min(most, self._to_compare or np.inf)
             with self._host.profile.loop(step):
                 rows = self._compiled.run(
                     source,
@@ -239,6 +245,8 @@ class TrainLoop:
                 raise explained from error
             raise_as_user_error(error)
         workers.report_phase(self._state.strategy, "between two loops")
+        if self._to_compare and rows[-1].diagnosis is None:
+            self._compare_replicas(step, sum(row.steps for row in rows))
         input_secs = np.nansum([row.input_secs for row in rows])
         start, end = rows[0].end - rows[0].seconds, rows[-1].end
         host_secs = self._host.clock.loop(start, end, input_secs)
@@ -246,6 +254,15 @@ class TrainLoop:
             in_time = int(sum(row.steps for row in rows) * _LOOP_SECS / max(end - start, 1e-6))
             self._most_steps = max(1, min(in_time, 2 * self._most_steps, _MOST_STEPS))
         return [dataclasses.replace(rows[0], host_secs=host_secs), *rows[1:]]
+
+    def _compare_replicas(self, step: int, steps: int) -> None:
+        """Checks that the first steps with the user's own gradients have left every replica with the same weights."""
+        self._to_compare = max(0, self._to_compare - steps)
+        ReplicaComparison(self._state, self._state.untrained_variables).require_equal(
+            step + steps,
+            "a step_fn or gradient_fn returned other gradients on each replica: add up what a replica computes from "
+            "its rows, as in step.sum(gradients), and draw random numbers by seeds that are the same on all",
+        )
 
     def _next_boundary(self, step: int, actions: Sequence[Action]) -> float:
         """Returns the next step at which the host has to look, unless time is over before.

@@ -14,9 +14,10 @@ import distloop
 from distloop import report
 from distloop.actions import memory
 from distloop.actions.action import Report
-from distloop.actions.built_in import DataSeen, Goodput, PipelineUsage, Utilization, checksum
+from distloop.actions.built_in import DataSeen, Goodput, PipelineUsage, Utilization
 from distloop.data.source import Source
 from distloop.distributed import devices, environment, strategies, workers
+from distloop.model.saved_state import checksum
 from distloop.monitoring import ledger
 from tests.problems import classification, classifier, on, rows_of
 

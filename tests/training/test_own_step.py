@@ -186,3 +186,42 @@ def test_what_needs_a_loss_says_so():
     evaluation = distloop.Evaluation(data(), loss_fn=lambda batch, training: {"error": batch["y"][:, 0]})
     numbers = trainer.fit(data(), steps=1, evals={"test": evaluation})
     assert np.isfinite(numbers["test/error"])
+
+
+def apart(given, **arguments):
+    """A model_fn whose step_fn or gradient_fn returns other gradients on each replica."""
+
+    def make():
+        net = make_net()
+
+        def step_fn(step):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(net(step.batch["x"][:, 0]) ** 2)
+            step.report("loss", loss)
+            return dict(zip(step.weights, tape.gradient(loss, net.trainable_variables), strict=True))
+
+        def gradient_fn(gradients):
+            replica = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.float32)
+            return {path: gradient + replica for path, gradient in gradients.items()}
+
+        own = {"step_fn": step_fn}
+        if given == "gradient_fn":
+            loss_fn = lambda batch, training: {"loss": net(batch["x"][:, 0])[:, 0]}  # noqa: E731
+            own = {"loss_fn": loss_fn, "gradient_fn": gradient_fn}
+        return distloop.ModelSpec(net, keras.optimizers.SGD(**arguments), **own)
+
+    return make
+
+
+@pytest.mark.parametrize("given", mostly_wide(["step_fn", "gradient_fn"]))
+def test_gradients_that_differ_between_replicas_end_the_run_at_the_first_boundary(given, tmp_path):
+    warmup = distloop.make_schedule(0.1, steps=20, warmup=5)  # whose first step changes no weight
+    config = on(2, workdir=str(tmp_path), checkpoint_every=1)
+    trainer = distloop.Trainer(apart(given, learning_rate=warmup), config)
+    parts = ["At step ", "model/net/line/kernel", "of replica 1 of worker 0 differs", "step.sum(gradients)"]
+    refused(lambda: trainer.fit(data(), steps=20), *parts)
+    assert [path.name for path in (tmp_path / "checkpoints").glob("[0-9]")] == ["1"]  # when all was equal
+
+
+def test_the_gradients_of_one_replica_need_no_sum():
+    distloop.Trainer(apart("step_fn", learning_rate=0.01), on(1)).fit(data(), steps=3)
