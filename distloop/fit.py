@@ -117,8 +117,6 @@ class Fit:
         self._loop.log_every = run_length.log_every(self.config, self.units)
         state, again = self.state, self._loop.trace_again
         learning_rates.resolve(state.plain_optimizers.values(), self.units, again, state.count_tokens)
-        if (average := self.state.average) is not None:
-            average.begin_at(run_length.first_averaged(self.config, self.units), self._loop.trace_again)
         self._attach()
 
     @property
@@ -184,6 +182,8 @@ class Fit:
         if self.is_over:
             self._say(_why_over(self))
             return self._finish()
+        if self.state.average is not None:
+            self.state.average.begin_at(run_length.first_averaged(self.config, self.units), self._step)
         _announce(self)
         self._prepare()
         with started([*self._notes, *self.actions], self._report, is_chief=self._is_chief):

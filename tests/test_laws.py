@@ -1,5 +1,6 @@
 """The laws: what must hold on any number of replicas, however a run is cut."""
 
+import contextlib
 import functools
 import itertools
 import json
@@ -965,6 +966,97 @@ def test_an_equal_average_is_the_mean_of_the_weights_after_each_step_from_its_fi
     with trainer.state.averaged():
         found = weights(trainer)
     assert_close(found, {name: np.mean([w[name] for w in seen[5:]], axis=0) for name in found})
+
+
+class Spoiled(distloop.Action):
+    """Notes the weights after each step, and stops the run after one of them."""
+
+    every, name = 1, "spoiled"
+
+    def __init__(self, stops_after=0):
+        self.seen, self.stops_after = {}, stops_after
+
+    def __call__(self, report):
+        self.seen[report.step] = weights(report.state)
+        if report.step == self.stops_after:
+            raise KeyboardInterrupt
+
+
+def spoiled(rows, at):
+    """Returns rows of which some are infinite, so that the batches of 16 with these numbers are skipped."""
+    x = np.array(rows["x"])
+    x[[16 * number for number in at]] = np.inf
+    return {**rows, "x": x}
+
+
+def mean_of(seen, steps):
+    return {name: np.mean([seen[step][name] for step in steps], axis=0) for name in seen[max(seen)]}
+
+
+AVERAGES = [{"average_from": "50 %"}, {"average_decay": 0.5}]
+KINDS = list(itertools.product(["skipped", "after Keras", "stopped"], AVERAGES))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "average"), mostly_wide(KINDS, *KINDS[:1], *KINDS[2:4]))
+def test_an_average_counts_the_steps_of_the_run_that_are_applied(kind, average, tmp_path):
+    rows, skips = classification(16 * 12), [2, 8] if kind == "skipped" else []
+
+    def build():
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4, name="logits")], name="net")
+        model.compile(keras.optimizers.SGD(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        if kind == "after Keras":
+            model.fit(rows["x"], rows["label"], epochs=3, verbose=0)
+        return model
+
+    def fit(action):
+        settings = dict(on_nonfinite="skip", workdir=str(tmp_path) if kind == "stopped" else "")
+        trainer = distloop.Trainer(distloop.from_keras(build()), on(1, **settings, **average))
+        first = weights(trainer.state)
+        data = distloop.make_dataset(spoiled(rows, skips), 16).map(lambda row: (row["x"], row["label"]))
+        try:
+            trainer.fit(data, steps=12, actions=[action])
+        except KeyboardInterrupt:
+            return fit(Spoiled())
+        return trainer, {0: first, **action.seen}
+
+    trainer, seen = fit(Spoiled())
+    if kind == "stopped":
+        whole = seen
+        for stops_after in (3, 8):
+            shutil.rmtree(tmp_path)
+            trainer, _ = fit(Spoiled(stops_after))
+            seen = whole
+    applied = [step for step in range(1, 13) if step - 1 not in skips]
+    with trainer.state.averaged():
+        found = weights(trainer.state)
+    if "average_from" in average:
+        assert_close(found, mean_of(seen, [step for step in applied if step >= 6]))
+    else:
+        expected = seen[0]
+        for t, step in enumerate(applied, 1):
+            rate = 1 - min(0.5, (1 + t) / (10 + t))
+            expected = {name: value + rate * (seen[step][name] - value) for name, value in expected.items()}
+        assert_close(found, expected, 1e-5)
+
+
+@pytest.mark.slow
+def test_a_run_whose_equal_average_would_begin_at_another_step_is_refused_or_begins_later(tmp_path):
+    def fit(steps, stops_after=0, average_from="50 %"):
+        config = on(1, workdir=str(tmp_path), average_from=average_from)
+        trainer, action = distloop.Trainer(classifier(), config), Spoiled(stops_after)
+        with contextlib.suppress(KeyboardInterrupt):
+            trainer.fit(batches(16), steps=steps, actions=[action])
+        with trainer.state.averaged():
+            return weights(trainer.state), action.seen
+
+    fit(20, stops_after=6)
+    refused(lambda: fit(8), "average_from is step 4 of the run now, and was step 10 before step 6", "a step after 6")
+    found, seen = fit(12, average_from="7 steps")
+    assert_close(found, mean_of(seen, range(7, 13)))
+    refused(lambda: fit(20, average_from="9 steps"), "step 9 of the run now, and was step 7", "or '7 steps'")
+    found, seen = fit(24, average_from="75 %")
+    assert_close(found, mean_of(seen, range(18, 25)))
 
 
 # prediction -------------------------------------------------------------------------------------------------------

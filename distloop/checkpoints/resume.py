@@ -318,6 +318,8 @@ class RunCheckpoints:
             self._saved, self.is_new = None, True  # another try is refused again
             raise is_of_another_model(saved, different)
         self._saved_state.restore(saved.values)
+        if self._state.average is not None:
+            self._state.average.set_state(saved.notes.get("average"))
         self._say(f"step {saved.step} restored from {saved.path}")
 
 
@@ -378,6 +380,7 @@ def _notes(
 def _circumstances(state: TrainState, config: Config) -> dict[str, Any]:
     """Returns what a checkpoint notes of the process that saved it."""
     return {
+        "average": state.average.get_state() if state.average is not None else None,
         "replicas": state.strategy.num_replicas_in_sync,
         "virtual_replicas": state.virtual_replicas,
         "config": flags.shown_settings(config),

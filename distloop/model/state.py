@@ -201,6 +201,7 @@ class TrainState(tf.Module):
         if self._average_decay:
             pairs = [(optimizer, v) for optimizer, of in of_updates for v in of]
             self.average = self.slot_placement.make_average(self.trained_variables, self._average_decay, pairs)
+            self.average.follow(optimizer for optimizer, _ in of_updates)
         _refuse_synchronized(layers, self.virtual_replicas)
         replicas = self.strategy.num_replicas_in_sync * self.turns
         self.recurrent_states = _find_recurrent_states(layers, replicas)

@@ -10,7 +10,8 @@ sparse gradients of large tables sparse; without it they are dense, and train to
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -21,6 +22,8 @@ from distloop.installed import import_part
 from distloop.optimizers.gradients import Packing
 from distloop.variables import slot_names, tensorflow_variable
 
+_NEVER = 2**62  # more steps than any optimizer takes
+
 
 class MovingAverage(tf.Module):
     """The moving averages of some variables; the variables keep the weights that train.
@@ -28,12 +31,20 @@ class MovingAverage(tf.Module):
         a += (1 - min(d, (1 + t) / (10 + t))) * (w - a)      after applied step t, from the first weights
 
     The warm-up of the decay is that of `tf.train.ExponentialMovingAverage`. With d = 1 it is the equal average of the
-    weights after step `first_step` and after each later one (Izmailov et al. 2018, arXiv:1803.05407, section 3.2):
+    weights after step `first_step` of the run and after each later one that is applied (Izmailov et al. 2018,
+    arXiv:1803.05407, section 3.2), where t counts from `first_step`:
 
-        a += (w - a) / max(1, t - first_step + 1)
+        a += (w - a) / max(1, t)
+
+    An optimizer's own count may be that of a program before the run, and leaves out steps that were skipped: the host
+    notes what it was when the average began.
+
+    Attributes:
+        first_step: of the run, whose weights are the first that count; 0: it is not known yet.
     """
 
-    first_step = 0  # of an equal average; known when a run begins
+    first_step = 0
+    _starts: Sequence[tuple[Any, tf.Variable]] = ()  # each optimizer, and its count when the average began
 
     def __init__(self, variables: Sequence[Any], decay: float):
         """Creates the averages with the variables' values; to be called in the strategy's scope."""
@@ -80,11 +91,61 @@ class MovingAverage(tf.Module):
         """Each variable with its average."""
         return list(zip(self._variables, self.variables, strict=True))
 
-    def begin_at(self, first_step: int, on_change: Callable[[], None]) -> None:
-        """Sets the first step of an equal average, and calls `on_change` if it was another one."""
-        if self.first_step != first_step:
-            self.first_step = first_step
-            on_change()
+    def follow(self, optimizers: Iterable[Any]) -> None:
+        """Stores the optimizers whose steps count; to be called in the strategy's scope."""
+        start = _NEVER if self.decay == 1.0 else 0
+        different = {id(optimizer): optimizer for optimizer in optimizers}
+        self._starts = [(o, tf.Variable(start, dtype=tf.int64, trainable=False)) for o in different.values()]
+
+    def begin_at(self, first_step: int, step: int) -> None:
+        """Sets the first step for a run that is at a step.
+
+        Raises:
+            ValueError: if an equal average has begun at another step, or should have begun.
+        """
+        if self.decay == 1.0 and self.first_step and step >= first_step != self.first_step:
+            raise ValueError(
+                f"average_from is step {first_step} of the run now, and was step {self.first_step} before step {step}, "
+                f"where the run is, so weights in between were averaged or are gone: give a step after {step}, or "
+                f"'{self.first_step} steps'."
+            )
+        if step >= first_step != self.first_step:  # of a checkpoint that does not note it
+            self._set_starts([first_step - 1 for _ in self._starts])
+        self.first_step = first_step
+
+    def begin(self, step: int) -> float:
+        """Notes where the average begins, if it does; called before a loop.
+
+        Args:
+            step: the steps that are done.
+
+        Returns:
+            The most steps that the loop may take.
+        """
+        steps_left = self.first_step - 1 - step
+        if steps_left >= 0:
+            counts = [int(optimizer.iterations.numpy()) for optimizer, _ in self._starts] if steps_left == 0 else []
+            self._set_starts(counts or [_NEVER for _ in self._starts])
+        return steps_left if steps_left > 0 else math.inf
+
+    def get_state(self) -> dict[str, Any]:
+        """Returns what a checkpoint notes beside the averages."""
+        starts = [int(tf.convert_to_tensor(start)) for _, start in self._starts]
+        return {"first_step": self.first_step, "starts": starts}
+
+    def set_state(self, state: Mapping[str, Any] | None) -> None:
+        """Restores what `get_state` returned; None: the checkpoint does not note it."""
+        self.first_step = state["first_step"] if state else 0
+        self._set_starts(state["starts"] if state else [])
+
+    def _set_starts(self, values: Sequence[int]) -> None:
+        for (_, start), value in zip(self._starts, values, strict=False):
+            start.assign(value)
+
+    def count(self, optimizer: Any) -> tf.Tensor:
+        """Returns the steps of an optimizer since the average began; 0 or less: it has not."""
+        (start,) = [start for of, start in self._starts if of is optimizer]
+        return tf.cast(tf.convert_to_tensor(optimizer.iterations), tf.int64) - tf.convert_to_tensor(start)
 
     def touch(self, variables: Sequence[Any], gradients: Sequence[Any]) -> None:
         """Prepares for an update that applies gradients, one a variable, or None; in replica context."""
@@ -102,7 +163,7 @@ class MovingAverage(tf.Module):
     def _rate(self, applied_steps: tf.Tensor) -> tf.Tensor:
         t = tf.cast(applied_steps, tf.float32)
         if self.decay == 1.0:
-            return 1.0 / tf.maximum(1.0, tf.cast(applied_steps - self.first_step + 1, tf.float32))
+            return 1.0 / tf.maximum(1.0, t)
         return 1.0 - tf.minimum(self.decay, (1.0 + t) / (10.0 + t))
 
     @contextlib.contextmanager

@@ -172,7 +172,8 @@ class _Steps:
         self._notes = notes = run.checkpoints.get(start, {})
         learning_rates.resolve(state.plain_optimizers.values(), units, lambda: None, state.count_tokens)
         if state.average is not None:
-            state.average.begin_at(run_length.first_averaged(config, units), lambda: None)
+            state.average.set_state(notes.get("average"))
+            state.average.begin_at(run_length.first_averaged(config, units), start)
         if notes:
             source.restore_position(notes["input"])
             self._window = Window(notes["window"])

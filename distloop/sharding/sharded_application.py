@@ -123,8 +123,8 @@ class ShardedApplication(Application):
             assign = functools.partial(variable_writes.assign, update.overwritten)
             self._strategy.run(assign, args=(new_values,))
         if self.state.average is not None:
-            applied_steps = tf.convert_to_tensor(optimizer.iterations)
-            self.state.average.update([*update.variables, *update.overwritten], applied_steps)
+            average = self.state.average
+            average.update([*update.variables, *update.overwritten], average.count(optimizer))
 
     def _gradients_of_parts(self, update: ForwardBackward, segments: Any, scale: Any) -> list[tf.Tensor]:
         """Returns the gradient of each part of the variables that the loss reaches, on the part's device."""

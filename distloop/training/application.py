@@ -92,8 +92,8 @@ class Application:
         # Keras assigns a variable's new value where it would apply a gradient.
         gradients.apply(optimizer, [*summed, *new_values], [*variables, *update.overwritten])
         if self.state.average is not None:
-            applied_steps = tf.convert_to_tensor(optimizer.iterations)
-            self.state.average.update([*update.variables, *update.overwritten], applied_steps)
+            average = self.state.average
+            average.update([*update.variables, *update.overwritten], average.count(optimizer))
 
     def gradients(self, update: ForwardBackward, segments: list[tf.Tensor], scale: tf.Tensor) -> list[tf.Tensor]:
         """Returns the gradients of the variables that the loss reaches, as the user wants them; on a replica."""

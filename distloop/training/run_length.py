@@ -117,7 +117,7 @@ def log_every(config: Config, units: Units) -> int | str:
 
 
 def first_averaged(config: Config, units: Units) -> int:
-    """Returns the step whose weights are the first of an equal average.
+    """Returns the step whose weights are the first of an average: of one with a decay, the first step.
 
     Raises:
         ValueError: if it is a share of a run that ends by time.
@@ -128,7 +128,7 @@ def first_averaged(config: Config, units: Units) -> int:
             f"average_from={config.average_from!r} was given, which is by time or tokens, so that its steps are not "
             "known: give steps, epochs or examples."
         )
-    return period.steps
+    return max(1, period.steps)
 
 
 def why_over(units: Units, step: int, secs: float, stop_reason: str | None, tokens: float = 0.0) -> str:
