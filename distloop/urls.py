@@ -101,12 +101,11 @@ def _require_utf8(path: str) -> str:
     return path
 
 
-def file_system(url: str, extra: str = "records", **options: Any) -> Any:
+def file_system(url: str, **options: Any) -> Any:
     """Returns fsspec's file system of a URL.
 
     Args:
         url: of a file or directory.
-        extra: the extra of distloop that installs fsspec for this use.
         options: of the file system.
 
     Raises:
@@ -116,9 +115,7 @@ def file_system(url: str, extra: str = "records", **options: Any) -> Any:
     try:
         import fsspec
     except ImportError:
-        raise ValueError(
-            f"The URL {shown!r} needs fsspec: pip install 'distloop[{extra}]', or copy the files."
-        ) from None
+        raise ValueError(f"The URL {shown!r} needs fsspec: pip install fsspec, or copy the files.") from None
     try:
         return fsspec.core.url_to_fs(url, **options)[0]
     except (ImportError, ValueError) as error:

@@ -32,7 +32,7 @@ Every setting is a field of `distloop.Config` and, after `distloop.define_flags(
 precedence: what `fit` is given, then the command line, then the file of `--config`, then the program's defaults in
 `define_flags(...)`, then the defaults on this page.
 
-`--config=run.yaml` reads flags by name from a YAML file (`pip install "distloop[yaml]"`) or a JSON file, the program's
+`--config=run.yaml` reads flags by name from a YAML file (`pip install ".[yaml]"`) or a JSON file, the program's
 own flags included:
 
     workdir: runs/digits

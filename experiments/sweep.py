@@ -1,6 +1,6 @@
 """Hyperparameter search with Optuna on the digits: trials worse than the median are pruned; a stopped study resumes.
 
-    pip install "distloop[sweep]"
+    pip install ".[sweep]"
     python -m experiments.sweep --workdir=runs/sweep --trials=20 --device=cpu --num_devices=2
 
 Each trial is a run with its own workdir, `runs/sweep/0`, `1`, ...; Optuna keeps its study in `runs/sweep/study.log`.

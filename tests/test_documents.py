@@ -245,6 +245,20 @@ def test_every_law_is_there_with_tests_that_exist_in_the_files_that_are_linked()
         assert tests.count("test_") >= tests.count(", ") + 1
 
 
+@each_page
+def test_what_was_measured_on_a_day_names_the_commit(page):
+    is_written = page.name == "public_models.md"  # by a program, from cells of several days
+    of_pages = page.parent == ROOT / "docs" and not is_written
+    paragraphs = re.split(r"\n\s*\n", text_of(page)) if of_pages else []
+    dated = [p for p in paragraphs if re.search(r"\bon \d{4}-\d\d-\d\d|\(\d{4}-\d\d-\d\d", p)]
+    assert not [p for p in dated if not re.search(r"\bcommit [0-9a-f]{7}\b", p)]
+
+
+@each_page
+def test_no_page_installs_distloop_from_an_index_that_does_not_have_it(page):
+    assert not re.search(r"pip install [^\n`]*distloop", text_of(page))
+
+
 def imports_of(program):
     """Returns which of distloop, keras and tensorflow a program imports, in this order."""
     nodes = [node for node in ast.walk(ast.parse(program)) if isinstance(node, ast.Import | ast.ImportFrom)]

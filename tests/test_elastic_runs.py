@@ -129,7 +129,7 @@ def changes_of(workdir):
 
 @pytest.mark.wide
 def test_a_node_of_ray_that_goes_and_one_that_comes_change_nothing(alone, tmp_path, monkeypatch):
-    pytest.importorskip("ray", reason="pip install 'distloop[ray]'")
+    pytest.importorskip("ray", reason="needs ray")
     from ray.cluster_utils import Cluster
 
     log, workdir = Log(str(tmp_path / "log")), str(tmp_path / "run")

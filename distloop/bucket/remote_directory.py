@@ -56,7 +56,7 @@ class RemoteDirectory:
             ValueError: if the package for it is not installed, or nothing reads such URLs.
         """
         self.url = url.rstrip("/")
-        self._system = file_system(url, "remote", use_listings_cache=False)
+        self._system = file_system(url, use_listings_cache=False)
         self._root = self._system._strip_protocol(self.url).rstrip("/")
         protocols = self._system.protocol
         self._protocols = {protocols} if isinstance(protocols, str) else {*protocols}

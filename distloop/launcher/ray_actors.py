@@ -161,7 +161,7 @@ class Actors:
         try:
             import ray
         except ImportError:
-            raise ValueError("--ray was given, but Ray is not installed: pip install 'distloop[ray]'.") from None
+            raise ValueError("--ray was given, but Ray is not installed: pip install ray.") from None
         try:
             ray.init()
         except ConnectionError as error:

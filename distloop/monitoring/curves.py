@@ -45,7 +45,7 @@ class Picture:
             from matplotlib.figure import Figure
         except ImportError:
             raise ValueError(
-                "Pictures of curves need matplotlib, which is not installed: pip install 'distloop[plot]'."
+                "Pictures of curves need matplotlib, which is not installed: pip install matplotlib."
             ) from None
         names = dict.fromkeys(name for curves in charts.values() for name in curves)
         styles = {name: (f"C{i % 10}", ("-", "--", ":")[i // 10 % 3]) for i, name in enumerate(names)}

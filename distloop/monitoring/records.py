@@ -221,7 +221,7 @@ def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, float]]:
     try:
         if urls.is_url(directory):
             path = f"{directory.rstrip('/')}/metrics.jsonl"
-            rows = _parse_rows(urls.file_system(path, "remote").cat_file(path))
+            rows = _parse_rows(urls.file_system(path).cat_file(path))
         elif not os.path.isdir(directory):
             raise ValueError(f"There is no directory {directory!r}: give the workdir of a run.")
         else:

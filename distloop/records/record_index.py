@@ -150,7 +150,7 @@ def open_index(files: Files, directory: str = "") -> Index:
         OSError: if a shard cannot be read.
     """
     if google_crc32c is None:
-        raise ValueError("TFRecord files need google-crc32c: pip install 'distloop[records]'.")
+        raise ValueError("TFRecord files need google-crc32c: pip install google-crc32c.")
     path = index_path(files.paths, directory)
     stored = _load(path, files.paths)
     scans: list[Any] = [None] * len(files.paths)

@@ -107,7 +107,7 @@ def _parse_yaml(text: str) -> Any:
     try:
         import yaml
     except ImportError as error:
-        raise ValueError('PyYAML is not installed: run pip install "distloop[yaml]", or write JSON.') from error
+        raise ValueError("PyYAML is not installed: pip install pyyaml, or write JSON.") from error
 
     class Loader(yaml.SafeLoader):
         """Reads 10:20 as a text; YAML 1.1 has numbers to the base of 60."""

@@ -257,5 +257,5 @@ def _import(package: str, writer: str) -> Any:
         return importlib.import_module(package)
     except ImportError:
         raise ValueError(
-            f'{writer} needs {package}, which is not installed: pip install "distloop[{package}]".'
+            f"{writer} needs {package}, which is not installed: pip install {package}."
         ) from None

@@ -25,8 +25,8 @@ pytestmark = pytest.mark.slow
 @contextlib.contextmanager
 def amazon(monkeypatch):
     """Yields the URL of a bucket of moto's server."""
-    pytest.importorskip("s3fs", reason="needs s3fs and moto: pip install 'distloop[test]'")
-    server = pytest.importorskip("moto.server", reason="needs moto: pip install 'distloop[test]'")
+    pytest.importorskip("s3fs", reason="needs s3fs and moto")
+    server = pytest.importorskip("moto.server", reason="needs moto")
     logging.getLogger("werkzeug").setLevel("ERROR")
     moto = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     moto.start()
@@ -48,7 +48,7 @@ def amazon(monkeypatch):
 def google(monkeypatch):
     """Yields the URL of a bucket of gcp-storage-emulator."""
     monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # read at the import; the emulator has no gRPC
-    pytest.importorskip("gcsfs", reason="needs gcsfs: pip install 'distloop[test]'")
+    pytest.importorskip("gcsfs", reason="needs gcsfs")
     emulator = pytest.importorskip("gcp_storage_emulator.server", reason="needs gcp-storage-emulator")
     logging.getLogger("gcp_storage_emulator").setLevel("CRITICAL")
     monkeypatch.setattr(emulator.server, "HTTPServer", http.server.ThreadingHTTPServer)  # connections stay open

@@ -130,7 +130,7 @@ def test_sigterm_to_the_launcher_lets_all_workers_save_and_leave(start, tmp_path
 @pytest.mark.parametrize(
     ("module", "sentence"),
     [
-        ("raise ImportError", "--ray was given, but Ray is not installed: pip install 'distloop[ray]'."),
+        ("raise ImportError", "--ray was given, but Ray is not installed: pip install ray."),
         (
             "def init(): raise ConnectionError('no answer')",
             "Ray cannot be reached (no answer): start a cluster, or unset RAY_ADDRESS to start a local one.",

@@ -44,7 +44,7 @@ def names_in(picture):
     return [text.get_text() for text in picture.figure.legends[0].get_texts()]
 
 
-needs_matplotlib = pytest.mark.skipif(not importlib.util.find_spec("matplotlib"), reason="needs distloop[plot]")
+needs_matplotlib = pytest.mark.skipif(not importlib.util.find_spec("matplotlib"), reason="needs matplotlib")
 
 
 @needs_matplotlib
@@ -94,7 +94,7 @@ def test_rows_of_a_step_that_is_trained_again_are_dropped_and_a_long_history_is_
 
 def test_a_picture_without_matplotlib_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ValueError, match=r"need matplotlib, which is not installed: pip install 'distloop\[plot\]'"):
+    with pytest.raises(ValueError, match=r"need matplotlib, which is not installed: pip install matplotlib"):
         recorded().plot()
 
 
