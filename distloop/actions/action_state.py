@@ -122,7 +122,7 @@ def states_of(named: Mapping[str, Action]) -> dict[str, Any]:
     Raises:
         ValueError: if a state holds a value that JSON does not give back as it was.
     """
-    states = {name: member(action, "get_state")() for name, action in named.items()}
+    states = {name: _state_of(action) for name, action in named.items()}
     return {name: _copy(state, name) for name, state in states.items() if state is not None}
 
 
@@ -131,8 +131,14 @@ def _look_at(named: Mapping[str, Action]) -> dict[str, Any]:
     states = {}
     for name, action in named.items():
         with contextlib.suppress(Exception):
-            states[name] = copy.deepcopy(member(action, "get_state")())
+            states[name] = copy.deepcopy(_state_of(action))
     return {name: state for name, state in states.items() if state is not None}
+
+
+def _state_of(action: Action) -> Any:
+    """Returns an action's state, without the key of its run, which `vars(self)` has."""
+    state = member(action, "get_state")()
+    return {name: value for name, value in state.items() if name != _RUN} if isinstance(state, dict) else state
 
 
 def _has_state(action: Action) -> bool:

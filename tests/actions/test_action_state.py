@@ -188,6 +188,21 @@ def test_without_checkpoints_two_actions_may_have_one_name_and_any_state():
     assert [action.state for action in again] == [{1}, {2}]
 
 
+def test_all_attributes_of_an_action_may_be_its_state():
+    class Whole(Counts):
+        def get_state(self):
+            return dict(vars(self))
+
+        def set_state(self, state):
+            vars(self).update(state)
+
+    run, action = action_state.RunStates(), Whole(3)
+    run.attach([action], None)
+    assert run.read() == {"Whole": {"state": 3}}
+    run.attach([action], {"Whole": {"state": 2}})
+    assert action.state == 2 and run.read() == {"Whole": {"state": 2}}
+
+
 def test_an_action_without_attributes_of_its_own_is_taken():
     class Slots:
         __slots__ = ("state",)
