@@ -65,7 +65,7 @@ class Fit:
 
     Attributes:
         state: what training changes.
-        config: the settings of the run.
+        config: the settings of the run, as this call was given them.
         checkpoints: of the run.
         make_loop: returns the training loop; called once the weights are restored.
         source: the data to train on.
@@ -246,6 +246,7 @@ class Fit:
         """Restores the position in the data, the state of the actions and the open window from the checkpoint."""
         actions = [*self.actions, *self.evaluations, *self._noise]
         self._window = self.checkpoints.attach(self.source, self._loop, actions, self.units.run)
+        self.checkpoints.settings = self.config
         if (histograms := self._loop.histograms) is not None:
             histograms.every = self._plan.period(self.config.histograms_every).steps or self.config.histograms_every
             histograms.begin(self._step, is_restored=self._window is not None)
@@ -370,7 +371,7 @@ def _open_files(fit: Fit, workdir: str, evals: Sequence[str]) -> list[Any]:
         restore_secs, fit.checkpoints.times.restore = fit.checkpoints.times.restore, None
         _begin_in(workdir, fit, restore_secs)
         summaries = SummaryWriter(workdir, evals, fit._step)
-        overview.introduce(summaries, fit.state, fit.config, fit._forward, fit.units.length)
+        overview.introduce(summaries, fit.state, fit.config, fit._forward)
         again = fit._loop.open_boundary is not None or (fit.config.eval_first and fit._step == 0)
         path, goes_on = f"{workdir}/metrics.jsonl", restore_secs is not None or fit._has_gone_back
         rows = JsonWriter(path, fit._step, is_written_again=again, goes_on=goes_on)

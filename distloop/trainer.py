@@ -166,7 +166,7 @@ class Trainer:
         self._build(source)
         run = Fit(
             state=self.state,
-            config=self.config,
+            config=run_length.as_given(self.config, source, length),
             checkpoints=self._checkpoints,
             make_loop=lambda: self._train_loop,
             source=source,

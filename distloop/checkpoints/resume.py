@@ -67,11 +67,13 @@ class RunCheckpoints:
         disk_watch: ends the process when the disk no longer answers.
         directory: the workdir, whose lock is held until the last save has ended.
         stop_reason: why an action has ended the run that `fit` was given; None: no action has.
+        settings: of the last `fit`, which a checkpoint notes.
     """
 
     def __init__(self, state: TrainState, config: Config):
         """Touches no disk."""
-        self._state, self._saved_state, self._config = state, SavedState(state), config
+        self._state, self._saved_state = state, SavedState(state)
+        self._config = self.settings = config
         self._is_chief = workers.is_chief(state.strategy)
         self._say = speaker(self._is_chief, config.console)
         self._gather = functools.partial(workers.gather, state.strategy)
@@ -247,7 +249,7 @@ class RunCheckpoints:
         saved = self._saved  # restored since: the parts get their state from it at the next fit
         notes = saved.notes if saved else _notes(self._source, self._loop, self.action_states, self._run, report)
         values = self._saved_state.snapshot(is_needed=self._is_chief)
-        notes = {"data_from": self._data_from} | notes | _circumstances(self._state, self._config)
+        notes = {"data_from": self._data_from} | notes | _circumstances(self._state, self.settings)
         return int(self._state.step), values, notes
 
     def last_step(self) -> int | None:

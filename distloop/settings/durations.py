@@ -67,10 +67,8 @@ class Units:
     Attributes:
         run: the length of the whole run, of which percents are taken.
         run_unit: the unit that it was given in.
-        length: as it was given.
     """
 
-    length: int | str = 0
 
     def __init__(
         self,

@@ -35,7 +35,6 @@ from distloop.optimizers.gradients import Clipping
 from distloop.settings import flags
 from distloop.settings.config import Config
 from distloop.settings.precision import PRECISIONS
-from distloop.training import run_length
 from distloop.urls import absolute
 from distloop.variables import count_parameters, named_variables, tensorflow_variable, top_layers
 
@@ -48,17 +47,12 @@ _FEW_VARIABLES = 100
 _MANY_ROWS = 100_000  # of a table; with fewer, a step hardly shows that it walks all of it
 
 
-def introduce(
-    writer: SummaryWriter, state: TrainState, settings: Config, forward: tf.Graph | None, length: int | str
-) -> None:
-    """Writes the overview to TensorBoard.
-
-    The state is built, the graph of the forward pass is that of `ForwardPass`, the length that of `run_length.chosen`.
+def introduce(writer: SummaryWriter, state: TrainState, settings: Config, forward: tf.Graph | None) -> None:
+    """Writes the overview to TensorBoard; the state is built, and the graph of the forward pass is `ForwardPass`'s.
 
     Raises:
         OSError: if it cannot be written.
     """
-    settings = dataclasses.replace(settings, **run_length.as_settings(length))
     texts: dict[str, Media] = {
         "run/config": Text(describe_config(settings)),
         "run/flags": Text(_table(["flag", "value"], flags.facts(settings).items())),  # those that repeat the run

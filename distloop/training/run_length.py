@@ -6,6 +6,7 @@
 All steps count from the run's beginning, not from this call of `fit`.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -61,9 +62,7 @@ def make_units(source: Source, length: int | str) -> Units:
         ValueError: if the length is in epochs that have no end, or in examples and the batch size is not known.
     """
     sizes = functools.partial(batches_per_epoch, source), functools.partial(examples_per_step, source)
-    units = Units(*sizes, Units(*sizes).period(length), parse(length).unit)
-    units.length = length
-    return units
+    return Units(*sizes, Units(*sizes).period(length), parse(length).unit)
 
 
 def batches_per_epoch(source: Source) -> int:
@@ -91,22 +90,30 @@ def examples_per_step(source: Source) -> int:
     Raises:
         ValueError: if it is not known before the data is read.
     """
-    size = source.info.batch_size or 0
-    sizes = workers.gather(source.strategy, float(size)) if source.layout.is_sharded else [size]
-    if not all(sizes):
+    if not (size := _batch_size(source)):
         raise ValueError(
             "A duration in examples was given, but the dataset's batch size is not known before it is read: call "
             ".batch(batch_size) on the dataset last, or give steps."
         )
-    return int(sum(sizes))
+    return size
 
 
-def as_settings(length: int | str) -> dict[str, Any]:
-    """Returns a length as the settings of `Config` that have one: `steps`, `epochs` and `until`, all but one unset."""
+def _batch_size(source: Source) -> int:
+    """Returns the number of examples in a whole batch, over all workers, which all call it; 0: it is not known."""
+    size = source.info.batch_size or 0
+    sizes = workers.gather(source.strategy, size) if source.layout.is_sharded else [size]
+    return int(sum(sizes)) if all(sizes) else 0
+
+
+def as_given(config: Config, source: Source, length: int | str) -> Config:
+    """Returns the settings with the length and the batch size that `fit` was given; all workers call it."""
     amount, unit = parse(length)
     is_count = unit in ("steps", "epochs") and amount.is_integer()
-    given = {unit: int(amount)} if is_count else {"until": length}
-    return {"steps": 0, "epochs": 0, "until": "", **given}
+    settings: dict[str, Any] = {"steps": 0, "epochs": 0, "until": ""}
+    settings |= {unit: int(amount)} if is_count else {"until": length}
+    if (size := _batch_size(source)) and size != config.global_batch_size(source.strategy):
+        settings |= {"batch_size": size, "replica_batch_size": 0}
+    return dataclasses.replace(config, **settings)
 
 
 def log_every(config: Config, units: Units) -> int | str:

@@ -1,6 +1,7 @@
 """Event files as TensorBoard's reader sees them; test_tensorboard_server.py asks a real server."""
 
 import glob
+import json
 import os
 import shutil
 import time
@@ -235,3 +236,53 @@ def test_after_an_error_no_step_is_lost_or_shown_twice(tmp_path):
         writer.discard(2)  # steps 2 and 3 may be in the files or not
     for run in ("train", "test"):
         assert steps_in_tensorboard(tmp_path / run, "Metrics/loss") == [1, 2, 3, 4]
+
+
+class Seen:
+    """A writer that keeps the settings."""
+
+    def open(self, settings, run_id):
+        self.settings = settings
+
+    def write(self, step, numbers, when):
+        pass
+
+    def close(self):
+        pass
+
+
+def texts_of(workdir, tag):
+    """Returns the texts of a tag in all event files."""
+    events = [event for path in workdir.rglob("events.*") for event in tf.compat.v1.train.summary_iterator(str(path))]
+    values = [value for event in events for value in event.summary.value if value.tag == tag]
+    return [tf.make_ndarray(value.tensor).item().decode() for value in values]
+
+
+OF_FIT = {  # the data, what else `fit` is given, the settings that it has
+    "arrays": ("arrays", {"batch_size": 16, "epochs": 2}, {"batch_size": 16, "epochs": 2}),
+    "batches": ("batches", {"steps": 3}, {"batch_size": 8, "steps": 3}),
+    "until": ("arrays", {"until": "0.5 epochs"}, {"batch_size": 32, "until": "0.5 epochs"}),
+    "config": ("arrays", {}, {"batch_size": 32, "steps": 5}),
+    "replica_batch_size": ("arrays", {}, {"replica_batch_size": 16, "steps": 5}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", problems.mostly_wide(OF_FIT, "arrays", "batches"))
+def test_what_fit_was_given_is_what_every_file_and_writer_says(case, tmp_path):
+    kind, arguments, differs = OF_FIT[case]
+    expected = {"steps": 0, "epochs": 0, "batch_size": 0, "replica_batch_size": 0, "until": "", **differs}
+    sizes = {"replica_batch_size": 16} if case == "replica_batch_size" else {"batch_size": 32}
+    seen, config, rows = Seen(), problems.on(2, workdir=str(tmp_path), steps=5, **sizes), problems.classification(64)
+    trainer = distloop.Trainer(problems.classifier(), config)
+    trainer.fit(rows if kind == "arrays" else distloop.make_dataset(rows, 8), writers=[seen], **arguments)
+    manifest = json.loads((tmp_path / "checkpoints" / str(trainer.step) / "manifest.json").read_text())
+    for settings in (json.loads((tmp_path / "config.json").read_text()), manifest["notes"]["config"], seen.settings):
+        assert {name: settings[name] for name in expected} == expected
+    lines, (table,) = (tmp_path / "flags.txt").read_text().splitlines(), texts_of(tmp_path, "run/config")
+    assert {f"--{name}={value}" for name, value in expected.items()} < set(lines)
+    assert all(f"| `{name}` | `{value}` |" in table for name, value in expected.items() if value)
+    content = EventAccumulator(str(tmp_path)).Reload().SummaryMetadata(hparams.SESSION_START_INFO_TAG).plugin_data
+    trial = hparams.parse_session_start_info_plugin_data(content.content).hparams
+    found = {name: value.number_value or value.string_value for name, value in trial.items()}
+    assert {name: found.get(name) for name in differs} == differs and trainer.config == config

@@ -152,7 +152,8 @@ def test_each_device_of_a_pipeline_counts_once_on_each_worker(tmp_path):
 
         state = distloop.Trainer(model_fn, distloop.Config(device="cpu", num_stages=3, strategy="none")).state
         assert overview.peak_flops(state, distloop.Config(device="cpu", peak_flops=5.0)) == 10.0
-        fit._begin_in(str(tmp_path), state, None)
+        source = SimpleNamespace(save_position=dict)
+        fit._begin_in(str(tmp_path), SimpleNamespace(state=state, source=source, _step=0), None)
     assert [start["devices"] for start in ledger.read_starts(str(tmp_path))] == [2, 2]
     on_3 = SimpleNamespace(strategy=SimpleNamespace(num_replicas_in_sync=3), placement=state.placement)
     assert overview.num_devices(on_3) == 6

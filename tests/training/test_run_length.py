@@ -7,7 +7,7 @@ import pytest
 
 import distloop
 from distloop.settings.durations import Period
-from distloop.training import overview, run_length
+from distloop.training import run_length
 from tests.problems import classification, classifier, on
 
 SOURCE = types.SimpleNamespace(
@@ -100,23 +100,6 @@ def test_the_history_of_epochs_has_a_mean_of_each_and_the_weights_do_not_depend_
     np.testing.assert_allclose(result.history["loss"], by_epoch, rtol=1e-6)
     for one, other in zip(trainer.model.get_weights(), again.model.get_weights(), strict=True):
         np.testing.assert_array_equal(one, other)
-
-
-def test_a_length_is_one_of_three_settings():
-    for length, name in ((500, "steps"), ("3 epochs", "epochs"), ("2 h", "until"), ("0.5 epochs", "until")):
-        settings = run_length.as_settings(length)
-        assert settings == {"steps": 0, "epochs": 0, "until": "", name: 3 if name == "epochs" else length}
-        distloop.Config(**settings)
-
-
-def test_the_hyperparameters_of_a_run_have_the_length_that_fit_was_given(tmp_path, monkeypatch):
-    seen = []
-    monkeypatch.setattr(
-        overview.SummaryWriter, "begin", lambda self, hyperparameters, *rest: seen.append(hyperparameters)
-    )
-    trainer = distloop.Trainer(classifier(), on(1, workdir=str(tmp_path), batch_size=8, steps=500))
-    trainer.fit(classification(16), epochs=2)
-    assert seen[0]["epochs"] == 2 and "steps" not in seen[0]
 
 
 def test_a_stop_that_an_action_was_asked_for_is_no_warning(capsys):
