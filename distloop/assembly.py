@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from distloop.actions.histograms import WeightHistograms
 from distloop.data.source import Source
-from distloop.distributed import workers
+from distloop.distributed import devices, workers
 from distloop.installed import import_part
 from distloop.keras_models.fit_arguments import FitData
 from distloop.model import dtype_policy, user_functions
@@ -33,7 +33,8 @@ def make_state(model_fn: Callable[[], ModelSpec], strategy: tf.distribute.Strate
     if config.recompute:
         recomputation = import_part("recompute.recomputation", f"recompute={config.recompute!r}")
         model_fn = recomputation.with_recomputation(model_fn, config.recompute)
-    with agreement.divisible(strategy, config), dtype_policy.policy(config.precision):
+    divisible, policy = agreement.divisible(strategy, config), dtype_policy.policy(config.precision)
+    with divisible, policy, devices.seeded(config.seed):
         state = TrainState(
             model_fn,
             strategy,

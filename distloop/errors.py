@@ -13,7 +13,6 @@ import functools
 import inspect
 import os
 import re
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType, TracebackType
@@ -54,7 +53,6 @@ _DISTLOOP = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _PATHS = (str(module.__file__) for module in (tf, keras, np, absl))
 _LIBRARIES = (_DISTLOOP, *(os.path.dirname(os.path.abspath(path)) + os.sep for path in _PATHS))
 _NOT_OF_USERS = (*_LIBRARIES, contextlib.__file__, functools.__file__, threading.__file__, "<frozen ")
-_IS_SHORT = "_distloop_is_short"  # an attribute of errors
 # What distloop raises for users, or what their data and their operations raise in a compiled step.
 _FOR_USERS = (ValueError, ArithmeticError, OSError, KeyboardInterrupt, tf.errors.OpError)
 
@@ -255,21 +253,7 @@ def with_short_tracebacks(cls: _Class, explain_call: Callable[..., str] = lambda
     for name, method in list(vars(cls).items()):
         if isinstance(method, FunctionType) and (name == "__init__" or not name.startswith("_")):
             setattr(cls, name, _shortening(method, explain_call))
-    _shorten_what_is_shown()
     return cls
-
-
-@functools.cache  # once
-def _shorten_what_is_shown() -> None:
-    """Makes Python show an error that a public method raised without libraries around the user's frames, as absl's."""
-    show = sys.excepthook
-
-    def show_short(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if getattr(error, _IS_SHORT, False):
-            trace = _without_libraries(entries_of(trace))
-        show(kind, error.with_traceback(trace), trace)
-
-    sys.excepthook = show_short
 
 
 def _shortening(method: Callable[..., Any], explain_call: Callable[..., str]) -> Callable[..., Any]:
@@ -354,8 +338,6 @@ def _shorten(error: BaseException) -> None:
         seen.add(id(link))
         link.__traceback__ = _without_libraries(entries_of(link.__traceback__))
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
-    with contextlib.suppress(AttributeError):  # an error with slots alone
-        setattr(error, _IS_SHORT, True)
 
 
 def entries_of(entry: TracebackType | None) -> list[TracebackType]:

@@ -302,7 +302,8 @@ class Fit:
         return writers
 
     def _report(self) -> Report:
-        return Report(self._step, self.units.run.last_step, self._loop.reported, self.state, time=unix_time())
+        values: dict[str, Any] = {"time": unix_time(), "units": self.units}
+        return Report(self._step, self.units.run.last_step, self._loop.reported, self.state, **values)
 
     @property
     def _step(self) -> int:

@@ -176,6 +176,9 @@ def read_clock() -> tf.Tensor:
     return tf.timestamp()
 
 
+NO_LIMIT_SECS = 1e9  # finite, for `tf.debugging.enable_check_numerics`, which stops at each infinity in a graph
+
+
 class TimeLimit:
     """A time limit in a graph, whose only clock can be set; a clock set back by more than the limit ends it, too.
 

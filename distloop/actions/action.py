@@ -24,7 +24,7 @@ from distloop.monitoring.media import Media
 from distloop.monitoring.records import as_numbers
 from distloop.monitoring.timing import Clock
 from distloop.settings import durations
-from distloop.settings.durations import Plan
+from distloop.settings.durations import Plan, Units
 
 _HOOKS = {"on_start": ["report"], "on_end": ["report"], "on_error": ["error"], "get_state": [], "set_state": ["state"]}
 
@@ -42,6 +42,7 @@ class Report:
         time: when the last step ended; Unix, seconds.
         media: name -> media that earlier actions returned.
         is_complete: True if every action that reports metrics has run, so a missing metric will stay missing.
+        units: what durations are in steps; known to `on_start`.
     """
 
     step: int
@@ -52,6 +53,7 @@ class Report:
     time: float = 0.0
     media: Mapping[str, Media] = field(default_factory=dict)
     is_complete: bool = False
+    units: Units = field(default_factory=Units)
 
     def require(self, metric: str, action_name: str, *, was_seen: bool) -> None:
         """Raises if a metric is missing and will stay missing; at the end of the run logs an error instead.

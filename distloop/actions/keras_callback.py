@@ -8,6 +8,7 @@ An epoch is `every` steps. This module does not know the training loop.
 
 import contextlib
 import copy
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -67,7 +68,7 @@ class FromCallback(Action):
         _require_settable_rate(self._callback, report.state)
         self._model = _Model(report.state)
         self._callback.set_model(self._model)
-        self._callback.set_params({"steps": self.every, "epochs": None, "verbose": 0})
+        self._callback.set_params(_params(self.every, report))
         self._callback.on_train_begin({})
         if before is not None:  # on_train_begin often resets them
             vars(self._callback).update(before)
@@ -155,6 +156,14 @@ class _Model:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
+
+
+def _params(every: int | str, report: Report) -> dict[str, int | None]:
+    """Returns the steps of an epoch and the number of epochs, as Keras does; None: not known, as time decides."""
+    last_step = int(report.until) if report.until < math.inf else None
+    period = report.units.period(every)
+    steps = period.steps or (None if any(period) else last_step)
+    return {"steps": steps, "epochs": -(-last_step // steps) if last_step and steps else None, "verbose": 0}
 
 
 def _logs(report: Report) -> dict[str, float]:

@@ -17,7 +17,6 @@ second whether the run is to stop, and stop together. Data by number has no need
 import atexit
 import dataclasses
 import functools
-import math
 import queue
 import threading
 import time
@@ -31,7 +30,7 @@ from distloop.data.numbered import NumberedDataset
 from distloop.distributed import workers
 from distloop.distributed.devices import HOST
 from distloop.distributed.preemption import SAVES, Interrupted, StopRequests
-from distloop.graph_functions import TimeLimit, graph_function
+from distloop.graph_functions import NO_LIMIT_SECS, TimeLimit, graph_function
 from distloop.log import log
 
 _IGNORE_EXTERNAL_STATE = 1  # a policy of tf.data: a Python function's state is not copied
@@ -170,7 +169,7 @@ class Behind:
     iterator: Any
     num_batches: int
 
-    def skip(self, most: int | None = None, secs: float = math.inf) -> int:
+    def skip(self, most: int | None = None, secs: float = NO_LIMIT_SECS) -> int:
         """Reads batches and throws them away; returns how many are then left.
 
         Args:

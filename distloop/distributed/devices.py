@@ -9,8 +9,10 @@ It does not know other workers.
 
 import contextlib
 import functools
+import logging
 import os
 import random
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,6 +26,8 @@ from distloop.graph_functions import enable_determinism
 from distloop.log import log, shown
 from distloop.settings.config import Config
 
+_SEEDED = threading.RLock()
+_STRATEGIES = os.path.join("tensorflow", "python", "distribute", "")
 HOST = "/CPU:0"  # holds iterators, loop counters and the numbers that are logged
 # TensorFlow's graph optimizers that compute the same by other operations. Those that are left remove operations and
 # dependencies, which halves the time of a small step and changes no bit.
@@ -71,8 +75,9 @@ def prepare_process(config: Config) -> None:
         _create_virtual_cpus(config)
     else:
         _set_memory_growth()
-    tf.get_logger().setLevel("WARNING")  # TensorFlow logs how it reduces at every trace, at level INFO
-    keras.utils.set_random_seed(config.seed)
+    tf.get_logger().addFilter(_is_no_detail_of_strategies)  # adds it once
+    with seeded(config.seed):
+        pass
     is_on_gpus = choose_device_type(config) == "GPU"
     if config.deterministic or (config.virtual_replicas and is_on_gpus):
         enable_determinism()
@@ -92,6 +97,17 @@ def another_scope(what: str) -> ValueError:
         f"{what} a strategy.scope(), but distloop enters the scope of its own strategy: leave `with strategy.scope():` "
         "out; Config names the devices, or Trainer(strategy=strategy) takes the object."
     )
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seeds Python, NumPy, Keras and TensorFlow, and enters a scope that one thread is in at a time.
+
+    The generators belong to the process: a model that another thread makes meanwhile would take draws of this one's.
+    """
+    with _SEEDED:
+        keras.utils.set_random_seed(seed)
+        yield
 
 
 @contextlib.contextmanager
@@ -179,6 +195,11 @@ def _nvml_gpus() -> tuple[Any, list[Any]]:
 def short_device(device: str) -> str:
     """Returns a device's name without its job, as in `CPU:1`."""
     return ":".join(device.split(":")[-2:]).rpartition("/")[2].upper()
+
+
+def _is_no_detail_of_strategies(record: logging.LogRecord) -> bool:
+    """Returns False for what TensorFlow logs of its strategies at level INFO: how it reduces, at every trace."""
+    return record.levelno > logging.INFO or _STRATEGIES not in record.pathname
 
 
 def _set_threads(config: Config) -> None:

@@ -8,6 +8,7 @@ import ctypes
 import functools
 import itertools
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from tensorflow.python.ops import custom_gradient, resource_variable_ops
 LARGEST_MESSAGE_BYTES = 4 * 2**20
 # A strategy takes a key for each group of devices, of which it has a few. The first strategy keeps TensorFlow's keys.
 _key_bases = itertools.count(0, 100_000)
+_REPLACING = threading.RLock()
 
 
 def place_in_cluster(strategy: tf.distribute.Strategy) -> tuple[int, int]:
@@ -49,17 +51,23 @@ def abort_collectives() -> None:
 
 
 @contextlib.contextmanager
-def own_collective_keys(kind: type[tf.distribute.Strategy]) -> Iterator[None]:
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Enters a scope, of one thread at a time, with another value of an attribute of TensorFlow's."""
+    with _REPLACING:
+        original = getattr(owner, name)
+        setattr(owner, name, value)
+        try:
+            yield
+        finally:
+            setattr(owner, name, original)
+
+
+def own_collective_keys(kind: type[tf.distribute.Strategy]) -> contextlib.AbstractContextManager[None]:
     """Gives a mirrored strategy, of this class, that is created inside keys of its own for its collectives.
 
     TensorFlow gives those of each strategy the same keys, so that a strategy over four GPUs fails after one over two.
     """
-    original = kind._collective_key_base
-    kind._collective_key_base = next(_key_bases)
-    try:
-        yield
-    finally:
-        kind._collective_key_base = original
+    return _replaced(kind, "_collective_key_base", next(_key_bases))
 
 
 def get_random_state() -> tuple[Any, Any]:
@@ -74,20 +82,14 @@ def set_random_state(state: tuple[Any, Any]) -> None:
     eager._seed, eager._rng = state
 
 
-@contextlib.contextmanager
-def local_devices(device_type: str, count: int) -> Iterator[None]:
+def local_devices(device_type: str, count: int) -> contextlib.AbstractContextManager[None]:
     """Gives a multi-worker strategy that is created inside `count` devices; TensorFlow takes one CPU or every GPU."""
-    extended = collective_all_reduce_strategy.CollectiveAllReduceExtended
-    original = extended._initialize_local_devices
 
     def first_devices(self: Any, resolver: Any, worker_device: str) -> tuple[tuple[str, ...], str]:
         return tuple(f"{worker_device}/device:{device_type}:{i}" for i in range(count)), device_type
 
-    extended._initialize_local_devices = first_devices
-    try:
-        yield
-    finally:
-        extended._initialize_local_devices = original
+    extended = collective_all_reduce_strategy.CollectiveAllReduceExtended
+    return _replaced(extended, "_initialize_local_devices", first_devices)
 
 
 @contextlib.contextmanager
@@ -108,7 +110,6 @@ def joining_without_gil() -> Iterator[None]:
 
     TensorFlow's own binding holds the GIL for that time: no heartbeat could be sent or received, nor the process ended.
     """
-    original = pywrap_tfe.TFE_EnableCollectiveOps
     try:
         library = ctypes.CDLL(os.path.join(tf.sysconfig.get_lib(), "libtensorflow_cc.so.2"))  # loaded already
     except OSError:  # another build of TensorFlow: keep its own binding
@@ -127,11 +128,8 @@ def joining_without_gil() -> Iterator[None]:
             raise errors_impl.exception_type_from_error_code(code)(None, None, message)
         library.TF_DeleteStatus(status)
 
-    pywrap_tfe.TFE_EnableCollectiveOps = join
-    try:
+    with _replaced(pywrap_tfe, "TFE_EnableCollectiveOps", join):
         yield
-    finally:
-        pywrap_tfe.TFE_EnableCollectiveOps = original
 
 
 def sum_over_replicas(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -229,8 +227,7 @@ def _broadcast(
         return tf.reshape(tf.bitcast(whole, value.dtype), value.shape)
 
 
-@contextlib.contextmanager
-def all_reduce_without_graph_walks() -> Iterator[None]:
+def all_reduce_without_graph_walks() -> contextlib.AbstractContextManager[None]:
     """Traces each all-reduce of a replica function in constant time.
 
     `ReplicaContext.all_reduce` is a custom gradient, for which TensorFlow walks back through the graph to look for
@@ -239,12 +236,7 @@ def all_reduce_without_graph_walks() -> Iterator[None]:
     all-reduces with those of the backward pass, took more than four minutes. Within a `tf.function` there are no such
     variables; those that a custom gradient reads are recorded by its tape.
     """
-    original = custom_gradient._get_dependent_variables
-    custom_gradient._get_dependent_variables = lambda input_ops, output_ops: []
-    try:
-        yield
-    finally:
-        custom_gradient._get_dependent_variables = original
+    return _replaced(custom_gradient, "_get_dependent_variables", lambda input_ops, output_ops: [])
 
 
 @contextlib.contextmanager

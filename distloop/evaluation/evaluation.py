@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from distloop.actions.evaluate import Evaluate, Evaluation, trace_first, with_rows
@@ -25,7 +24,7 @@ from distloop.distributed.preemption import StopRequests
 from distloop.distributed.strategies import tree_sum
 from distloop.errors import TEXT_AS_NUMBER, raise_as_user_error
 from distloop.evaluation.prediction import Predictor
-from distloop.graph_functions import TimeLimit, compiled, graph_function, has_clock, with_called
+from distloop.graph_functions import NO_LIMIT_SECS, TimeLimit, compiled, graph_function, has_clock, with_called
 from distloop.model import broadcasts, metrics
 from distloop.model.keras_metrics import Join, KerasMetrics, check_arguments
 from distloop.model.spec import LossFn
@@ -197,7 +196,7 @@ class EvalLoop:
             return None
         self.build_metrics(source)
         if not self._step.names:
-            self._run.get_concrete_function(source.iterator_spec(), source.layout, *_limits(0, np.inf))
+            self._run.get_concrete_function(source.iterator_spec(), source.layout, *_limits(0, NO_LIMIT_SECS))
         return [*self._step.names, *self._step.keras_metrics]
 
     def trace(self, source: Source) -> None:
@@ -252,7 +251,7 @@ class EvalLoop:
         is_alone = workers.num_workers(strategy) == 1
         is_cut, ends_by_time = is_alone or stop_requests is not None, is_alone and has_clock()
         if not is_alone:
-            self._run.get_concrete_function(iterator, source.layout, *_limits(0, np.inf))
+            self._run.get_concrete_function(iterator, source.layout, *_limits(0, NO_LIMIT_SECS))
             facts = {"the limit of batches": limit, "the values of loss_fn": self._step.names}
             facts["the Keras metrics"] = sorted(self._step.keras_metrics)
             workers.require_same(strategy, "evaluate", facts)
@@ -262,7 +261,7 @@ class EvalLoop:
             start = time.monotonic()
             most = limit - batches if limit else tf.int64.max
             most = most if ends_by_time or not is_cut else min(most, self._most_batches)
-            result = self._run(iterator, source.layout, *_limits(most, _PART_SECS if ends_by_time else np.inf))
+            result = self._run(iterator, source.layout, *_limits(most, _PART_SECS if ends_by_time else NO_LIMIT_SECS))
             result = tf.nest.map_structure(lambda t: t.numpy(), result)
             batches += int(result["batches"])
             if not is_cut or workers.gather(strategy, bool(result["has_ended"]) or batches == limit).all():

@@ -191,9 +191,10 @@ def output_difference(output: Any, expected: Any) -> float:
 @contextlib.contextmanager
 def quiet_logging() -> Iterator[None]:
     """Hides TensorFlow's informational messages about writing."""
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity(logging.WARNING)
+    logger = logging.get_absl_logger()
+    level = logger.level
+    logger.setLevel("WARNING")
     try:
         yield
     finally:
-        logging.set_verbosity(verbosity)
+        logger.setLevel(level)

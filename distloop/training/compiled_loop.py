@@ -16,7 +16,7 @@ from distloop.data.shards import Batch, BatchLayout
 from distloop.data.source import Source
 from distloop.distributed import strategies, workers
 from distloop.distributed.devices import HOST
-from distloop.graph_functions import TimeLimit, compiled, graph_clock, has_clock, read_clock
+from distloop.graph_functions import NO_LIMIT_SECS, TimeLimit, compiled, graph_clock, has_clock, read_clock
 from distloop.model import metrics
 from distloop.model.state import TrainState
 from distloop.model.step_marks import StepMarks
@@ -147,7 +147,7 @@ class CompiledLoop:
         """Traces and optimizes by a run of no steps: errors come before the first step, speeds are those of steps."""
         self._prepare(source)
         if not self._eager:
-            arguments = source.iterator(), source.layout, *_limits(0, 1, np.inf)
+            arguments = source.iterator(), source.layout, *_limits(0, 1, NO_LIMIT_SECS)
             with tf.experimental.function_executor_type(executor):
                 self._run(*arguments)
             diagnosis.warn(self._step, self._run.get_concrete_function(*arguments).graph)
@@ -162,7 +162,7 @@ class CompiledLoop:
                 self._ahead[kind] = shards.RowsAhead(source.iterator(), source.layout, self._state.strategy)
 
     def run(
-        self, source: Source, count: int, log_every: int, *, executor: str, is_single: bool, secs: float = np.inf
+        self, source: Source, count: int, log_every: int, *, executor: str, is_single: bool, secs: float = NO_LIMIT_SECS
     ) -> list[Row]:
         """Runs `count` steps, or up to the first that fails or where an average begins; after `secs` it begins none.
 
@@ -371,7 +371,7 @@ class CompiledLoop:
 def graph_of(loop: CompiledLoop, source: Source) -> Any:
     """Returns the graph of a loop over steps on some data; nothing runs."""
     loop._prepare(source)
-    return loop._run.get_concrete_function(source.iterator(), source.layout, *_limits(0, 1, np.inf)).graph
+    return loop._run.get_concrete_function(source.iterator(), source.layout, *_limits(0, 1, NO_LIMIT_SECS)).graph
 
 
 def _kind(iterator: Any, layout: BatchLayout) -> str:

@@ -10,7 +10,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from distloop.data import shards
@@ -242,8 +241,10 @@ def tally_outputs(
             tally = metrics.weigh(name, value, size, row_weights)
             tallies[name] = tally._replace(is_per_token=metrics.is_per_token(value, rows))
     if checks := [check for tally in tallies.values() for check in tally.checks]:
-        # The step fails anyway; a loss that is not finite keeps it from applying anything before it does.
-        failed = tf.where(tf.reduce_all(tf.stack(checks)), 0.0, np.nan)
+        # The step fails anyway; a loss that is not finite keeps it from applying anything before it does. A constant
+        # NaN would stop a run under `tf.debugging.enable_check_numerics`.
+        is_right = tf.cast(tf.reduce_all(tf.stack(checks)), tf.float32)
+        failed = is_right / is_right - 1.0  # 0 / 0 is NaN
         name = "loss" if needs_loss else next(iter(tallies))
         tallies[name] = tallies[name]._replace(total=tallies[name].total + failed)
     return tallies, take_rows(fed)

@@ -20,7 +20,7 @@ from distloop.data.source import Source
 from distloop.distributed import strategies, workers
 from distloop.distributed.preemption import StopRequests
 from distloop.errors import as_user_error, raise_as_user_error
-from distloop.graph_functions import has_clock
+from distloop.graph_functions import NO_LIMIT_SECS, has_clock
 from distloop.model.saved_state import ReplicaComparison
 from distloop.model.state import TrainState
 from distloop.monitoring.console import say
@@ -231,7 +231,7 @@ class TrainLoop:
                     self._host.plan.period(self.log_every).steps,
                     executor=self._host.executor,
                     is_single=self._host.profile.is_single(step),
-                    secs=_LOOP_SECS if self._ends_by_time else np.inf,
+                    secs=_LOOP_SECS if self._ends_by_time else NO_LIMIT_SECS,
                 )
             self._loss_weight = loss_weight(self._step)
         except BaseException as error:  # Ctrl-C, too, where it is not caught

@@ -1,5 +1,6 @@
 """Tests Keras callbacks as actions."""
 
+import math
 import types
 
 import keras
@@ -7,7 +8,9 @@ import numpy as np
 import pytest
 
 import distloop
+from distloop.actions import keras_callback
 from distloop.actions.action import Report
+from distloop.settings.durations import Period, Units
 from tests.problems import classification, classifier, on, refused
 
 
@@ -64,6 +67,7 @@ def test_a_callback_is_called_at_the_end_of_an_epoch_and_a_plateau_changes_the_l
     trainer.fit(data(), steps=7, evals={"val": data()}, actions=actions)
     logs = ["loss", "val/loss", "val_loss"]
     assert seen.calls == ["begin", (0, logs), (1, logs), (2, logs), (3, logs), "end"]
+    assert seen.params == {"steps": 2, "epochs": 4, "verbose": 0}
     assert seen.model.count_params() == trainer.model.count_params()
     np.testing.assert_allclose(trainer.optimizer.learning_rate.numpy(), 0.1 * 0.5**3, rtol=1e-6)
 
@@ -76,6 +80,17 @@ def test_an_epoch_may_be_one_of_the_data_and_the_next_fit_goes_on_counting():
         trainer.fit(data(64), steps=steps, actions=[action])
     epochs = [call if isinstance(call, str) else call[0] for call in seen.calls]
     assert epochs == ["begin", 0, 1, "end", "begin", 2, 3, "end"] and seen.epochs_seen == 4
+    assert seen.params == {"steps": 4, "epochs": 4, "verbose": 0}
+
+
+@pytest.mark.parametrize(
+    ("every", "until", "steps", "epochs"),
+    [(0, 7, 7, 1), ("10 s", 7, None, None), (2, math.inf, 2, None), ("50 %", 7, 4, 2), ("1 epoch", 30, 5, 6)],
+)
+def test_params_are_the_steps_of_an_epoch_and_the_epochs_if_known(every, until, steps, epochs):
+    units = Units(lambda: 5, run=Period(until if until < math.inf else 0))
+    params = keras_callback._params(every, Report(0, until, {}, None, units=units))
+    assert params == {"steps": steps, "epochs": epochs, "verbose": 0}
 
 
 @pytest.mark.slow
