@@ -2,7 +2,7 @@
 
 An action is any callable with an attribute `every`, a duration. It receives a `Report` and returns new metrics or None.
 The metrics join the report of the next action, so the list is the data flow: `[Evaluate, StopEarly, Write]`. Media
-(`distloop.Images`, ...) are returned in the same way. This module does not know the training loop.
+(`distloop.Images`, ...) are returned in the same way.
 
     def print_loss(report):
         print(report.step, report.metrics["loss"])
@@ -113,11 +113,8 @@ class Saves:
     def save(self, report: Report) -> None:
         """Saves the run, unless another action has done so at this step."""
         if report.step != self._saved_step:
-            best_steps = {
-                metric: list(dict.fromkeys(itertools.chain(*steps.values())))
-                for metric, steps in self._best_steps.items()
-            }
-            self._save(report, best_steps)
+            kept = {metric: itertools.chain(*steps.values()) for metric, steps in self._best_steps.items()}
+            self._save(report, {metric: list(dict.fromkeys(steps)) for metric, steps in kept.items()})
             self._saved_step = report.step
 
 
@@ -210,8 +207,7 @@ class Action(Protocol):
 class StopPoint(Action):
     """Where a run ends that an earlier action of the boundary has stopped."""
 
-    every = None
-    only_writes = True
+    every, only_writes = None, True
 
     def __call__(self, report: Report) -> None:
         """Does nothing."""
@@ -260,10 +256,7 @@ def run(
             boundary.report = replace(boundary.report, is_complete=False)  # for the actions after it
         if member(action, "chief_only") and not plan.is_chief:
             continue
-        if due:
-            boundary.call(action)
-        else:
-            boundary.not_due.append(action)
+        (boundary.call if due else boundary.not_due.append)(action)
         if StopPoint in type(action).__mro__:  # a tenth of the time of `isinstance`, as `Action` is a protocol
             boundary.end_run_if_stopped()
     boundary.end_run_if_stopped()
@@ -272,10 +265,10 @@ def run(
 
 
 def run_between_loops(actions: Sequence[Action], report: Report, clock: Clock, before: float, now: float) -> None:
-    """Calls the actions of which `between_loops_secs` have passed.
+    """Calls the actions of which `between_loops_secs` have passed, in order.
 
     Args:
-        actions: in order.
+        actions: of the run.
         report: of the last boundary, at the present step.
         clock: adds the time of each action to its phase.
         before: the seconds that the run had trained when this was called before, by the chief's clock.

@@ -8,8 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from distloop.log import shown
-from distloop.settings.config import Config, fields
-from distloop.settings.other_words import SETTINGS
+from distloop.settings.config import OTHER_WORDS, Config, fields
 
 _POSITIONS = ("x", "y", "batch_size", "epochs")  # of Keras's fit, as far as people give them
 _OF_TRAINER = ("model_fn", "config", "strategy")
@@ -85,7 +84,7 @@ def hint(name: str, value: Any, known: Collection[str]) -> str:
 
 def setting_of(word: str) -> str | None:
     """Returns the field of `Config` of that name, or that another framework calls so; None: there is none."""
-    return word if word in fields() else SETTINGS.get(word)
+    return word if word in fields() else OTHER_WORDS.get(word)
 
 
 def as_arguments(words: Mapping[str, Any]) -> str:

@@ -18,7 +18,6 @@ from absl import flags
 from distloop import urls
 from distloop.log import shown
 from distloop.settings import contradictions, durations
-from distloop.settings.other_words import SETTINGS
 from distloop.settings.precision import FLOAT16, FLOAT32, PRECISIONS
 
 T = TypeVar("T", str, int, float, bool)
@@ -26,6 +25,29 @@ T = TypeVar("T", str, int, float, bool)
 _BATCH_SIZES = ("batch_size", "replica_batch_size")  # of which a run has one
 _LENGTHS = ("steps", "epochs", "until")  # of which a run has one
 _PATHS = ("workdir", "init_from")  # in which shells leave `~` as it is: --workdir=~/x
+
+# What Keras, Lightning and Hugging Face call a field.
+_OTHER_WORDS = {
+    "epochs": "max_epochs num_epochs n_epochs nb_epoch num_train_epochs epoch",
+    "steps": "max_steps num_steps train_steps step",
+    "until": "max_time",
+    "replica_batch_size": "per_device_train_batch_size",
+    "num_devices": "devices gpus num_gpus num_replicas",
+    "device": "accelerator",
+    "microbatches": "accumulate_grad_batches gradient_accumulation_steps",
+    "clip_norm": "gradient_clip_val max_grad_norm global_clipnorm",
+    "average_decay": "ema_decay ema_momentum",
+    "eval_every": "val_check_interval check_val_every_n_epoch validation_freq eval_steps",
+    "limit_eval_batches": "limit_val_batches validation_steps",
+    "log_every": "log_every_n_steps logging_steps",
+    "checkpoint_every": "save_steps",
+    "keep_checkpoints": "save_total_limit max_to_keep",
+    "workdir": "default_root_dir output_dir model_dir log_dir",
+    "console": "verbose enable_progress_bar",
+    "locate_nonfinite": "detect_anomaly",
+    "steps_per_loop": "steps_per_execution",
+}
+OTHER_WORDS = {word: name for name, words in _OTHER_WORDS.items() for word in words.split()}  # by the other word
 
 # The headings of `--help` and of the settings page, in order.
 RUN = "The run"
@@ -331,7 +353,7 @@ def check_names(names: Collection[str]) -> None:
     """Raises ValueError at the first name that is not a field of `Config`."""
     for name in names:
         if name not in fields():
-            close = SETTINGS.get(name) or " or ".join(difflib.get_close_matches(name, fields()))
+            close = OTHER_WORDS.get(name) or " or ".join(difflib.get_close_matches(name, fields()))
             hint = f"did you mean {close}?" if close else "help(distloop.Config) lists all."
             raise ValueError(f"{name!r} is no setting of distloop: {hint}")
 
