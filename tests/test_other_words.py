@@ -199,8 +199,10 @@ def test_class_weights_that_no_loss_fn_reads_are_refused_before_the_first_step()
 
 @pytest.mark.slow
 def test_a_plateau_of_an_optimizer_with_a_schedule_is_refused_before_the_first_step():
-    plateau = distloop.from_callback(keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=100.0))
+    def plateau():  # an action belongs to one run
+        return distloop.from_callback(keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=100.0))
+
     trainer = distloop.Trainer(compiled(distloop.make_schedule(0.1, "100 %")), QUIET)
-    refused(lambda: trainer.fit(X, Y, epochs=4, actions=[plateau]), "ReduceLROnPlateau", "the optimizer's schedule")
+    refused(lambda: trainer.fit(X, Y, epochs=4, actions=[plateau()]), "ReduceLROnPlateau", "the optimizer's schedule")
     assert trainer.step == 0
-    distloop.Trainer(compiled(), QUIET).fit(X, Y, epochs=2, actions=[plateau])
+    distloop.Trainer(compiled(), QUIET).fit(X, Y, epochs=2, actions=[plateau()])
