@@ -262,10 +262,9 @@ def test_errors_of_devices_and_workers_and_outside_compiled_functions_stay():
 @pytest.mark.parametrize(
     ("call", "parts"),
     [
-        (lambda trainer: trainer.fit(1, 2, 32), ["Trainer.fit was called otherwise", "train, y=None, *, steps=None"]),
-        (lambda trainer: trainer.fit(x=1, y=2), ["'train'", "call it as (train, y=None"]),
-        (lambda trainer: trainer.evaluate(1, verbose=0), ["'verbose'", "(dataset, y=None)"]),
-        (lambda trainer: trainer.predict(1, batch_size=8), ["'batch_size'", "(dataset, *, signature=None"]),
+        (lambda trainer: trainer.evaluate(1, color=0), ["Trainer.evaluate was called otherwise", "(dataset, y=None)"]),
+        (lambda trainer: trainer.predict(), ["'dataset'", "call it as (dataset, *, signature=None"]),
+        (lambda trainer: trainer.predict(1, color=8), ["'color'", "(dataset, *, signature=None"]),
     ],
 )
 def test_a_call_with_other_arguments_is_a_sentence_with_those_that_there_are(call, parts):
