@@ -228,17 +228,18 @@ class Trainer:
         with self._checkpoints.directory:
             self._checkpoints.save()
 
-    def restore(self, path: str | None = None) -> None:
+    def restore(self, path: str | None = None, *, which: str = "newest") -> None:
         """Restores a checkpoint: weights, optimizer, averages, counters, and the data position for the next `fit`.
 
         Args:
-            path: a checkpoint, a workdir (its newest), an `.npz` or `.safetensors` file, or "best"; None: this workdir.
+            path: a checkpoint, a workdir, an `.npz` or `.safetensors` file; None: this workdir, whose best is "best".
+            which: of the checkpoints of a workdir, the "newest" or the "best".
 
         Raises:
             ValueError: if there is none, it is damaged, or it belongs to another model or optimizer.
         """
         with weights_returned(self.state, is_dry_run=self.config.fast_dev_run):
-            self._checkpoints.restore(path)
+            self._checkpoints.restore(path, which)
 
     def audit(self, dataset: Data, y: Any = None) -> Any:
         """Looks for mistakes in `model_fn`, `loss_fn` and the data that raise no error; changes nothing.

@@ -115,20 +115,22 @@ class RunCheckpoints:
             raise ValueError(f"{_WITHIN_A_STEP}, and there is no checkpoint: make a new Trainer.")
         return saved and require_same_virtual_replicas(saved, self._state)
 
-    def restore(self, path: str | None) -> None:
-        """Restores a checkpoint; the path is that of `Trainer.restore`.
+    def restore(self, path: str | None, which: str = "newest") -> None:
+        """Restores a checkpoint; the arguments are those of `Trainer.restore`.
 
         Raises:
             ValueError: if there is none, it is damaged, or it belongs to another model or optimizer.
         """
         devices.require_no_other_scope(self._state.strategy)
+        if which not in ("newest", BEST):
+            raise ValueError(f"restore was given which={which!r}; it takes 'newest' or 'best'.")
         path = expand(path) if path is not None else self._config.workdir
         if path.endswith(WEIGHT_FILES):
             warm_start(self._state, path, given=f"restore({path!r})")
             return None
         self._ended = None  # the position is for the next `fit`, whatever its data
-        if path == BEST:
-            return self.restore_best()
+        if BEST in (path, which):
+            return self.restore_best(path="" if path == BEST else path)
         with self.directory.reading(path) as local:
             saved = load_from(self._state.strategy, local)
         if saved is None:
@@ -137,15 +139,18 @@ class RunCheckpoints:
             )
         self._restore(saved._replace(path=path + saved.path.removeprefix(local)))
 
-    def restore_best(self, metric: str = "", *, run_goes_on_from_it: bool = True) -> None:
+    def restore_best(self, metric: str = "", *, path: str = "", run_goes_on_from_it: bool = True) -> None:
         """Restores the checkpoint where a metric was best; `resume` restores the newest, if the run goes on from that.
+
+        The path is of a workdir; empty: this run's.
 
         Raises:
             ValueError: as for `load_best`, or if the checkpoint is damaged.
         """
-        with self.directory.reading(self._config.workdir, best=True) as local:
+        path = path or self._config.workdir
+        with self.directory.reading(path, best=True) as local:
             saved = load_best(in_workdir(local) if local else None, metric, self._gather)
-            saved = saved._replace(path=self._config.workdir + saved.path.removeprefix(local))
+            saved = saved._replace(path=path + saved.path.removeprefix(local))
             self._restore(saved)
         self._shows_best = not run_goes_on_from_it
 

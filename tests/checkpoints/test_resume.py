@@ -360,6 +360,25 @@ def test_the_best_are_kept_beside_the_newest(tmp_path):
     assert trainer.step == 4
 
 
+def test_the_best_of_another_workdir_is_restored_by_its_name(tmp_path):
+    measure = every(2, lambda report: {"score": float(report.step == 4)})
+    actions = [measure, distloop.SaveBest("score", mode="max")]
+    make_trainer(tmp_path / "a", checkpoint_every=2).fit(data(), steps=8, actions=actions)
+    for path, which, step in ((tmp_path / "a", "best", 4), (tmp_path / "a", "newest", 8), ("best", "newest", None)):
+        other = make_trainer(tmp_path / "b")
+        if step is None:
+            with pytest.raises(ValueError, match="best"):
+                other.restore(path, which=which)
+        else:
+            other.restore(path, which=which)
+            assert other.step == step
+    with pytest.raises(ValueError, match="which='last'; it takes 'newest' or 'best'."):
+        other.restore(tmp_path / "a", which="last")
+    again = make_trainer(tmp_path / "a")
+    again.restore(which="best")
+    assert again.step == 4
+
+
 def test_the_best_is_restored_when_the_run_has_ended_and_the_run_goes_on_from_its_end_or_from_the_best(tmp_path):
     def make(workdir):
         return make_trainer(workdir, 1, model_fn=classifier(dropout=0.5), checkpoint_every=2)
