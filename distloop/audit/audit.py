@@ -41,7 +41,9 @@ def dependence_on_replicas(probe: Probe) -> Iterator[Finding | str]:
     if [*checks.python_values(probe), *checks.identical_draws(probe)]:  # then no two calls compute the same
         yield "one replica against several, until the findings are repaired"
         return
-    for update in probe.state.spec.updates:
+    if not probe.updates:
+        yield "loss and gradients on several replicas, as a step_fn does the whole step"
+    for update in probe.updates:
         (whole,), used = probe.measure(update, [probe.rows], training=True)
         unsynchronized = _unsynchronized_normalizations(probe, whole)
         # Virtual replicas have statistics of their own on any number of devices.
@@ -102,7 +104,8 @@ def _values_and_gradients(
     probe: Probe, update: Update, whole: Measurement, halves: Sequence[Measurement], training: bool
 ) -> Iterator[Finding]:
     """Compares values, then gradients; names the operation from which on the rows differ."""
-    mean = functools.partial(np.average, axis=0, weights=[half.weight for half in halves])
+    weights = [half.weight for half in halves]  # all 0 where a mask leaves out the whole batch
+    mean = functools.partial(np.average, axis=0, weights=weights if any(weights) else None)
     means = {name: mean([half.values[name] for half in halves]) for name in whole.values}
     numbers = {
         name: f"{name} is {value:.6g} on 1 and {means[name]:.6g} on {REPLICAS}"
@@ -113,7 +116,7 @@ def _values_and_gradients(
         least = 0.01 * np.sqrt(sum(np.sum(np.square(g)) for g in whole.gradients.values() if g is not None))
         for path, gradient in whole.gradients.items():
             parts = [half.gradients[path] for half in halves]
-            if gradient is not None and all(part is not None for part in parts):
+            if gradient is not None and least and all(part is not None for part in parts):
                 if _differ(gradient, mean(parts), probe.tolerance, least):
                     numbers[path] = f"the gradient of {path} differs between 1 and {REPLICAS}"
     if numbers:

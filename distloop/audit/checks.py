@@ -16,7 +16,7 @@ from distloop.audit.tracing import as_replica, compiled
 from distloop.data import shards
 from distloop.errors import as_operation_error, as_user_error, innermost_line, user_line
 from distloop.model.user_functions import SEED_ADVICE
-from distloop.training import diagnosis, step_operations
+from distloop.training import step_operations
 from distloop.training.forward_backward import ForwardBackward
 
 _NUM_NAMES = 3  # in a line
@@ -99,7 +99,7 @@ def refusals(probe: Probe) -> Iterator[Finding]:
 
 def surprises(probe: Probe) -> Iterator[Finding]:
     """Yields the warnings that `fit` gives once it has traced a step."""
-    for sentence in diagnosis.surprises(probe.traced_step.step, probe.traced_step.run.graph):
+    for sentence in step_operations.surprises(probe.traced_step.step, probe.traced_step.run.graph):
         what, _, advice = sentence.rstrip(".").partition(": ")
         yield Finding("fit warns", what, advice)
 
@@ -192,7 +192,7 @@ def gradients(probe: Probe) -> Iterator[Finding]:
 def host_operations(probe: Probe) -> Iterator[Finding]:
     """Checks that the forward and the backward pass, which is traced and not run, have kernels for a GPU."""
     count = tf.constant(shards.batch_size(probe.rows), tf.float32)
-    for update in probe.state.spec.updates:
+    for update in probe.updates:
         update_pass = ForwardBackward(probe.state, update)
 
         def compute(rows: Any, of: ForwardBackward = update_pass) -> Any:

@@ -81,13 +81,15 @@ class TracedStep(NamedTuple):
         step: the step.
         run: the compiled function of an iterator; returns whether the step is an error, and its diagnosis.
         iterator: at the beginning of the data.
-        last: returns the last batch, and its layout.
+        source: of the data.
+        last: keeps the last batch.
     """
 
     step: TrainStep
     run: Any
     iterator: Any
-    last: Callable[[], tuple[shards.Batch, shards.BatchLayout]]
+    source: Source
+    last: shards.LastBatch
 
 
 class TwoSteps(NamedTuple):
@@ -113,6 +115,7 @@ class Probe:
         state: of the model.
         rows: the first batch.
         halves: its shards for two replicas.
+        updates: those with a `loss_fn`.
         layers: all layers of the model.
         tolerance: the largest relative difference of values that are to be equal.
     """
@@ -133,6 +136,7 @@ class Probe:
         bounds = [shards.shard_bounds(i, REPLICAS, size) for i in range(REPLICAS)]
         self.halves = [tf.nest.map_structure(lambda t, cut=slice(*cut): t[cut], self.rows) for cut in bounds]
         self._reversed_rows = tf.nest.map_structure(lambda t: tf.gather(t, tf.range(size)[::-1]), self.rows)
+        self.updates = [update for update in state.spec.updates if update.has_loss]
         self.layers = [
             layer for layers in state.layers_of_update.values() for top in layers for layer in top._flatten_layers()
         ]
@@ -162,7 +166,7 @@ class Probe:
                 for seed, value in zip(state.seeds, first_seeds, strict=True):
                     seed.assign(stream_of(value, replica))
                 with as_replica(replica, REPLICAS, used) as operations:
-                    for update in state.spec.updates:
+                    for update in self.updates:
                         update.loss_fn(batch, True)
                 calls.append(operations)
             labels.extend(labelled_operations(calls[0]))
@@ -270,25 +274,26 @@ class Probe:
                 outcome = step(batch, source.layout)
             return outcome.failed, outcome.diagnosis
 
-        return TracedStep(step, compiled(train, iterator), iterator, lambda: (last.get(), source.layout))
+        return TracedStep(step, compiled(train, iterator), iterator, source, last)
 
     @functools.cached_property
     def two_steps(self) -> TwoSteps:
         """Two steps of training on the beginning of the data; the second one is left out if the first fails."""
         with self.restored():
             before = self._gradients()
-            step, run, iterator, last = self.traced_step
+            step, run, iterator, source, last = self.traced_step
             for number in (1, 2):
                 failed, values = run(iterator)
                 if failed:
-                    return TwoSteps(before, {}, [], explain(step, number, values.numpy(), last()))
+                    failure = explain(step, number, values.numpy(), source, number - 1, last.get())
+                    return TwoSteps(before, {}, [], failure)
             apart = self._paths_apart()
             return TwoSteps(before, self._gradients(), apart)
 
     def _gradients(self) -> dict[str, np.ndarray | None]:
         """Returns the gradients of all updates over the whole batch, from the current state."""
         gradients: dict[str, np.ndarray | None] = {}
-        for update in self.state.spec.updates:
+        for update in self.updates:
             (whole,), _ = self.measure(update, [self.rows], training=True)
             gradients |= whole.gradients
         return gradients

@@ -111,8 +111,12 @@ def find_learning_rate(
     first, watch = int(state.step), _WatchLoss(f"{update}/loss" if update else "loss")
     dataset = as_dataset(dataset, settings.global_batch_size(state.strategy), settings.seed)
     train = _make_training(state, settings, dataset, log_every=1, may_go_back=True)
-    with _restored(state, {update: _Sweep(state.step, first, lowest, factor)}), contextlib.suppress(Diverged):
-        train(steps, [watch])
+    with _restored(state, {update: _Sweep(state.step, first, lowest, factor)}):
+        try:
+            train(steps, [watch])
+        except Diverged:
+            if not np.isfinite(watch.losses).any():  # at the lowest rate, which has no part in it
+                raise
     finite = np.isfinite(watch.losses)  # float16 skips steps while it looks for a loss scale
     rates = (lowest * factor ** np.arange(len(watch.losses)))[finite]
     losses = np.array(watch.losses)[finite]

@@ -9,10 +9,12 @@ the rows keep their order on any number of replicas.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from distloop.data.arrays import Arrays, are_arrays, as_arrays
@@ -259,6 +261,25 @@ class Source:
             pipeline, num_behind = self._pipeline_at(taken, position.get("state"))
             self._iterator = iterate(pipeline)
         self.behind = Behind(self._iterator, num_behind)
+
+    def examples_of(self, batch: int) -> np.ndarray | None:
+        """Returns the numbers of the examples in a batch, `[b]`, given its number over all epochs; None: no numbers."""
+        return self.feed.examples_of(batch) if isinstance(self.feed, NumberedDataset) else None
+
+    def read_again(self, batch: int) -> Iterator[Any]:
+        """Yields the rows of some batches that were trained on, and of the one with a number over all epochs at last.
+
+        Data by number begins with the batch before it, other data with its first batch. Data that is read once, or
+        whose state changes from epoch to epoch, yields nothing.
+        """
+        first = max(0, batch - 1) if isinstance(self.feed, NumberedDataset) else 0
+        if isinstance(self.feed, Feed) and self.feed.goes_on:
+            return
+        self._may_go_back = True
+        pipeline, _ = self._pipeline_at(first)
+        for number, element in enumerate(itertools.islice(iterate(pipeline), batch + 1 - first), first):
+            if number == batch or number not in self.skipped_batches:
+                yield element[0] if self.layout.is_padded else element
 
     def _facts(self, position: Mapping[str, Any]) -> dict[str, Any]:
         """Returns what a position depends on, for JSON."""

@@ -25,7 +25,6 @@ from distloop.checkpoints.checkpoint import DamagedError
 from distloop.checkpoints.resume import RunCheckpoints
 from distloop.checkpoints.warm_start import warm_start
 from distloop.data.iterators import read_again
-from distloop.data.numbered import NumberedDataset
 from distloop.data.shards import Batch
 from distloop.data.source import Source
 from distloop.graph_functions import TRAINING_PASSES, count_flops, graph_function
@@ -195,10 +194,13 @@ class _Steps:
                     self._add(row, say)
                     if row.diagnosis is not None:
                         raise ValueError(
-                            f"{explain(self._step, self._at, row.diagnosis)} No step after it can be replayed: replay "
-                            f"step {self._at}."
+                            f"{self._explain(row.diagnosis)} No step after it can be replayed: replay step {self._at}."
                         )
                 console.show_progress(self._at)
+
+    def _explain(self, diagnosis: np.ndarray, batch: Batch | None = None) -> str:
+        """Returns a sentence about the last step, which failed, given its batch, if it is to run again."""
+        return explain(self._step, self._at, diagnosis, self._source, self._source.batches_taken - 1, batch)
 
     def look(self, number: int) -> Replay:
         """Takes one step as the run took it, and once more with a look into it; returns what it was given and computed.
@@ -208,7 +210,7 @@ class _Steps:
         """
         state, source, saved_state = self._state, self._source, SavedState(self._state)
         source.start_loop()
-        examples = source.feed.examples_of(source.batches_taken) if isinstance(source.feed, NumberedDataset) else None
+        examples = source.examples_of(source.batches_taken)
         before, weights_before, skipped = saved_state.snapshot(), _weights(state), int(state.skipped_steps)
         rates = {name: float(optimizer.learning_rate.numpy()) for name, optimizer in state.plain_optimizers.items()}
         if self._at == self._start:
@@ -232,8 +234,7 @@ class _Steps:
         failure = ""
         if row.diagnosis is not None:
             saved_state.restore(before)
-            last = (batch, source.layout) if self._config.locate_nonfinite else None
-            failure = explain(self._step, number, row.diagnosis, last)
+            failure = self._explain(row.diagnosis, batch if self._config.locate_nonfinite else None)
         saved_state.restore(after)
         size = None if batch.size is None else int(batch.size)
         return Replay(

@@ -20,9 +20,8 @@ from distloop.graph_functions import NO_LIMIT_SECS, TimeLimit, compiled, graph_c
 from distloop.model import metrics
 from distloop.model.state import TrainState
 from distloop.model.step_marks import StepMarks
-from distloop.training import diagnosis
+from distloop.training import step_operations
 from distloop.training.step import TrainStep, loss_weight
-from distloop.training.step_operations import unsaved_draws_refused
 from distloop.training.window import Row, RowLayout
 from distloop.variables import tensorflow_variable
 
@@ -150,7 +149,7 @@ class CompiledLoop:
             arguments = source.iterator(), source.layout, *_limits(0, 1, NO_LIMIT_SECS)
             with tf.experimental.function_executor_type(executor):
                 self._run(*arguments)
-            diagnosis.warn(self._step, self._run.get_concrete_function(*arguments).graph)
+            step_operations.warn(self._step, self._run.get_concrete_function(*arguments).graph)
             workers.require_same(self._state.strategy, "train", {"the values of loss_fn": self._step.names})
 
     def _prepare(self, source: Source) -> None:
@@ -302,7 +301,7 @@ class CompiledLoop:
     def _step_on(self, taken: _Taken, carry: _Carry, start: tf.Tensor, input_secs: tf.Tensor) -> _Carry:
         """Runs a step on a batch, which was waited for from `start`, and adds up what it did."""
         looks_back = self._step.runs_ahead and self._step.may_fail
-        with unsaved_draws_refused(self._state):
+        with step_operations.unsaved_draws_refused(self._state):
             outcome = self._step(taken.batch, taken.layout, carry.failed if looks_back else None)
         # Where no step can fail, the next one may start before this one has ended.
         failed = outcome.failed if self._step.may_fail else carry.failed

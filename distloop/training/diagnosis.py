@@ -1,13 +1,14 @@
-"""Diagnosis: explains why a step failed, and warns of surprises in a traced step; on the host.
+"""Diagnosis: explains why a step failed; on the host.
 
     outcome = train_step(batch, layout)                                   # in the compiled loop
-    explain(train_step, 17, outcome.diagnosis.numpy())                    # "Step 17 is the first that ...: lower ..."
+    explain(train_step, 17, outcome.diagnosis.numpy(), source, 16)        # "Step 17 is the first that ...: lower ..."
 
 It changes no variable: if it runs the step again, it restores everything.
 """
 
-import re
-from collections.abc import Iterable, Iterator, Sequence
+import contextlib
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,25 +18,18 @@ import tensorflow as tf
 
 from distloop.data import shards
 from distloop.data.shards import Batch, BatchLayout
+from distloop.data.source import Source
 from distloop.distributed import workers
-from distloop.graph_functions import graph_function, outermost, with_called
-from distloop.log import log
+from distloop.graph_functions import graph_function, outermost
 from distloop.model import metrics
-from distloop.model.user_functions import SEED_ADVICE
 from distloop.optimizers.loss_scale import MAX_OVERFLOWS_AT_FLOOR
-from distloop.settings.precision import BFLOAT16, FLOAT16
+from distloop.settings.precision import BFLOAT16
 from distloop.training import step_operations
 from distloop.training.forward_backward import ForwardBackward
 from distloop.training.step import GRADIENT_NORM, TrainStep
 from distloop.variables import named_variables, tensorflow_variable
 
-_NOISE_LAYERS = (
-    keras.layers.Dropout,
-    keras.layers.AlphaDropout,
-    keras.layers.GaussianDropout,
-    keras.layers.GaussianNoise,
-)
-_DRAWS_BY_SEED = re.compile("Stateless(?!.*Get).*(Random|Normal|Multinomial)")  # types of operations
+_READ_AGAIN_SECS = 10.0  # after which a batch that failed is no longer looked for
 
 
 @dataclass
@@ -80,17 +74,27 @@ class Cause(NamedTuple):
 
 
 def explain(
-    train_step: TrainStep, step: int, diagnosis: np.ndarray, last: tuple[Batch, BatchLayout] | None = None
+    train_step: TrainStep, step: int, diagnosis: np.ndarray, source: Source, number: int, batch: Batch | None = None
 ) -> str:
     """Returns one sentence: what in a step was not finite or jumped, the likely cause, and what to do.
 
-    `diagnosis` is that of the step's `Outcome`. Given its batch, the step runs again, else the cause is guessed.
+    Args:
+        train_step: the step.
+        step: its number.
+        diagnosis: that of the step's `Outcome`.
+        source: its data.
+        number: of its batch, over all epochs.
+        batch: a copy of it, on which the step runs again; None: there is none, so the batch is read again, if it can
+            be, and where it holds no such number, the cause is guessed.
     """
     reports = _read(train_step, _of_all_workers(train_step, diagnosis))
     is_watched = train_step.loss_jump is not None
     for report in reports:
         if report.is_to_blame(skip_nonfinite=train_step.skip_nonfinite, is_loss_watched=is_watched):
-            cause = guess_cause(step, report) if last is None else _locate(train_step, *last)
+            if batch is not None:
+                cause = _locate(train_step, batch, source.layout, source.examples_of(number))
+            else:
+                cause = _look_at_data(step, source, number, report)
             return explain_nonfinite(step, report, cause)
     statistics = train_step.state.loss_watch.statistics.numpy()
     return explain_jump(step, reports, statistics, train_step.loss_jump or 0.0)
@@ -141,7 +145,8 @@ def explain_nonfinite(step: int, report: UpdateReport, cause: Cause) -> str:
         advice = f"keep large numbers in float32 layers, lower the learning rate, or use precision={BFLOAT16.name}"
     else:
         subject = f"Step {step} is the first that was not finite"
-        advice = "lower the learning rate, set clip_norm, or skip such steps with on_nonfinite=skip"
+        advice = "look at the loss" if step == 1 else "lower the learning rate, set clip_norm"  # no rate had a part yet
+        advice += ", or skip such steps with on_nonfinite=skip"
     return f"{subject}: {', '.join(problems)}; {cause.words}: {cause.advice or advice}."
 
 
@@ -159,8 +164,11 @@ def explain_jump(step: int, reports: Sequence[UpdateReport], statistics: np.ndar
     )
 
 
-def guess_cause(step: int, report: UpdateReport) -> Cause:
-    """Returns the likely cause of numbers that are not finite, without a second look at the batch."""
+def guess_cause(step: int, report: UpdateReport, *, is_batch_finite: bool = False) -> Cause:
+    """Returns the likely cause of numbers that are not finite, without another run of the step.
+
+    `is_batch_finite` is True if the batch is known to be finite.
+    """
     is_loss_finite = np.isfinite(report.values["loss"])
     if is_loss_finite and report.nonfinite_paths:
         return Cause(
@@ -172,12 +180,14 @@ def guess_cause(step: int, report: UpdateReport) -> Cause:
     if is_loss_finite:
         return Cause("every gradient is finite, but not the norm of all, so the loss or its weights are huge")
     if step == 1:  # no learning rate has had a part in it
+        held = "" if is_batch_finite else "holds such numbers or "
         return Cause(
-            "in a first step often the data holds such numbers or is not scaled, the loss divides by 0, or, on a GPU, "
-            "a label is no number of a class",
+            f"in a first step often the data {held}is not scaled, the loss divides by 0, or, on a GPU, a label is no "
+            "number of a class",
             "look at the batch and at the loss; locate_nonfinite=True names the entry or the operation",
         )
-    return Cause("often the weights grew too large, or this batch holds such numbers, or the loss takes a log of 0")
+    held = "" if is_batch_finite else "this batch holds such numbers, or "
+    return Cause(f"often the weights grew too large, or {held}the loss takes a log of 0")
 
 
 def explain_compile_error(train_step: TrainStep, error: tf.errors.OpError) -> ValueError | None:
@@ -194,7 +204,61 @@ def explain_compile_error(train_step: TrainStep, error: tf.errors.OpError) -> Va
     )
 
 
-def _locate(train_step: TrainStep, batch: Batch, layout: BatchLayout) -> Cause:
+def _look_at_data(step: int, source: Source, number: int, report: UpdateReport) -> Cause:
+    """Reads a batch again, and returns the likely cause; all workers call it, and each may read other rows."""
+    place = None
+    with contextlib.suppress(Exception):  # of the user's data, which is read while another error is explained
+        place = _first_nonfinite(source, number, is_first=report.is_at_floor)
+    of_workers = workers.Workers(source.strategy).gather(place)
+    for entry, row in filter(None, of_workers):
+        return _of_data(entry, row, source.examples_of(number))
+    return guess_cause(step, report, is_batch_finite=None not in of_workers)
+
+
+def _first_nonfinite(source: Source, number: int, *, is_first: bool) -> tuple[str, int] | tuple[()] | None:
+    """Returns an entry of a batch, and the first row of it that is not finite; (): there is none; None: unknown.
+
+    An entry in which a batch before has such numbers, with which the step was finite, is not to blame, unless
+    `is_first`.
+    """
+    ends_at, harmless = time.monotonic() + _READ_AGAIN_SECS, set[str]()
+    entries: dict[str, int] | None = None
+    for rows in source.read_again(number):
+        harmless |= set() if is_first or entries is None else entries.keys()
+        entries = _nonfinite_rows(rows)
+        if time.monotonic() > ends_at:
+            return None
+    if entries is None:
+        return None
+    return next(((entry, row) for entry, row in entries.items() if entry not in harmless), ())
+
+
+def _nonfinite_rows(rows: Any) -> dict[str, int]:
+    """Returns the entries of a batch with numbers that are not finite, each with the first row that has one."""
+    found = {}
+    for path, value in keras.tree.flatten_with_path(rows):
+        if isinstance(value, tf.Tensor) and value.dtype.is_floating:
+            positions = np.argwhere(~tf.math.is_finite(value).numpy())
+            if len(positions):
+                found[_entry(path)] = int(positions[0][0])
+    return found
+
+
+def _entry(path: Sequence[Any]) -> str:
+    return "/".join(map(str, path)) or "its only entry"
+
+
+def _of_data(entry: str, row: int | None, examples: np.ndarray | None) -> Cause:
+    """Returns the cause that an entry of the batch is not finite; `examples` are the numbers of its rows, if known."""
+    of_data = "" if examples is None or row is None else f", row {examples[row]} of the data"
+    return Cause(
+        f"the batch itself holds such numbers, in {entry}{'' if row is None else f', first in row {row}'}{of_data}",
+        "correct the data or leave such rows out, as no setting of the training helps, or skip such steps with "
+        "on_nonfinite=skip",
+    )
+
+
+def _locate(train_step: TrainStep, batch: Batch, layout: BatchLayout, examples: np.ndarray | None) -> Cause:
     """Runs a failed step again, update by update, and returns where the first number came from that is not finite."""
     state = train_step.state
     variables = [*state.untrained_variables, *(v for u in train_step.updates for v in state.changed_by(u.update))]
@@ -206,8 +270,8 @@ def _locate(train_step: TrainStep, batch: Batch, layout: BatchLayout) -> Cause:
     try:
         for update in train_step.updates:
             before = read()
-            for microbatch in range(layout.turns * train_step.microbatches):
-                origin = _find_origin(train_step, update, batch, layout, microbatch)
+            for microbatch in range(layout.turns * train_step.microbatches if update.update.has_loss else 0):
+                origin = _find_origin(train_step, update, batch, layout, microbatch, examples)
                 seen_by = np.flatnonzero(workers.gather(state.strategy, origin is not None))
                 if len(seen_by):
                     return origin or Cause(f"worker {seen_by[0]} tells where they came from", "do what it advises")
@@ -223,11 +287,17 @@ def _locate(train_step: TrainStep, batch: Batch, layout: BatchLayout) -> Cause:
 
 
 def _find_origin(
-    train_step: TrainStep, update: ForwardBackward, batch: Batch, layout: BatchLayout, microbatch: int
+    train_step: TrainStep,
+    update: ForwardBackward,
+    batch: Batch,
+    layout: BatchLayout,
+    microbatch: int,
+    examples: np.ndarray | None,
 ) -> Cause | None:
     """Runs an update forward and backward with a verdict on every tensor; returns where the first bad one came from."""
     strategy = train_step.state.strategy
     checked: list[tf.Tensor] = []
+    inputs: list[tf.Tensor] = []
     results: list[tf.Tensor] = []
 
     def compute(batch: Batch, examples: tf.Tensor) -> Any:
@@ -239,34 +309,24 @@ def _find_origin(
     def check(batch: Batch) -> tf.Tensor:
         per_replica = strategy.run(compute, args=(batch, train_step.count_examples(batch, layout)))
         results[:] = [t for part in tf.nest.flatten(per_replica) for t in strategy.experimental_local_results(part)]
-        checked[:] = step_operations.floating_tensors(tf.compat.v1.get_default_graph())
+        graph = tf.compat.v1.get_default_graph()
+        checked[:], inputs[:] = step_operations.floating_tensors(graph), graph.inputs
         return step_operations.are_finite(checked)
 
     op = step_operations.find_origin(results, checked, check(batch).numpy())
     if op is None:
         return None
     if op.type == "Placeholder":
-        return Cause(
-            f"the batch itself holds such numbers, {_describe_entry(batch.rows)}",
-            "correct the data or leave such rows out, as no setting of the training helps, or skip such steps with "
-            "on_nonfinite=skip",
-        )
+        bad, position = _nonfinite_rows(batch.rows), [tensor is op.outputs[0] for tensor in inputs].index(True)
+        entries = [_entry(path) for path, _ in keras.tree.flatten_with_path(batch.rows)]
+        entry = next((entry for entry in entries[position : position + 1] if entry in bad), next(iter(bad), None))
+        return _of_data(entry or "one of its entries", bad.get(entry or ""), examples)
     if op.type == "ReadVariableOp":
         return Cause(
             f"the variable {_path_of(train_step, op.inputs[0])} holds such numbers",
             "correct what made them, its initializer or the weights that were read, or go back to a checkpoint before",
         )
-    return Cause(f"they came from {step_operations.describe(op, _layers(train_step, update))}")
-
-
-def _describe_entry(rows: Any) -> str:
-    """Returns which entry of a batch, and which row of it, first holds a number that is not finite."""
-    for path, value in keras.tree.flatten_with_path(rows):
-        if isinstance(value, tf.Tensor) and value.dtype.is_floating:
-            positions = np.argwhere(~np.isfinite(tf.cast(value, tf.float32).numpy()))
-            if len(positions):
-                return f"in {'/'.join(map(str, path)) or 'its only entry'}, first in row {positions[0][0]}"
-    return "in one of its entries"
+    return Cause(f"they came from {step_operations.describe(op, step_operations.layers_of(train_step, update))}")
 
 
 def _path_of(train_step: TrainStep, resource: tf.Tensor) -> str:
@@ -277,79 +337,3 @@ def _path_of(train_step: TrainStep, resource: tf.Tensor) -> str:
             if local.handle is handle:
                 return path
     return "that the loss reads"
-
-
-def _layers(train_step: TrainStep, update: ForwardBackward) -> list[Any]:
-    """Returns the layers that an update trains, at any depth."""
-    layers = train_step.state.layers_of_update[update.name]
-    return [part for layer in layers for part in layer._flatten_layers()]
-
-
-def warn(train_step: TrainStep, graph: tf.Graph) -> None:
-    """Logs what the user may not expect of a step, once it is traced."""
-    for sentence in surprises(train_step, graph):
-        log.warning("%s", sentence)
-
-
-def surprises(train_step: TrainStep, graph: tf.Graph) -> Iterator[str]:
-    """Yields sentences about what the user may not expect of a traced step; `graph` holds its operations."""
-    for update in train_step.updates:
-        if update.update.has_loss:
-            yield from _of_loss(train_step, update)
-        half = [layer.name for layer in _layers(train_step, update) if layer.compute_dtype == FLOAT16.compute_dtype]
-        if half and update.loss_scaler is None:
-            yield (
-                f"Layers such as {half[0]} compute in float16 and the loss is not scaled, so small gradients become 0: "
-                f"set precision={FLOAT16.name}, or give distloop.LossScaleOptimizer."
-            )
-        yield from _of_written(train_step, update)
-    layers = [layer for update in train_step.updates for layer in _layers(train_step, update)]
-    draws = [op for op in with_called(graph.get_operations()) if _DRAWS_BY_SEED.match(op.type)]
-    for op in dict.fromkeys(step_operations.describe(op, layers) for op in draws if step_operations.has_fixed_seed(op)):
-        yield f"{op} draws the same numbers in each step and on each replica, as its seed is a constant: {SEED_ADVICE}."
-
-
-def _of_loss(train_step: TrainStep, update: ForwardBackward) -> Iterator[str]:
-    """Yields sentences about variables that the loss does not reach, and layers that compute as in evaluation."""
-    state, written = train_step.state, {id(v) for v in update.trace.written}
-    unreached = [v for v, is_reached in zip(update.variables, update.trace.reached, strict=True) if not is_reached]
-    if unreached:
-        paths = ", ".join(state.paths[id(v)] for v in unreached)
-        yield f"The loss does not depend on {paths}, which stays as it is: leave it out with ModelSpec(trainable=...)."
-    with state.frozen:
-        layers = list(_layers_with_modes(state.layers_of_update[update.name], {id(v) for v in update.variables}))
-    if layers and not any(id(v) in written for layer in layers for v in layer.variables):
-        names = ", ".join(layer.path or layer.name for layer in layers[:3])
-        yield (
-            f"Layers such as {names} compute in the step as in evaluation, or not at all: pass the argument training "
-            "of loss_fn on, as in model(x, training=training)."
-        )
-
-
-def _layers_with_modes(layers: Iterable[Any], trained: set[int]) -> Iterator[Any]:
-    """Yields the layers that compute otherwise in training, those in parts that no update trains left out."""
-    for layer in layers:
-        if isinstance(layer, keras.layers.BatchNormalization):
-            if layer.trainable:
-                yield layer
-        elif isinstance(layer, _NOISE_LAYERS):
-            if getattr(layer, "rate", 0) or getattr(layer, "stddev", 0):
-                yield layer
-        elif not layer.weights or any(id(weight) in trained for weight in layer.weights):
-            yield from _layers_with_modes(layer._flatten_layers(include_self=False, recursive=False), trained)
-
-
-def _of_written(train_step: TrainStep, update: ForwardBackward) -> Iterator[str]:
-    """Yields sentences about variables that the forward pass writes, and that differ between replicas from then on."""
-    state = train_step.state
-    if state.strategy.num_replicas_in_sync == 1 or state.virtual_replicas:
-        return
-    kept_equal = {id(v) for v in update.written_values.with_mean(update.trace.written)}
-    kept_equal |= update.written_values.carried
-    for variable in (v for v in update.trace.written if id(v) not in kept_equal):
-        if tensorflow_variable(variable).aggregation == tf.VariableAggregation.NONE:
-            yield (
-                f"The forward pass writes {state.paths[id(variable)]}, of dtype {tf.as_dtype(variable.dtype).name}, "
-                "which has no mean, so each replica keeps its own, and a checkpoint the first's: make it a float, or "
-                "add_weight(..., aggregation='mean')."
-            )

@@ -373,5 +373,5 @@ def _count(loop: TrainLoop, source: Source, row: Row, step: int) -> int:
 
 def _diverged(step: TrainStep, last_batch: Any, source: Source, number: int, diagnosis: np.ndarray) -> Diverged:
     """Returns the error of a step that failed; the last batch is None if it is not known."""
-    last = None if last_batch is None else (last_batch, source.layout)
-    return Diverged(explain(step, number, diagnosis, last), number, source.batches_taken - 1)
+    batch = source.batches_taken - 1
+    return Diverged(explain(step, number, diagnosis, source, batch, last_batch), number, batch)

@@ -1,4 +1,4 @@
-"""Operations of a traced step: finds the origin of a NaN, and random draws that no checkpoint can repeat.
+"""Operations of a traced step: finds the origin of a NaN, random draws that no checkpoint can repeat, and surprises.
 
     @tf.function
     def check(batch):
@@ -10,6 +10,7 @@
 
     with unsaved_draws_refused(state):
         outcome = step(batch, layout)                      # raises a ValueError if the traced step draws such numbers
+    warn(step, graph)                                      # of what the user may not expect of it
 
 A step is traced once more with the verdict "all finite" on every tensor in it. From a result that is not finite, the
 search follows inputs that are not finite either, back to operations whose inputs are all finite. So it does not stop at
@@ -25,12 +26,26 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from distloop.errors import user_line
 from distloop.graph_functions import BACKWARD_SCOPE, DRAWS_FROM_KERNEL, outermost, with_called
+from distloop.log import log
 from distloop.model.state import TrainState
 from distloop.model.user_functions import SEED_ADVICE
+from distloop.settings.precision import FLOAT16
+from distloop.training.forward_backward import ForwardBackward
+from distloop.training.step import TrainStep
+from distloop.variables import tensorflow_variable
+
+_NOISE_LAYERS = (
+    keras.layers.Dropout,
+    keras.layers.AlphaDropout,
+    keras.layers.GaussianDropout,
+    keras.layers.GaussianNoise,
+)
+_DRAWS_BY_SEED = re.compile("Stateless(?!.*Get).*(Random|Normal|Multinomial)")  # types of operations
 
 # Types of operations whose draws are counted in a variable.
 _DRAWS_FROM_VARIABLE = re.compile(
@@ -159,3 +174,79 @@ def has_fixed_seed(op: tf.Operation) -> bool:
         stack += [tensor.op for tensor in source.inputs if tensor.op.name not in seen]
         seen.add(source.name)
     return bool(seen)
+
+
+def warn(train_step: TrainStep, graph: tf.Graph) -> None:
+    """Logs what the user may not expect of a step, once it is traced."""
+    for sentence in surprises(train_step, graph):
+        log.warning("%s", sentence)
+
+
+def surprises(train_step: TrainStep, graph: tf.Graph) -> Iterator[str]:
+    """Yields sentences about what the user may not expect of a traced step; `graph` holds its operations."""
+    for update in train_step.updates:
+        if update.update.has_loss:
+            yield from _of_loss(train_step, update)
+        half = [layer.name for layer in layers_of(train_step, update) if layer.compute_dtype == FLOAT16.compute_dtype]
+        if half and update.loss_scaler is None:
+            yield (
+                f"Layers such as {half[0]} compute in float16 and the loss is not scaled, so small gradients become 0: "
+                f"set precision={FLOAT16.name}, or give distloop.LossScaleOptimizer."
+            )
+        yield from _of_written(train_step, update)
+    layers = [layer for update in train_step.updates for layer in layers_of(train_step, update)]
+    draws = [op for op in with_called(graph.get_operations()) if _DRAWS_BY_SEED.match(op.type)]
+    for op in dict.fromkeys(describe(op, layers) for op in draws if has_fixed_seed(op)):
+        yield f"{op} draws the same numbers in each step and on each replica, as its seed is a constant: {SEED_ADVICE}."
+
+
+def _of_loss(train_step: TrainStep, update: ForwardBackward) -> Iterator[str]:
+    """Yields sentences about variables that the loss does not reach, and layers that compute as in evaluation."""
+    state, written = train_step.state, {id(v) for v in update.trace.written}
+    unreached = [v for v, is_reached in zip(update.variables, update.trace.reached, strict=True) if not is_reached]
+    if unreached:
+        paths = ", ".join(state.paths[id(v)] for v in unreached)
+        yield f"The loss does not depend on {paths}, which stays as it is: leave it out with ModelSpec(trainable=...)."
+    with state.frozen:
+        layers = list(_layers_with_modes(state.layers_of_update[update.name], {id(v) for v in update.variables}))
+    if layers and not any(id(v) in written for layer in layers for v in layer.variables):
+        names = ", ".join(layer.path or layer.name for layer in layers[:3])
+        yield (
+            f"Layers such as {names} compute in the step as in evaluation, or not at all: pass the argument training "
+            "of loss_fn on, as in model(x, training=training)."
+        )
+
+
+def _layers_with_modes(layers: Iterable[Any], trained: set[int]) -> Iterator[Any]:
+    """Yields the layers that compute otherwise in training, those in parts that no update trains left out."""
+    for layer in layers:
+        if isinstance(layer, keras.layers.BatchNormalization):
+            if layer.trainable:
+                yield layer
+        elif isinstance(layer, _NOISE_LAYERS):
+            if getattr(layer, "rate", 0) or getattr(layer, "stddev", 0):
+                yield layer
+        elif not layer.weights or any(id(weight) in trained for weight in layer.weights):
+            yield from _layers_with_modes(layer._flatten_layers(include_self=False, recursive=False), trained)
+
+
+def _of_written(train_step: TrainStep, update: ForwardBackward) -> Iterator[str]:
+    """Yields sentences about variables that the forward pass writes, and that differ between replicas from then on."""
+    state = train_step.state
+    if state.strategy.num_replicas_in_sync == 1 or state.virtual_replicas:
+        return
+    kept_equal = {id(v) for v in update.written_values.with_mean(update.trace.written)}
+    kept_equal |= update.written_values.carried
+    for variable in (v for v in update.trace.written if id(v) not in kept_equal):
+        if tensorflow_variable(variable).aggregation == tf.VariableAggregation.NONE:
+            yield (
+                f"The forward pass writes {state.paths[id(variable)]}, of dtype {tf.as_dtype(variable.dtype).name}, "
+                "which has no mean, so each replica keeps its own, and a checkpoint the first's: make it a float, or "
+                "add_weight(..., aggregation='mean')."
+            )
+
+
+def layers_of(train_step: TrainStep, update: ForwardBackward) -> list[Any]:
+    """Returns the layers that an update trains, at any depth."""
+    layers = train_step.state.layers_of_update[update.name]
+    return [part for layer in layers for part in layer._flatten_layers()]

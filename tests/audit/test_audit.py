@@ -210,6 +210,10 @@ BUGS = {
         planted(lambda loss, batch: loss + 0 * tf.strings.to_number(tf.strings.as_string(loss))),
         ("runs on the host when this model is on a GPU", "AsString(float32) (test_audit.py:", "GPU kernel"),
     ),
+    "a mask that leaves out the whole batch": (
+        planted(lambda loss, batch: distloop.weighted(loss, tf.zeros_like(loss))),
+        ("zero gradient", "net/logits/kernel"),
+    ),
     "units that are dead": (planted(layers=[dead_layer]), ("zero gradient", "net/dead/kernel")),
 }
 # Bugs whose traces differ where a model has variables on several replicas; any bug is found on any number of them.
@@ -254,6 +258,22 @@ def test_a_clean_model_passes_and_stays_as_it_is(case, replicas):
     assert str(result) == "nothing found." and not result.findings
     assert_equal(everything(trainer), before)
     assert streams == (random.getstate(), np.random.get_state()[1].tolist())
+
+
+def test_a_step_of_the_users_own_is_audited_as_far_as_there_is_no_loss_fn():
+    def model_fn(value=1.0):
+        model = classifier()().model
+
+        def step_fn(step):
+            step.report("loss", value)
+            return {path: value * tf.ones_like(weight) for path, weight in step.weights.items()}
+
+        return distloop.ModelSpec(model, keras.optimizers.SGD(0.1), step_fn=step_fn)
+
+    result = distloop.Trainer(model_fn, on(1)).audit(data())
+    assert str(result).startswith("nothing found.\nnot checked: loss and gradients on several replicas, as a step_fn")
+    result = distloop.Trainer(lambda: model_fn(np.nan), on(1)).audit(data())
+    assert len(result.findings) == 1 and "Step 1 is the first that was not finite: loss is nan" in str(result)
 
 
 @pytest.mark.parametrize("precision", ["mixed_float16", wide("mixed_bfloat16")])

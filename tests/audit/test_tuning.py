@@ -48,6 +48,17 @@ def test_the_rate_grows_by_the_same_factor_until_the_loss_explodes_and_is_left_t
 
 
 @pytest.mark.slow
+def test_a_loss_that_is_not_finite_at_the_lowest_rate_is_an_error_and_not_a_rate():
+    trainer = trainer_of()
+    before = weights(trainer)
+    rows = classification()
+    rows["x"][3, 1] = np.nan
+    with pytest.raises(FloatingPointError, match="the batch itself holds such numbers, in x, first in row"):
+        distloop.find_learning_rate(trainer, distloop.make_dataset(rows, 67))
+    assert_equal(weights(trainer), before)
+
+
+@pytest.mark.slow
 def test_each_step_takes_its_rate():
     taken = []
 

@@ -104,6 +104,71 @@ def test_an_entry_of_the_batch_and_its_row_are_named():
     assert ": correct the data or leave such rows out" in message and "learning rate" not in message
 
 
+def plain_trainer(replicas=1, **settings):
+    """A trainer of a small model with a finite loss for finite rows, which leaves out a target of NaN."""
+
+    def model_fn():
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(2, name="out")], name="net")
+
+        def loss_fn(batch, training):
+            target = tf.where(tf.math.is_nan(batch["target"]), 0.0, batch["target"])
+            loss = tf.reduce_sum(tf.square(model(batch["x"], training=training)), -1) + target
+            return {"loss": tf.math.log(loss - batch["least"])}
+
+        return distloop.ModelSpec(model, keras.optimizers.SGD(1e-3), loss_fn)
+
+    return distloop.Trainer(model_fn, on(replicas, **settings))
+
+
+def plain_rows(**bad):
+    rows = {"x": classification(32)["x"], "target": np.ones(32, np.float32), "least": np.full(32, -1.0, np.float32)}
+    for name, row in bad.items():
+        rows[name][row] = np.nan
+    return rows
+
+
+def by_tf_data(rows):
+    return tf.data.Dataset.from_tensor_slices(rows).batch(8)
+
+
+def by_a_function(rows):
+    return lambda: iter(list(by_tf_data(rows).as_numpy_iterator()))
+
+
+SOURCES = {
+    "by number": (lambda rows: distloop.make_dataset(rows, 8), "first in row 5, row 21 of the data:"),
+    "shuffled": (lambda rows: distloop.make_dataset(rows, 8, shuffle=True, seed=3), ", row 21 of the data:"),
+    "tf.data": (by_tf_data, "in x, first in row 5:"),
+    "a function": (by_a_function, "in x, first in row 5:"),
+}
+
+
+OF_SOURCES = mostly_wide([*((source, 1) for source in SOURCES), ("shuffled", 2)], ("shuffled", 2))
+
+
+@pytest.mark.parametrize(("source", "replicas"), OF_SOURCES)
+def test_a_nan_in_the_data_is_named_without_a_setting_and_no_setting_is_advised(source, replicas):
+    make, place = SOURCES[source]
+    message = failure(plain_trainer(replicas), make(plain_rows(x=21, target=slice(None))))
+    assert "the batch itself holds such numbers, in x, first in row" in message and place in message
+    assert "as no setting of the training helps" in message and "learning rate" not in message
+    located = failure(plain_trainer(replicas, locate_nonfinite=True), make(plain_rows(x=21, target=slice(None))))
+    assert located == message
+
+
+@pytest.mark.slow
+def test_a_nan_that_earlier_steps_held_too_is_not_to_blame():
+    rows = plain_rows(target=slice(None)) | {"least": np.r_[np.full(16, -1.0), np.full(16, 1e6)].astype(np.float32)}
+    message = failure(plain_trainer(), distloop.make_dataset(rows, 8))
+    assert "often the weights grew too large, or the loss takes a log of 0: lower the learning rate" in message
+
+
+@pytest.mark.slow
+def test_data_that_is_read_once_is_not_read_again():
+    rows = by_a_function(plain_rows(x=21))()
+    assert "this batch holds such numbers" in failure(plain_trainer(), rows, steps=4)
+
+
 @pytest.mark.slow
 def test_a_variable_is_named():
     trainer = make_trainer("exp", 2)
