@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import textwrap
 
 import numpy as np
@@ -218,6 +219,9 @@ def test_only_the_chief_writes_files(on_workers):
     rows = (out / "files" / "metrics.jsonl").read_text().splitlines()
     assert len(rows) == 7  # 2, 3, 4, 6, 8, 9, 10
     assert not [name for name in os.listdir(out / "files") if name.startswith("export.")]
+    assert os.listdir(out / "files" / "exports") == ["10"]
+    for result in results["files"]:  # the first one failed on the last worker, and counts on none
+        assert np.isnan(result["bests before each export"]).tolist()[:3] == [True, True, False]
 
 
 def test_a_stop_on_the_last_worker_stops_all(on_workers):
@@ -225,6 +229,14 @@ def test_a_stop_on_the_last_worker_stops_all(on_workers):
     for result in results["stops"]:
         assert int(result["step"]) == 8 and int(result["local/workers"]) == 2
     assert [result["local/rows"].tolist() for result in results["stops"]] == [[4, 8, -1], []]  # the chief's writer
+
+
+def test_all_workers_run_as_many_steps_as_the_chief_has_time_for_by_its_clock(on_workers):
+    chief, *others = on_workers[0]["by_time"]
+    assert max(chief["local/loops"]) > 1  # 1: what the others had time for
+    for other in others:
+        for name in ("local/loops", "local/asked at"):
+            assert other[name].tolist() == chief[name].tolist()
 
 
 def test_sigterm_to_the_last_worker_in_an_evaluation_saves_and_stops_all(on_workers):
@@ -236,6 +248,16 @@ def test_sigterm_to_the_last_worker_in_an_evaluation_saves_and_stops_all(on_work
     assert "[worker 1] distloop: Stopping: saving after this step. Send SIGTERM again to quit now." in lines
     interrupted = "distloop: Interrupted by worker 1 at step 8, checkpoint saved. Run the same command to resume."
     assert f"[worker 0] {interrupted}" in lines
+
+
+def test_sigterm_to_the_last_worker_stops_all_between_two_loops_and_while_batches_are_skipped(on_workers):
+    results, out, _ = on_workers
+    for result, why in zip(results["interrupts_between_loops"], ("by worker 1", "by SIGTERM"), strict=True):
+        assert int(result["code/between two loops"]) == int(result["code/skipping"]) == 75
+        assert str(result["local/between two loops"]) == f"Interrupted {why} at step 8"
+        assert re.fullmatch(f"Interrupted {why} with [1-7] of 8 batches left to skip", str(result["local/skipping"]))
+        assert int(result["step/skipping"]) == 8
+    assert os.listdir(out / "interrupts between loops" / "checkpoints") == ["8"]
 
 
 def test_values_are_exchanged_and_an_error_on_one_worker_is_raised_on_all(on_workers):
@@ -257,11 +279,46 @@ def test_values_are_exchanged_and_an_error_on_one_worker_is_raised_on_all(on_wor
         "outputs": "differ in the rows of outputs before they predict: float32 [4] on worker 0, float32 [3] on",
         "batches of unknown number": "differ in whether a batch follows before they predict: False on worker 0, True",
         "what to do": "differ in what to do before they evaluate: evaluate on worker 0, predict on worker 1;",
+        "a long text": f"differ in model before they count: {'x' * 200}... on worker 0, {'x' * 200}... on worker 1;",
+        "a fact that others lack": "differ in more before they count: missing on worker 0, 1 on worker 1;",
+        "layers": "differ in the variable 'net/hidden/kernel' before they train: (8, 16) float32, trained on worker 0,",
+        "variables": "At step 2 model/net/logits/bias of replica 1 of worker 1 differs from that of the first replica:",
     }.items(),
 )
 def test_a_difference_between_workers_is_an_error_on_all_in_place_of_a_hang(name, sentence, on_workers):
     for result in on_workers[0]["differences"]:
         assert sentence in str(result[f"local/{name}"])
+
+
+@pytest.mark.parametrize(
+    "name, sentence",
+    {
+        "audit": "audit was called on several workers: call it in one process, without TF_CONFIG.",
+        "autotune_batch": "called on several workers, where one may run out of memory .*: call it on one of them,",
+        "evaluate_checkpoints": "called on several workers, .*: call it in one process beside them, without TF_CONFIG.",
+        "replay": "replay was asked for on 2 workers; .*: start the program without the launcher, and without TF_CON",
+        "eager": "eager=True was given on several workers, which would wait .*: look at it on one worker",
+    }.items(),
+)
+def test_what_one_process_alone_can_do_is_refused_on_every_worker(name, sentence, on_workers):
+    for result in on_workers[0]["refusals"]:
+        assert re.search(sentence, str(result[f"local/{name}"]))
+
+
+def test_a_lock_that_the_chief_does_not_get_is_refused_on_every_worker(on_workers):
+    chief, *others = (str(result["local/lock"]) for result in on_workers[0]["refusals"])
+    assert "is being written to by another fit of this process" in chief
+    for other in others:
+        assert "cannot be used; another worker says why" in other
+
+
+def test_a_row_holds_the_use_of_the_gpus_of_all_workers(on_workers):
+    for result in on_workers[0]["exchange"]:
+        numbers = json.loads(str(result["local/gpus"]))
+        assert numbers.pop("gpu_utilization") == pytest.approx((0.5 + 0.5 + 0.6) / 3)
+        memory = {name: gb for name, gb in numbers.items() if name.endswith("/gpu_memory_gb")}
+        gpus = {"worker_0/gpu_0": 10.0, "worker_1/gpu_0": 10.0, "worker_1/gpu_1": 11.0}
+        assert memory == {f"{gpu}/gpu_memory_gb": gb for gpu, gb in gpus.items()} and numbers["gpu_memory_gb"] == 11.0
 
 
 def test_steps_leak_no_threads(on_workers):

@@ -5,6 +5,8 @@
 Each returns arrays by name, which have to be the same everywhere, except for names that begin with `local/`.
 """
 
+import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -18,13 +20,17 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.distributed import tensorflow_internals, workers
+from distloop.actions.built_in import Utilization
+from distloop.data import iterators
+from distloop.distributed import devices, strategies, tensorflow_internals, workers
 from distloop.model.saved_state import SavedState
+from distloop.monitoring import run_lock
 from distloop.monitoring.records import OF_THE_MACHINE
 from distloop.optimizers import gradients
 from distloop.sharding import variable_parts
 from distloop.tables import sparse_packing
 from distloop.training import overview
+from distloop.training.compiled_loop import CompiledLoop
 from tests import many_rows, test_bits
 from tests.problems import classification, classifier, every, everything, of_unknown_length, optimize_graphs, weights
 from tests.sharding import test_sharding
@@ -173,8 +179,11 @@ def statistics_and_seeds(make, workdir):
     trainer.fit(batches(), steps=3)
     norm = trainer.model.get_layer("norm")
     seeds = {f"local/seeds/{name}": value for name, value in everything(trainer).items() if "seed" in name}
+    saved = SavedState(trainer.state).snapshot()  # on every worker the first one's random streams
+    of_first = {name: value.numpy() for name, value in saved.items() if "seeds/" in name}
+    assert of_first
     statistics = {"mean": norm.moving_mean.numpy(), "variance": norm.moving_variance.numpy()}
-    return seeds | {f"local/statistics/{name}": value for name, value in statistics.items()}
+    return seeds | of_first | {f"local/statistics/{name}": value for name, value in statistics.items()}
 
 
 def resume(make, workdir):
@@ -348,6 +357,59 @@ def stops(make, workdir):
     return {"step": np.array(trainer.step), "test/loss": np.array(last["test/loss"]), **local, **weights(trainer)}
 
 
+def by_time(make, workdir):
+    """The last worker's loops take longer by its own clock; all have the chief's steps and time."""
+    loops, asked_at, run_steps = [], [], CompiledLoop.run
+    trainer = make(classifier())
+
+    def run_slowly(*args, **kwargs):
+        loops.append(args[2])
+        rows = run_steps(*args, **kwargs)
+        if is_worker(trainer, 99):
+            rows[0] = dataclasses.replace(rows[0], seconds=rows[0].seconds + 1e3)
+            trainer._train_loop._started_at -= 1e3
+        return rows
+
+    def note(report):
+        asked_at.append(report.step)
+
+    with unittest.mock.patch.object(CompiledLoop, "run", run_slowly):
+        trainer.fit(batches(), steps=60, actions=[every("0.2 s", note)])
+    return {"step": np.array(trainer.step), "local/loops": np.array(loops), "local/asked at": np.array(asked_at)}
+
+
+def interrupts_between_loops(make, workdir):
+    """SIGTERM comes to the last worker alone, between two loops, and then while it skips batches already seen."""
+    data, read = of_unknown_length(batches(rows=160)), []
+
+    def stop(report):
+        if report.step == 8 and is_worker(trainer, 99):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def note(x):
+        read.append(len(read))
+        if len(read) == 3 and trainer.step == 8 and is_worker(trainer, 99):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return x
+
+    def note_batch(batch):
+        return {**batch, "x": tf.ensure_shape(tf.numpy_function(note, [batch["x"]], tf.float32), batch["x"].shape)}
+
+    def fit(trainer):
+        trainer.fit(data.map(note_batch), steps=400, actions=[every(4, stop)])
+
+    path, results = os.path.join(workdir, "interrupts between loops"), {}
+    with unittest.mock.patch.object(iterators, "_PIECE_SECS", 0.0):
+        for name in ("between two loops", "skipping"):
+            trainer = make(classifier(), workdir=path, log_every=4, steps_per_loop=4)
+            with pytest.raises(SystemExit) as stopped:
+                fit(trainer)
+            results |= {f"code/{name}": np.array(stopped.value.code), f"step/{name}": np.array(trainer.step)}
+            results[f"local/{name}"] = np.array(str(stopped.value.__context__))
+            read.clear()
+    return results
+
+
 def interrupts(make, workdir):
     """SIGTERM comes to the last worker alone, in an evaluation that would take minutes."""
     trainer = make(classifier(), workdir=os.path.join(workdir, "interrupts"), log_every=4, steps_per_loop=4)
@@ -383,11 +445,53 @@ def files(make, workdir):
 
     sys.addaudithook(note)
     trainer = make(classifier(metrics=True), workdir=workdir, checkpoint_every=3, log_every=2, keep_checkpoints=1)
-    trainer.fit(batches(), steps=10, evals={"test": batches()}, actions=[distloop.SaveBest("test/loss")])
+
+    def write(path):  # as trainer.export does, on the chief alone
+        if trainer.workers.is_chief:
+            os.makedirs(path)
+
+    bests = []
+
+    def fail(path):  # once, on the last worker
+        bests.append(failing.get_state()["best"])
+        if len(bests) == 1 and is_worker(trainer, 99):
+            raise OSError("no space")
+
+    exports = distloop.Export(write, os.path.join(workdir, "exports"), every=4, keep=1)
+    failing = distloop.Export(fail, os.path.join(workdir, "failing"), metric="test/loss")
+    actions = [distloop.SaveBest("test/loss"), exports, failing]
+    trainer.fit(batches(), steps=10, evals={"test": distloop.Evaluation(batches(), every=3)}, actions=actions)
     trainer.save()
     trainer.restore()
     trainer.export(os.path.join(workdir, "export"))
-    return {"local/touched": np.array(touched)}
+    return {"local/touched": np.array(touched), "bests before each export": np.array(bests, float)}
+
+
+def messages_of_several_dtypes(strategy):
+    """Returns sums over replicas; a large tensor is cut, and small ones would be joined whatever their dtype."""
+    given = [tf.range(9.0), tf.constant([1.0, 2.0], tf.float64), tf.constant([3.0])]
+    total = sum(range(1, strategy.num_replicas_in_sync + 1))
+
+    def add():
+        factor = tf.distribute.get_replica_context().replica_id_in_sync_group + 1
+        return tensorflow_internals.sum_over_replicas([tf.cast(factor, tensor.dtype) * tensor for tensor in given])
+
+    with unittest.mock.patch.object(tensorflow_internals, "LARGEST_MESSAGE_BYTES", 16):
+        sums = tf.function(lambda: strategy.run(add), autograph=False)()
+    of_first = [strategy.experimental_local_results(found)[0] / total for found in sums]
+    assert [found.dtype for found in of_first] == [tensor.dtype for tensor in given]
+    return {f"sum/{i}": found.numpy() for i, found in enumerate(of_first)}
+
+
+def gpus_of_workers(trainer):
+    """Returns what a row holds of the GPUs of all workers, of which each has one more than the one before."""
+    uses = [(0.5 + 0.1 * gpu, 10.0 + gpu) for gpu in range(trainer.workers.index + 1)]
+    with (
+        unittest.mock.patch.object(strategies, "has_gpus", lambda strategy: True),
+        unittest.mock.patch.object(devices, "gpu_use", lambda: uses),
+    ):
+        numbers = Utilization(strategy=trainer.strategy)(distloop.Report(10, 100, {}, state=None, time=5.0))
+    return {name: value for name, value in numbers.items() if "gpu" in name}
 
 
 def exchange(make, workdir):
@@ -415,6 +519,8 @@ def exchange(make, workdir):
     large = np.arange(300_000, dtype=np.float32)  # more than one collective
     assert all(np.array_equal(value, large + i) for i, value in enumerate(trainer.workers.gather(large + index)))
     results["large"] = trainer.workers.broadcast(large)
+    results |= messages_of_several_dtypes(trainer.strategy)
+    results["local/gpus"] = np.array(json.dumps(gpus_of_workers(trainer)))
     try:
         trainer.workers.gather(object() if is_worker(trainer, 99) else "text")
     except ValueError as error:
@@ -439,9 +545,22 @@ def differences(make, workdir):
     def act(report):
         return None
 
+    def partly_frozen():
+        spec = classifier(optimizer=lambda: keras.optimizers.SGD(0.1))()  # without slots, whose number would differ
+        spec.model.get_layer("hidden").trainable = not is_other
+        return spec
+
+    def move(report):
+        if is_other:
+            bias = report.state.model.get_layer("logits").bias.value
+            trainer.strategy.experimental_local_results(bias)[-1].assign_add(tf.ones([4]))
+
+    def meet(**facts):
+        workers.require_same(trainer.strategy, "count", facts)
+
     trainer = make(model_fn)
     is_other = trainer.workers.index > 0
-    few = batches(4).take(2 + is_other)
+    few, checked = batches(4).take(2 + is_other), make(classifier(), check_replicas_every=2)
     for name, call in {
         "values of training": lambda: trainer.fit(batches(), steps=2),
         "values of evaluation": lambda: trainer.evaluate(batches()),
@@ -452,11 +571,39 @@ def differences(make, workdir):
         "outputs": lambda: trainer.predict(batches(), signature="narrow"),
         "batches of unknown number": lambda: trainer.predict(of_unknown_length(few), signature="all"),
         "what to do": lambda: trainer.predict(batches(7)) if is_other else trainer.evaluate(batches(7)),
+        "a long text": lambda: meet(steps=5, model="x" * 300 + "y" * is_other),
+        "a fact that others lack": lambda: meet(**({"more": 1} if is_other else {})),
+        "variables": lambda: checked.fit(batches(), steps=2, actions=[every(1, move)]),
+        "layers": lambda: make(partly_frozen).fit(batches(), steps=2),
     }.items():
         try:
             call()
         except ValueError as error:
             results[f"local/{name}"] = np.array(str(error))
+    return results
+
+
+def refusals(make, workdir):
+    """What one process alone can do is refused on every worker, before any waits for another."""
+    trainer = make(classifier(), workdir=os.path.join(workdir, "refusals"))
+    results = {}
+    calls = {
+        "audit": lambda: trainer.audit(batches()),
+        "autotune_batch": lambda: distloop.autotune_batch(trainer, batches()),
+        "evaluate_checkpoints": lambda: trainer.evaluate_checkpoints(batches()),
+        "replay": lambda: trainer.replay(batches(), step=1),
+        "eager": lambda: make(classifier(), eager=True).fit(batches(), steps=1),
+    }
+    for name, call in calls.items() if trainer.workers.count > 1 else ():
+        with pytest.raises(ValueError) as error:
+            call()
+        results[f"local/{name}"] = np.array(str(error.value))
+    with run_lock.RunLock(trainer.config.workdir) if trainer.workers.is_chief else contextlib.nullcontext():
+        trainer.workers.barrier()
+        with pytest.raises(ValueError) as error:
+            trainer.fit(batches(), steps=1)
+        results["local/lock"] = np.array(str(error.value))
+        trainer.workers.barrier()
     return results
 
 
@@ -494,10 +641,10 @@ def bits_of(case, make, workdir, steps, **settings):
 
 
 SCENARIOS = [
-    exchange, differences, replicas, sharded, synchronized_norm, two_updates, tables, tables_in_microbatches, float16,
-    statistics_and_seeds, resume, elastic, tokens, position, mixed_rows, rollback, evaluation,
-    evaluation_in_one_batch, prediction, prediction_in_one_batch, shards, equal_shards, stops, interrupts, files, bits,
-    bits_of_float16,
+    exchange, differences, refusals, replicas, sharded, synchronized_norm, two_updates, tables, tables_in_microbatches,
+    float16, statistics_and_seeds, resume, elastic, tokens, position, mixed_rows, rollback, evaluation,
+    evaluation_in_one_batch, prediction, prediction_in_one_batch, shards, equal_shards, stops, interrupts,
+    interrupts_between_loops, by_time, files, bits, bits_of_float16,
 ]  # fmt: skip
 
 

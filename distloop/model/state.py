@@ -120,7 +120,7 @@ class TrainState(tf.Module):
         self.is_built, self.may_be_saved, self.passes_write = False, True, False
         self.placement = make_placement(spec.model)
         self.keras_metrics = KerasMetrics(spec.metrics or {}, strategy, gathers_all=virtual_replicas > 0)
-        with strategy.scope(), user_functions.recorded(created):
+        with strategy.scope(), user_functions.recorded(created), _explained():
             optimizers = {id(update.optimizer): update.optimizer for update in spec.updates}
             for key, optimizer in optimizers.items():
                 if is_loss_scaled and not isinstance(optimizer, LossScaleOptimizer):
@@ -163,7 +163,7 @@ class TrainState(tf.Module):
         Raises:
             ValueError: if a layer is not built by the calls, or they create a variable outside the model.
         """
-        with self.strategy.scope(), user_functions.recorded(self.created):
+        with self.strategy.scope(), user_functions.recorded(self.created), _explained():
             known = set(self.created)
             for update in self.spec.updates:
                 if update.has_loss:
@@ -279,13 +279,20 @@ class TrainState(tf.Module):
         return sum(int(tf.TensorShape(v.shape).num_elements()) for v in self.trained_variables)
 
 
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Raises an error of TensorFlow as a sentence."""
+    try:
+        yield
+    except tf.errors.OpError as error:
+        raise_as_user_error(error)
+
+
 def _call(model_fn: Callable[[], ModelSpec], strategy: tf.distribute.Strategy, created: dict[int, Any]) -> ModelSpec:
     """Returns what `model_fn` makes in the strategy's scope; stores the variables in `created`."""
-    with strategy.scope(), user_functions.recorded(created):
+    with strategy.scope(), user_functions.recorded(created), _explained():  # initial values go to the other workers
         try:
             spec = model_fn()
-        except tf.errors.OpError as error:  # the chief's initial values go to the other workers
-            raise_as_user_error(error)
         except RuntimeError as error:
             if "tf.distribute.Strategy" not in str(error):  # "Mixing different tf.distribute.Strategy objects"
                 raise

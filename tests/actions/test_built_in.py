@@ -16,7 +16,7 @@ from distloop.actions import memory
 from distloop.actions.action import Report
 from distloop.actions.built_in import DataSeen, Goodput, PipelineUsage, Utilization
 from distloop.data.source import Source
-from distloop.distributed import devices, environment, strategies, workers
+from distloop.distributed import devices, environment
 from distloop.model.saved_state import checksum
 from distloop.monitoring import ledger
 from tests.problems import classification, classifier, on, rows_of
@@ -153,18 +153,6 @@ def test_each_gpu_is_seen_in_tensorflows_order(nvml):
     assert numbers == pytest.approx({"gpu_utilization": 0.915, "gpu_memory_gb": 12.0} | of_each)
 
 
-def test_the_gpus_of_all_workers_are_gathered_at_each_log(nvml, monkeypatch):
-    monkeypatch.setattr(workers, "num_workers", lambda strategy: 2)
-    monkeypatch.setattr(strategies, "has_gpus", lambda strategy: True)
-    gathering = types.SimpleNamespace(gather=lambda value: [value, [[0.5, 3.0]]])
-    monkeypatch.setattr(workers, "Workers", lambda strategy: gathering)
-    measure = Utilization(strategy=tf.distribute.get_strategy())
-    for step in (10, 20):
-        numbers = measure(Report(step, 100, {}, state=None, time=5.0))
-        assert numbers["worker_1/gpu_0/gpu_utilization"] == 0.5 and numbers["worker_0/gpu_1/gpu_memory_gb"] == 11.0
-        assert numbers["gpu_utilization"] == pytest.approx((0.92 + 0.91 + 0.5) / 3)
-
-
 def test_without_the_package_or_the_driver_the_cores_are_measured(nvml, monkeypatch):
     def fail(*_):
         raise RuntimeError("no driver")
@@ -249,12 +237,4 @@ def test_an_integer_that_the_forward_pass_writes_is_named_as_a_cause():
 
     trainer = distloop.Trainer(model_fn, on(2, check_replicas_every=1))
     with pytest.raises(ValueError, match="model/1 of replica 1 .* differs .*: the forward pass writes an integer"):
-        trainer.fit(DATA, steps=1)
-
-
-@pytest.mark.slow
-def test_a_variable_that_differs_between_workers_names_the_worker(monkeypatch):
-    monkeypatch.setattr(workers.Workers, "gather", lambda self, sums: [sums, sums | {"model/net/logits/bias": [7]}])
-    trainer = distloop.Trainer(classifier(), on(1, check_replicas_every=1))
-    with pytest.raises(ValueError, match="At step 1 model/net/logits/bias of replica 0 of worker 1 differs"):
         trainer.fit(DATA, steps=1)

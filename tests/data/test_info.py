@@ -9,7 +9,7 @@ import tensorflow as tf
 from distloop.data.info import are_rows_alike, inspect
 from distloop.data.make_dataset import make_dataset
 from distloop.data.shards import pad, shard_bounds
-from distloop.distributed import strategies
+from tests.optimizers.test_gradients import adding_by_collectives
 from tests.problems import mirrored, numbers, of_unknown_length, sizes_1_to_9
 
 ONE = tf.distribute.get_strategy()
@@ -73,16 +73,16 @@ def test_the_length_of_a_pass_is_known_without_reading(dataset, expected):
     ("batch_size", "microbatches", "virtual_replicas"), [(8, 1, 0), (8, 3, 0), (8, 1, 8), (3, 1, 0)]
 )
 def test_no_replica_has_more_rows_of_any_batch_than_is_known_before(
-    batch_size, microbatches, virtual_replicas, monkeypatch
+    batch_size, microbatches, virtual_replicas
 ):
-    monkeypatch.setattr(strategies, "uses_collectives", lambda strategy: True)
+    strategy = adding_by_collectives(4)
     settings = {"microbatches": microbatches, "virtual_replicas": virtual_replicas}
-    info = inspect(numbers(8 * batch_size - 1, batch_size), mirrored(4), **settings)
+    info = inspect(numbers(8 * batch_size - 1, batch_size), strategy, **settings)
     of_replicas = []  # rows that each has of a batch of each size, without padding
     for size in range(1, batch_size + 1):
         padded = int(tf.shape(pad(tf.range(size), info.min_rows).rows)[0])
         shards = [shard_bounds(replica, 4, padded) for replica in range(4)]
         of_replicas += [min(size, end) - min(size, start) for start, end in shards]
     assert info.layout.max_replica_rows == max(of_replicas)
-    whole = inspect(tf.data.Dataset.range(80).batch(16, drop_remainder=True), mirrored(4))
+    whole = inspect(tf.data.Dataset.range(80).batch(16, drop_remainder=True), strategy)
     assert whole.layout.max_replica_rows == 4

@@ -76,13 +76,6 @@ def test_a_stop_ends_the_skipping_after_one_piece(monkeypatch, stop, kind, words
     assert source.pieces == [1, 5]
 
 
-def test_a_worker_that_is_asked_to_stop_stops_all(monkeypatch):
-    source = SlowSource(1000, monkeypatch)
-    monkeypatch.setattr(iterators.workers, "gather", lambda _, answer: np.array([answer, [0, 1]], float))
-    with pytest.raises(Interrupted, match="by worker 1 with 994 of 1,000"):
-        read_again(source.behind, ONE)
-
-
 @pytest.mark.wide
 def test_a_signal_ends_skipping_after_a_piece_and_leaves_the_checkpoint_as_it_was(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(iterators, "_PIECE_SECS", 0.01)

@@ -1,5 +1,6 @@
 """Devices and the process: virtual CPUs, memory of GPUs (stubs), threads and seeds."""
 
+import contextlib
 import os
 import random
 import re
@@ -54,29 +55,47 @@ def test_preparing_again_or_for_fewer_devices_keeps_the_existing_ones(started):
 
 
 @pytest.mark.parametrize(
-    ("settings", "patch", "sentence"),
+    ("settings", "sentence"),
     [
-        (
-            {},
-            (tf.config, "functions_run_eagerly", lambda: True),
-            r"run_functions_eagerly\(True\) was called, .* set Config\(eager=True\)",
-        ),
-        ({}, (keras.backend, "backend", lambda: "jax"), "the 'jax' backend; .*: set KERAS_BACKEND=tensorflow"),
-        (
-            {},
-            (keras.distribution, "distribution", object),
-            r"keras.distribution is set, .*: call keras.*set_distribution\(None",
-        ),
-        ({"num_devices": 9}, None, f"^{re.escape(TOO_LATE)}$"),
-        ({"intra_op_threads": 97}, None, "intra_op_threads=97 was given, but TensorFlow has already started"),
-        ({"device": "gpu"}, None, "device=gpu was asked for, but TensorFlow sees none .*: use device=auto"),
+        ({"num_devices": 9}, f"^{re.escape(TOO_LATE)}$"),
+        ({"intra_op_threads": 97}, "intra_op_threads=97 was given, but TensorFlow has already started"),
+        ({"device": "gpu"}, "device=gpu was asked for, but TensorFlow sees none .*: use device=auto"),
     ],
 )
-def test_a_process_that_cannot_be_prepared_is_refused(settings, patch, sentence, started, monkeypatch):
-    if patch:
-        monkeypatch.setattr(*patch)
+def test_a_process_that_cannot_be_prepared_is_refused(settings, sentence, started):
     with pytest.raises(ValueError, match=sentence):
         devices.prepare_process(Config(**{"device": "cpu", **settings}))
+
+
+@contextlib.contextmanager
+def functions_that_run_eagerly():
+    tf.config.run_functions_eagerly(True)
+    try:
+        yield
+    finally:
+        tf.config.run_functions_eagerly(False)
+
+
+@pytest.mark.parametrize(
+    ("switch", "sentence"),
+    [
+        (functions_that_run_eagerly, r"run_functions_eagerly\(True\) was called, .* set Config\(eager=True\)"),
+        (
+            lambda: keras.distribution.DataParallel(devices=["cpu:0", "cpu:1"]).scope(),
+            r"keras.distribution is set, .*: call keras.*set_distribution\(None",
+        ),
+    ],
+)
+def test_a_switch_under_which_nothing_would_train_as_it_should_is_refused(switch, sentence, started):
+    with switch(), pytest.raises(ValueError, match=sentence):
+        devices.prepare_process(Config(device="cpu"))
+    devices.prepare_process(Config(device="cpu"))
+
+
+def test_another_backend_of_keras_is_refused(monkeypatch):
+    monkeypatch.setattr(keras.backend, "backend", lambda: "jax")  # each other one needs a package that is not here
+    with pytest.raises(ValueError, match="the 'jax' backend; .*: set KERAS_BACKEND=tensorflow"):
+        devices.prepare_process(Config(device="cpu"))
 
 
 def test_the_seed_reaches_python_numpy_tensorflow_and_keras():

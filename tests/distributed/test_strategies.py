@@ -94,8 +94,7 @@ def test_a_small_step_on_a_gpu_uses_the_parallel_executor_and_a_serial_one_of_se
     assert strategies.choose_executor(tf.distribute.get_strategy(), "auto", 1e6) == PARALLEL
 
 
-def test_multi_worker_without_a_cluster_and_more_devices_than_available_are_refused(monkeypatch):
-    monkeypatch.setattr(strategies.environment, "find_cluster", lambda: None)
+def test_multi_worker_without_a_cluster_and_more_devices_than_available_are_refused():
     with pytest.raises(ValueError, match="tells of no other workers: start .* by srun with several tasks"):
         make(strategy="multi_worker")
     with pytest.raises(ValueError, match="num_devices=9 of device=cpu were asked for, but there are 4: ask for"):

@@ -88,25 +88,6 @@ def test_with_a_metric_the_newest_export_is_the_best(tmp_path):
     assert action.get_state()["best"] is None
 
 
-def test_an_export_that_fails_on_one_worker_leaves_the_best_value_of_all_as_it_was(tmp_path, monkeypatch):
-    failed = []
-    gather = lambda strategy, value: failed.append(value) or [1, 0]  # noqa: E731
-    monkeypatch.setattr("distloop.exports.export_action.workers.gather", gather)
-    action = Export(write, tmp_path, metric="loss")
-    action(report(10, loss=1.0))
-    assert failed == [False] and action.get_state()["best"] is None
-
-
-def test_other_workers_export_and_remove_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr("distloop.exports.export_action.workers.is_chief", lambda strategy: False)
-    written = []
-    action = Export(written.append, tmp_path, every=10, keep=1)
-    for step in (10, 20):
-        write(tmp_path / str(step))  # by the chief, on a disk that both see
-        run([action], report(step))
-    assert len(written) == 2 and names_in(tmp_path) == ["10", "20"]
-
-
 def test_exports_of_another_run_are_named_when_the_run_starts_and_stay(tmp_path, caplog):
     for name in ("2", "15", "900"):
         write(tmp_path / name)

@@ -103,24 +103,6 @@ def test_a_snapshot_of_two_replicas_fits_three():
     assert [(start - starts[0]) % 2**32 for start in starts] == [0, SEED_STRIDE, 2 * SEED_STRIDE]
 
 
-@pytest.mark.wide
-@pytest.mark.slow
-def test_a_snapshot_of_a_later_worker_holds_the_first_ones_random_streams(monkeypatch):
-    state = trained(2).state
-    saved_state = SavedState(state)
-
-    def starts():
-        return [part.numpy().tolist() for seed in state.seeds for part in state.replica_variables(seed)]
-
-    of_first = saved_state.snapshot()
-    monkeypatch.setattr("distloop.model.saved_state.workers.first_replica", lambda strategy: 2)
-    saved_state.restore(of_first)  # as on the second worker of two replicas each
-    before, found = starts(), saved_state.snapshot()
-    assert_equal(*(arrays({n: v for n, v in values.items() if "seeds/" in n}) for values in (found, of_first)))
-    saved_state.restore(found)
-    assert starts() == before and before
-
-
 @pytest.mark.slow
 def test_differences_are_named():
     saved_state = SavedState(trained(optimizer=lambda: keras.optimizers.SGD(0.1)).state)

@@ -1,10 +1,11 @@
 """The workdir of a run: its path, and its lock for all workers."""
 
 import os
-import types
 
 import pytest
+import tensorflow as tf
 
+from distloop.distributed.workers import Workers
 from distloop.monitoring import directory
 from distloop.settings.config import Config
 from tests.monitoring.test_run_lock import holder_of, write_lock
@@ -15,25 +16,21 @@ def test_a_path_is_that_of_the_directory_in_which_the_program_began():
     assert config.workdir == os.path.abspath("runs/a") and config.init_from == "s3://bucket/run"
 
 
-def directory_with(path, is_chief=True, gather=lambda truth: [truth]):
-    """Returns the workdir of a worker, which meets the others by a function."""
-    return directory.directory_of(Config(workdir=str(path)), types.SimpleNamespace(is_chief=is_chief, gather=gather))
+def directory_with(path, gather=None):
+    """Returns the workdir of a worker that is alone, or meets the others by a function."""
+    one = Workers(tf.distribute.get_strategy())
+    one.gather = gather or one.gather
+    return directory.directory_of(Config(workdir=str(path)), one)
 
 
-@pytest.mark.parametrize("is_chief", [True, False])
-def test_the_chief_alone_takes_the_lock_and_every_worker_is_refused_with_it(is_chief, tmp_path):
-    with directory_with(tmp_path, is_chief) as lock:
-        assert os.listdir(tmp_path) == ["run.lock"] * is_chief and lock is None
+def test_the_chief_takes_the_lock_or_is_refused(tmp_path):
+    with directory_with(tmp_path) as lock:
+        assert os.listdir(tmp_path) == ["run.lock"] and lock is None
     assert os.listdir(tmp_path) == []
-    truths = []
     write_lock(tmp_path)
-    says = "is being written to by process" if is_chief else "cannot be used; another worker says why"
-    with (
-        pytest.raises(ValueError, match=says),
-        directory_with(tmp_path, is_chief, lambda truth: truths.append(truth) or [True, False]),
-    ):
+    with pytest.raises(ValueError, match="is being written to by process"), directory_with(tmp_path):
         pass
-    assert truths == [is_chief] and holder_of(tmp_path)["token"] == "another"
+    assert holder_of(tmp_path)["token"] == "another"
 
 
 def test_without_a_workdir_nothing_is_locked():

@@ -1,6 +1,7 @@
 """What workers compare before they train; tests/test_workers.py has workers that differ."""
 
 import json
+import os
 import shutil
 import time
 
@@ -10,6 +11,7 @@ import pytest
 import distloop
 from distloop.distributed import notes, workers
 from distloop.training.agreement import require_same_run
+from tests import forked
 from tests.problems import classification, classifier, mirrored, mostly_wide, on
 
 
@@ -61,6 +63,25 @@ def test_a_layer_of_the_users_model_that_is_frozen_between_two_fits_is_named():
     model.get_layer("head").trainable = False
     with pytest.raises(ValueError, match="`trainable` of 'head' was changed"):
         trainer.fit((rows["x"], rows["label"]), steps=4)
+
+
+def model_with_a_frozen_layer_on_one_worker():
+    def model_fn():
+        spec = classifier()()
+        spec.model.get_layer("hidden").trainable = index == 0  # so that the other worker has no slots of it
+        return spec
+
+    index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+    distloop.Trainer(model_fn, distloop.Config(device="cpu", console="quiet"))
+
+
+@pytest.mark.wide
+@pytest.mark.slow
+def test_models_whose_variables_differ_between_workers_end_in_a_sentence():
+    shapes = r"\[(8,16\] and \[16,4|16,4\] and \[8,16)\]"  # of the worker that notices, and of the other one
+    sentence = rf"ValueError: The workers computed tensors of different shapes \({shapes}\) where they"
+    with pytest.raises(RuntimeError, match=sentence):
+        forked.run_in_workers(model_with_a_frozen_layer_on_one_worker, 2)
 
 
 @pytest.fixture
