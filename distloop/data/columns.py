@@ -33,6 +33,20 @@ def is_on_disk(array: Any) -> bool:
     return is_array and isinstance(getattr(array, "dtype", None), np.dtype) and not in_memory
 
 
+def unmasked(values: Any) -> Any:
+    """Returns values as they are.
+
+    Raises:
+        ValueError: if some are masked, as in `numpy.ma` and netCDF4.
+    """
+    if np.ma.is_masked(values):
+        raise ValueError(
+            f"An array of {np.size(values)} values, {np.ma.count_masked(values)} of which are masked, was given, and "
+            "their mask would be dropped: give array.filled(value), and the mask as an entry of its own or as weights."
+        )
+    return values
+
+
 class DiskColumn:
     """An array on disk, `[N, ...]`; several threads may read it.
 
@@ -77,9 +91,9 @@ class DiskColumn:
             elif len(rows) > 1 and np.array_equal(rows, np.arange(rows[0], rows[0] + len(rows))):
                 values = self._array[int(rows[0]) : int(rows[-1]) + 1]
             else:
-                values = [self._array[row] for row in rows.tolist()]
+                values = [unmasked(self._array[row]) for row in rows.tolist()]
             shape = [len(rows), *self.spec.shape]
-            return np.asarray(values, self._dtype).reshape(shape)
+            return np.asarray(unmasked(values), self._dtype).reshape(shape)
         except Exception as error:
             some = f"Row {rows[0]}" if len(rows) == 1 else f"One of the rows {rows.tolist()}"
             raise ValueError(f"{some} of {self.name} could not be read ({type(error).__name__}: {error}).") from error

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from distloop.data.columns import unmasked
 from distloop.errors import require
 
 _SCALARS = (str, bytes, int, float, np.generic)
@@ -36,7 +37,7 @@ def as_example(example: Any) -> Any:
         return np.array(example, object)  # NumPy's own texts lose zeros at their end
     if hasattr(example, "detach"):  # PyTorch's tensors, which may have a gradient or be on another device
         return np.asarray(example.detach().cpu())
-    array = np.asarray(example)
+    array = np.asarray(unmasked(example))
     if array.dtype.kind in "US":
         return np.array(example, object) if isinstance(example, list) else array.astype(object)
     is_of_python = isinstance(example, (list, float))

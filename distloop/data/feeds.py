@@ -19,6 +19,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from distloop.data.columns import unmasked
 from distloop.data.examples import common_spec, describe
 from distloop.data.py_dataset import PyDatasetBatches, note_training
 from distloop.data.rows import ENDLESS
@@ -333,7 +334,7 @@ def as_arrays(batch: Any) -> Any:
         return type(batch)(*parts) if hasattr(batch, "_fields") else tuple(parts)
     if hasattr(batch, "detach"):  # PyTorch's tensors, which may have a gradient or be on another device
         batch = batch.detach().cpu()
-    return np.asarray(batch)
+    return np.asarray(unmasked(batch))
 
 
 def _element_spec(batches: list[Any]) -> Any:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from distloop.data.columns import DIGITS, DiskColumn, content_of, is_on_disk
+from distloop.data.columns import DIGITS, DiskColumn, content_of, is_on_disk, unmasked
 from distloop.data.examples import as_example, common_spec, describe, pad_rows
 from distloop.data.position import CONTENT
 from distloop.distributed.devices import HOST
@@ -372,8 +372,9 @@ def _column(array: Any) -> Any:
     is_source = (
         hasattr(array, "__getitem__") and not hasattr(array, "__array__") and not isinstance(array, (str, bytes))
     )
+    values = None if is_source else np.asarray(unmasked(array))
     try:
-        tensor = None if is_source else tf.constant(np.asarray(array))
+        tensor = None if is_source else tf.constant(values)
     except (TypeError, ValueError) as error:  # such as a frame of several types
         raise ValueError(
             f"An array of type {np.asarray(array).dtype} was given; distloop takes numbers, truth values or texts, one "

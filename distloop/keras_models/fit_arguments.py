@@ -17,7 +17,7 @@ from distloop.data.arrays import are_arrays, are_same_arrays, as_arrays, as_data
 from distloop.data.opening import EACH_AN_ARRAY
 from distloop.data.source import Data
 from distloop.keras_models.other_calls import hint
-from distloop.log import shown
+from distloop.log import log, shown
 from distloop.settings.durations import finite_number, whole_number
 
 EVALUATION = "val"  # the name of the evaluation on Keras's validation data
@@ -115,7 +115,7 @@ def read_arguments(
             + (f"is not of arrays alone: give {EACH_AN_ARRAY}." if is_structure else _OWN_BATCHES)
         )
     class_weight, split = given.get("class_weight"), given.get("validation_split", 0.0)
-    map_batch = None if class_weight is None else _class_weigher(class_weight)
+    map_batch = None if class_weight is None else _class_weigher(class_weight, arrays)
     asked_for = (train, batch_size, steps_per_epoch, class_weight, split)
     validation = given.get("validation_data")
     train = train if arrays is None else arrays
@@ -179,8 +179,10 @@ def _split(train: Data, part: float) -> tuple[Any, Any]:
     return first, tf.nest.map_structure(lambda array: array[num_trained:], train)
 
 
-def _class_weigher(class_weight: Any) -> Callable[..., Any]:
+def _class_weigher(class_weight: Any, arrays: Any) -> Callable[..., Any]:
     """Returns a function that multiplies the sample weights of a batch `(x, y)` or `(x, y, sample_weight)`.
+
+    Of arrays, which are None for other data, a warning tells of classes that do not occur.
 
     Source: `class_weight_to_sample_weights` in keras/src/trainers/data_adapters/data_adapter_utils.py.
     """
@@ -206,6 +208,7 @@ def _class_weigher(class_weight: Any) -> Callable[..., Any]:
                 "[B, C]: give sample weights."
             )
         if labels.shape.rank == 2:
+            _require_columns(classes, labels.shape[1])
             labels = labels[:, 0] if labels.shape[1] == 1 else tf.argmax(labels, -1)
         if labels.dtype.is_floating:
             labels = tf.round(labels)
@@ -217,4 +220,21 @@ def _class_weigher(class_weight: Any) -> Callable[..., Any]:
             weights = tf.cast(sample_weight[0], tf.float32) * tf.reshape(weights, shape)
         return x, y, weights
 
+    labels = arrays[1] if isinstance(arrays, tuple) and len(arrays) > 1 else None
+    if isinstance(labels, np.ndarray) and labels.ndim and labels.size == len(labels) and labels.dtype.kind in "biuf":
+        absent = np.setdiff1d(classes, np.round(labels)).tolist()
+        if absent:
+            log.warning(
+                "class_weight has weights for the classes %s, which no label is: check how the classes are numbered.",
+                ", ".join(map(str, absent)),
+            )
     return weigh
+
+
+def _require_columns(classes: np.ndarray, columns: int | None) -> None:
+    """Checks that labels with several columns, which are one-hot, have one for each class."""
+    if columns not in (None, 1) and (absent := [int(number) for number in classes if not 0 <= number < columns]):
+        raise ValueError(
+            f"fit was given class_weight with the class {absent[0]}, and labels that are one-hot of {columns} classes, "
+            f"0 to {columns - 1}: number the classes from 0."
+        )

@@ -8,8 +8,18 @@ import tensorflow as tf
 
 import distloop
 from distloop.data.arrays import are_arrays, as_arrays, as_dataset, with_labels
+from distloop.data.feeds import make_feed
 from distloop.data.make_dataset import make_dataset
-from tests.problems import assert_equal, classification, classifier, everything, mostly_wide, of_unknown_length, on
+from tests.problems import (
+    assert_equal,
+    classification,
+    classifier,
+    everything,
+    mostly_wide,
+    of_unknown_length,
+    on,
+    refused,
+)
 
 
 def flat(dataset):
@@ -260,3 +270,19 @@ def test_a_list_of_batches_and_arrays_of_different_lengths_are_refused_by_fit_wi
         trainer.fit([classification(4), classification(4)], steps=1)
     with pytest.raises(ValueError, match=r"Arrays of \[4, 5\] rows were given; they need the same number"):
         trainer.fit({"x": np.zeros([4, 8], np.float32), "label": np.zeros([5], np.int64)}, steps=1)
+
+
+MASKED = np.ma.masked_less(np.arange(8.0, dtype=np.float32).reshape(4, 2), 3.0)
+WAYS = {
+    "arrays": lambda x: as_dataset((np.zeros(4), x), 2),
+    "make_dataset": lambda x: make_dataset({"x": x}, 2),
+    "examples": lambda x: make_dataset([{"x": row} for row in x], 2),
+    "batches": lambda x: make_feed(iter([{"x": x[:2]}, {"x": x[2:]}])).dataset(),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_array_with_masked_values_is_refused_and_one_without_is_taken(way):
+    refused(lambda: WAYS[way](MASKED), "masked", "would be dropped", "filled(")
+    spec = tf.nest.flatten(WAYS[way](np.ma.array(MASKED.data)).element_spec)[-1]
+    assert spec.dtype == tf.float32 and spec.shape[1:] == [2]

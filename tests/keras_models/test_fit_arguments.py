@@ -72,6 +72,21 @@ def test_class_weights_are_those_of_keras():
     np.testing.assert_array_equal(columns, np.array(expected)[:, None] * np.ones([1, 3]))
 
 
+@pytest.mark.parametrize("labels", [LABEL, LABEL[:, None].astype(np.float32), LABEL.tolist()], ids=range(3))
+def test_a_class_weight_of_a_class_that_no_label_is_is_told_of(labels, caplog):
+    read_arguments((X, labels), None, {"class_weight": CLASS_WEIGHT | {7: 2.0, -1: 1.0}})
+    (record,) = caplog.records
+    assert "class_weight has weights for the classes -1, 7, which no label is: " in record.getMessage()
+    caplog.clear()
+    read_arguments((X, labels), None, {"class_weight": CLASS_WEIGHT})
+    assert not caplog.records
+
+
+def test_a_class_weight_of_a_class_that_one_hot_labels_have_no_column_for_is_refused():
+    weigh = read_arguments(batches(X, ONE_HOT), None, {"class_weight": {0: 1.0, 7: 2.0}}).map_batch
+    refused(lambda: weigh(X, tf.constant(ONE_HOT)), "class 7", "one-hot of 3 classes, 0 to 2")
+
+
 @pytest.mark.slow
 def test_an_epoch_with_class_weights_trains_as_keras_does():
     # Keras divides by the number of rows, unless the loss divides by the sum of the weights, as distloop does.
