@@ -147,8 +147,8 @@ class Feed:
         if self._was_trained_on:
             raise ValueError(
                 f"The {type(self._orders_itself).__name__} given was trained on before in this process, which has "
-                "changed its order, and the run goes on in the middle of it: make it anew for each call of fit, as a "
-                "new process does."
+                "changed its order, and the run goes on in the middle of it: make it anew for each call of fit or "
+                "replay, as a new process does."
             )
 
     def _noting_states(self, first: int, state: Any, repeat: bool) -> Iterator[tuple[Any, Any]]:

@@ -30,6 +30,7 @@ from distloop.data.numbered import NumberedDataset
 from distloop.distributed import workers
 from distloop.distributed.devices import HOST
 from distloop.distributed.preemption import SAVES, Interrupted, StopRequests
+from distloop.errors import raise_as_user_error
 from distloop.graph_functions import NO_LIMIT_SECS, TimeLimit, graph_function
 from distloop.log import log
 
@@ -170,7 +171,7 @@ class Behind:
     num_batches: int
 
     def skip(self, most: int | None = None, secs: float = NO_LIMIT_SECS) -> int:
-        """Reads batches and throws them away; returns how many are then left.
+        """Reads batches and throws them away; returns how many are then left, or raises an error of the user's code.
 
         Args:
             most: how many to read; None: all.
@@ -180,7 +181,10 @@ class Behind:
         if count:
             with tf.device(HOST):
                 limits = tf.constant(count, tf.int64), tf.constant(secs, tf.float64)
-                self.num_batches -= int(_discard(self.iterator, *limits))
+                try:
+                    self.num_batches -= int(_discard(self.iterator, *limits))
+                except tf.errors.OpError as error:
+                    raise_as_user_error(error)
         return self.num_batches
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from distloop.data.iterators import iterate
 from distloop.data.shards import Batch, batch_size, shard_bounds
 from distloop.distributed import gathering
 from distloop.distributed.devices import HOST
@@ -104,10 +105,10 @@ class Look:
         self._state = state
         self.gradients_by_path: dict[str, np.ndarray] = {}
         # By name and replica, then by the number of the call of `loss_fn`. Calls of the host have no order of their
-        # own, and TensorFlow keeps the program's order of what writes one variable, inside functions and loops too.
+        # own, and TensorFlow reads one iterator in the program's order, inside functions and loops, too.
         self._values: dict[str, dict[int, dict[int, np.ndarray]]] = {}
         with tf.device(HOST):
-            self._num_calls = tf.Variable(0, trainable=False)
+            self._numbers = iterate(tf.data.Dataset.counter())
 
     def watch(self, make_step: Callable[[], Any]) -> Any:
         """Returns a step whose `loss_fn`s hand over what they return."""
@@ -158,7 +159,7 @@ class Look:
                     for name, array in zip(named, arrays, strict=True):
                         self._values.setdefault(name, {}).setdefault(int(replica), {})[int(number)] = array
 
-                _hand_over(keep, [self._num_calls.assign_add(1), replica, *named.values()])
+                _hand_over(keep, [next(self._numbers), replica, *named.values()])
             return outputs
 
         return call

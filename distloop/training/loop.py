@@ -100,6 +100,7 @@ class TrainLoop:
         steps_per_loop: int = 0,
         eager: bool = False,
         max_traces: int = 0,
+        keeps_batch: bool = False,
         on_trace: Callable[[TrainStep, Source], None] = lambda step, source: None,
     ):
         """Prepares; nothing is traced yet.
@@ -111,6 +112,7 @@ class TrainLoop:
             steps_per_loop: an upper bound on the steps between two boundaries; 0: none.
             eager: whether the steps run as plain Python, for a debugger.
             max_traces: as `Config.max_traces`.
+            keeps_batch: whether the last batch is kept, for `last_batch`.
             on_trace: called with the step and its data when it has been traced.
         """
         self._state, self._step = state, step
@@ -121,7 +123,7 @@ class TrainLoop:
         self.open_boundary: Any = None
         self.stop_reason: str | None = None
         self.require_metrics: Callable[[list[str]], None] | None = None
-        self._eager, self._max_traces = eager, max_traces
+        self._eager, self._max_traces, self._keeps_batch = eager, max_traces, keeps_batch
         self._on_trace = on_trace
         self.trace_again()
         self._window, self._host = Window(), Host()
@@ -179,7 +181,7 @@ class TrainLoop:
                         if self._step.runs_ahead:
                             source.lose_position(0)  # the iterator may be a batch further
                         self._open_window()  # without the numbers of the failed step
-                        raise _diverged(self._step, self._compiled.last_batch(), source, step, row.diagnosis)
+                        raise _diverged(self._step, self.last_batch(), source, step, row.diagnosis)
                     if self._is_boundary(step, actions) and self._act(actions, self._report(step, row.end)):
                         return self.reported
             finally:  # an action failed: the steps of the rows after that are done all the same
@@ -207,9 +209,18 @@ class TrainLoop:
         """Returns the sums since the last row, as JSON can hold them."""
         return self._window.save()
 
+    def last_batch(self) -> Any:
+        """Returns the batch of the last step; None: it is not kept."""
+        return self._compiled.last_batch()
+
     def trace_again(self) -> None:
         """Has the step traced anew, as a constant of it has changed."""
-        self._compiled = CompiledLoop(self._state, self._step, eager=self._eager, max_traces=self._max_traces)
+        self._compiled = CompiledLoop(
+            *(self._state, self._step),
+            eager=self._eager,
+            max_traces=self._max_traces,
+            keeps_batch=self._keeps_batch,
+        )
         self._traced_for: Source | None = None
 
     def _run_to_boundary(self, source: Source, step: int, actions: Sequence[Action]) -> list[Row]:
@@ -373,5 +384,5 @@ def _count(loop: TrainLoop, source: Source, row: Row, step: int) -> int:
 
 def _diverged(step: TrainStep, last_batch: Any, source: Source, number: int, diagnosis: np.ndarray) -> Diverged:
     """Returns the error of a step that failed; the last batch is None if it is not known."""
-    batch = source.batches_taken - 1
-    return Diverged(explain(step, number, diagnosis, source, batch, last_batch), number, batch)
+    batch, copy = source.batches_taken - 1, last_batch if step.locate_nonfinite else None
+    return Diverged(explain(step, number, diagnosis, source, batch, copy), number, batch)

@@ -36,6 +36,14 @@ def test_an_error_in_data_of_python_shows_its_line(make):
     assert 'raise OSError("disk is gone")' in "".join(traceback.format_exception(error))
 
 
+def test_an_error_in_batches_that_are_read_again_shows_its_line():
+    source = Source(broken, ONE)
+    source.restore_position({"batches": 3, "skipped": []})
+    with pytest.raises(OSError, match="disk is gone") as caught:
+        source.iterator()
+    assert 'raise OSError("disk is gone")' in "".join(traceback.format_exception(caught.value))
+
+
 def test_axes_and_the_batch_size_are_free_in_which_the_first_two_batches_differ():
     source = Source(lambda: ({"x": np.zeros([2, n, 4])} for n in (3, 5, 9)), ONE)
     assert source.info.element_spec["x"].shape.as_list() == [None, None, 4]

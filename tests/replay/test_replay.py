@@ -176,6 +176,22 @@ def run_on_workers(workdir):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("precision", mostly_wide(["mixed_float16", "mixed_bfloat16"]))
+def test_rounding_on_other_devices_is_no_difference_and_hides_none(precision, tmp_path):
+    model_fn = classifier(optimizer=lambda: keras.optimizers.Adam(0.01))
+    train(model_fn, settings(2, tmp_path, precision=precision, log_every=1))
+    replayed = lambda: trainer_of(model_fn, 1, tmp_path, precision=precision).replay(data(), step=10)  # noqa: E731
+    assert replayed().differences == []
+    path = tmp_path / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows[8]["loss"] *= 1.05
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (sentence,) = replayed().differences
+    assert "in the row of step 9: loss was" in sentence
+    assert f"1 replicas round {precision[6:]} otherwise than 2" in sentence
+
+
+@pytest.mark.slow
 def test_one_process_replays_a_run_of_two_workers(tmp_path):
     forked.run_in_workers(run_on_workers, 2, str(tmp_path))
     result = trainer_of(classifier(), 1, tmp_path).replay(data(), step=10)
@@ -309,6 +325,53 @@ def test_the_command_of_the_run_prints_the_step_and_ends(finished, capsys):
     out = capsys.readouterr().out
     assert end.value.code == 0 and "replay: from checkpoint 5, 2 steps, about" in out and "step 7: applied" in out
     refused(lambda: trainer.fit(data()), "fit was called after replay", "make another Trainer")
+
+
+def test_a_quiet_replay_prints_nothing_and_takes_a_step_of_numpys(finished, capfd):
+    trainer = trainer_of(classifier(), 1, finished, console="quiet")
+    results = [trainer.replay(data(), step=step) for step in (np.int64(7), 7.0)]
+    assert [(result.step, type(result.step)) for result in results] == [(7, int)] * 2
+    printed = capfd.readouterr()
+    assert printed.out == "" and "step" not in printed.err
+
+
+class Drawn(keras.utils.PyDataset):
+    """The rows in an order that each epoch draws when it begins."""
+
+    def __init__(self):
+        super().__init__()
+        self.random, self.order = np.random.default_rng(5), np.arange(ROWS)
+
+    def __len__(self):
+        return 4
+
+    def on_epoch_begin(self):
+        self.order = self.random.permutation(ROWS)
+
+    def __getitem__(self, index):
+        return {name: v[self.order[index * SIZE : (index + 1) * SIZE]] for name, v in classification(ROWS).items()}
+
+
+@pytest.mark.slow
+def test_a_pydataset_that_draws_its_order_is_replayed_once(tmp_path):
+    seen = train(classifier(), settings(1, tmp_path), Drawn())
+    trainer, again = trainer_of(classifier(), 1, tmp_path), Drawn()
+    result = trainer.replay(again, step=7)
+    assert_equal(result.weights_after, seen[7])
+    assert result.differences == []
+    refused(lambda: trainer.replay(again, step=8), "trained on before in this process", "make it anew")
+
+
+@pytest.mark.slow
+def test_data_that_cannot_be_read_again_is_explained_in_a_replay(tmp_path):
+    def batches():
+        for _ in range(9):
+            yield from data(SIZE).as_numpy_iterator()
+
+    train(classifier(), settings(1, tmp_path), batches)
+    trainer, once = trainer_of(classifier(), 1, tmp_path), batches()
+    trainer.replay(once, step=7)
+    refused(lambda: trainer.replay(once, step=7), "was read before and cannot start again: give the function")
 
 
 @pytest.mark.slow
