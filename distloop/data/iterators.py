@@ -183,6 +183,8 @@ class Behind:
                 limits = tf.constant(count, tf.int64), tf.constant(secs, tf.float64)
                 try:
                     self.num_batches -= int(_discard(self.iterator, *limits))
+                except tf.errors.OutOfRangeError:  # the data has ended, and is not empty
+                    raise
                 except tf.errors.OpError as error:
                     raise_as_user_error(error)
         return self.num_batches
