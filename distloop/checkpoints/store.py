@@ -30,7 +30,7 @@ from distloop.log import log
 from distloop.monitoring.records import as_best_steps, parse_json
 from distloop.monitoring.timing import SaveTimes
 
-_BEST = "best.json"
+BEST_FILE = "best.json"
 _STEP = re.compile(r"0|[1-9][0-9]{0,17}")
 # Ends of the names of checkpoints later than the one that a run goes on from.
 _ABANDONED, _DIVERGED = "abandoned", "diverged"
@@ -115,15 +115,15 @@ class Checkpoints:
         """
 
         def read() -> dict[str, list[int]]:
-            with open_at_once(self._path(_BEST)) as file:
+            with open_at_once(self._path(BEST_FILE)) as file:
                 return parse_json(file.read(), as_best_steps)
 
         try:
-            return patiently(read, self._path(_BEST))
+            return patiently(read, self._path(BEST_FILE))
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             return {}
         except ValueError as error:
-            log.error("%s is damaged (%s): the best ones that it listed count as others.", self._path(_BEST), error)
+            log.error("%s is damaged (%s): the best ones that it listed count as others.", self._path(BEST_FILE), error)
             return {}
 
     def save(
@@ -255,7 +255,8 @@ class Checkpoints:
         listed = self.best_steps
         best = _best_there({**listed, **best_steps}, listed, self.steps)
         if best != listed:
-            with replacing(self._path(_BEST), verify=self._verify) as name, open(name, "w", encoding="utf-8") as file:
+            path = self._path(BEST_FILE)
+            with replacing(path, verify=self._verify) as name, open(name, "w", encoding="utf-8") as file:
                 json.dump(best, file, indent=1)
 
     def _rename_later(self, step: int, end: str) -> None:

@@ -17,7 +17,8 @@ import numpy as np
 import tensorflow as tf
 
 from distloop.checkpoints.checkpoint import is_checkpoint, load, plain_path
-from distloop.checkpoints.store import in_workdir
+from distloop.checkpoints.loading import best_step
+from distloop.checkpoints.store import BEST_FILE, Checkpoints, in_workdir
 from distloop.errors import first_line
 from distloop.model.state import TrainState
 from distloop.monitoring.directory import local_copy
@@ -32,8 +33,9 @@ def warm_start(state: TrainState, path: str, rename: str = "", given: str = "") 
 
     Args:
         state: of a built model.
-        path: a workdir or a checkpoint of distloop, an `.npz` or `.safetensors` file of `Trainer.export`, a `.keras`
-            file, a `.weights.h5` file of a Keras model like this one, or the prefix of a TensorFlow checkpoint.
+        path: a workdir, of which the newest checkpoint counts; its `checkpoints/best.json`: the best one; a checkpoint
+            of distloop, an `.npz` or `.safetensors` file of `Trainer.export`, a `.keras` file, a `.weights.h5` file of
+            a Keras model like this one, or the prefix of a TensorFlow checkpoint.
         rename: `PATTERN=>REPLACEMENT`: takes the variables whose names match the regular expression, and replaces the
             match; empty: takes all variables under their own names.
         given: how the user gave the path, for sentences; empty: as `init_from`.
@@ -126,6 +128,9 @@ def _read_local(path: str, model: Any) -> Mapping[str, Any]:
             raise ValueError("the package safetensors is missing: pip install safetensors") from None
         read = load_file(path)
         return {name: read[old] for old, name in count_unnamed(list(read)).items()}
+    if os.path.basename(path) == BEST_FILE:
+        directory = os.path.dirname(path)
+        return _read_checkpoint(os.path.join(directory, str(best_step(Checkpoints(directory)))))
     if os.path.isdir(path):
         return _read_checkpoint(path)
     with plain_path(os.path.dirname(path) or ".") as plain:

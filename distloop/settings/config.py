@@ -187,8 +187,8 @@ class Config:
     init_from: str = setting(
         CHECKPOINTS,
         "",
-        "Start a new run from the weights in this workdir, checkpoint, .keras, .weights.h5, .npz or .safetensors file; "
-        "empty: from the model's initial weights.",
+        "Start a new run from the weights in this workdir, its checkpoints/best.json, checkpoint, .keras, .weights.h5, "
+        ".npz or .safetensors file; empty: from the model's initial weights.",
     )
     init_rename: str = setting(
         CHECKPOINTS, "", "Select and rename weights of init_from: PATTERN=>REPLACEMENT, as in re.sub."

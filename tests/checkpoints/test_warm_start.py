@@ -96,6 +96,22 @@ def test_weights_come_from_any_kind_of_file(kind, replicas, run, tmp_path, capsy
 
 
 @pytest.mark.slow
+def test_weights_come_from_the_checkpoint_that_best_json_names(tmp_path):
+    seen = {}
+
+    def measure(report):
+        seen[report.step] = arrays(trainer.model)
+        return {"score": -abs(report.step - 2)}
+
+    measure.every = 1
+    trainer = make_trainer(optimizer=lambda: keras.optimizers.SGD(0.1), workdir=str(tmp_path))
+    trainer.fit(data(), steps=4, actions=[measure, distloop.SaveBest("score", mode="max")])
+    again = make_trainer(init_from=str(tmp_path / "checkpoints" / "best.json"))
+    again.fit(data(), steps=1)
+    assert_same(arrays(again.model), seen[2])
+
+
+@pytest.mark.slow
 def test_a_part_is_taken_under_another_name_and_the_rest_is_listed(run, capsys):
     workdir, model = run
     settings = {"init_from": str(workdir), "init_rename": r"^net/hidden=>a/net/hidden"}
