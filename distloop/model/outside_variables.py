@@ -64,7 +64,7 @@ class OutsideVariables:
     def watching(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a function that raises a ValueError where `fn`, while it is traced, trains or writes such a variable.
 
-        A warning tells of variables that are only read, once of each.
+        A warning names the variables that are only read, each once.
         """
 
         @functools.wraps(fn)
@@ -82,7 +82,7 @@ class OutsideVariables:
 
     def _check(self, captured: Sequence[tf.Tensor], operations: Sequence[tf.Operation]) -> None:
         """Looks at what a function captured, and at the operations that it added to the graph."""
-        told = {outside.name for outside in self._outside.values()}
+        known_names = {outside.name for outside in self._outside.values()}
         used = self._find([tensor for tensor in captured if tensor.dtype == tf.resource], operations)
         if not self._outside:
             return
@@ -91,20 +91,21 @@ class OutsideVariables:
             raise ValueError(_sentence(_WRITTEN, written, operations))
         if trained := [outside for outside in used if outside.is_trainable]:
             raise ValueError(_sentence(_TRAINED, trained, operations))
-        if read := [outside for outside in used if outside.name not in told]:
+        if read := [outside for outside in used if outside.name not in known_names]:
             log.warning("%s", _sentence(_READ, read, operations))
 
     def _find(self, handles: Sequence[tf.Tensor], operations: Sequence[tf.Operation]) -> list[_Outside]:
         """Returns the variables among some resources that the model lacks, those of TensorFlow's collectives apart."""
-        if any(id(handle) not in self._known | self._outside for handle in handles):
+        new = {id(handle): handle for handle in handles}
+        if not new.keys() <= self._known.keys() | self._outside.keys():
             state = self._state
             variables = [*state.all_variables().values(), *state.keras_metrics.variables().values()]
             parts = [part for variable in variables for part in state.replica_variables(variable)]
             self._known |= {id(part.handle): part.handle for part in parts}
-            new = {id(handle): handle for handle in handles if id(handle) not in self._known | self._outside}
-            new_variables = _variables_of(new).items()
-            self._outside |= {key: v for key, v in new_variables if _first_user(v, operations) is not None}
-            self._known |= {key: handle for key, handle in new.items() if key not in self._outside}
+            new = {key: new[key] for key in new.keys() - self._known.keys() - self._outside.keys()}
+            found = {key: variable for key, variable in _variables_of(new).items() if _first_user(variable, operations)}
+            self._outside |= found
+            self._known |= {key: new[key] for key in new.keys() - found.keys()}
         return [self._outside[id(handle)] for handle in handles if id(handle) in self._outside]
 
 
@@ -119,8 +120,10 @@ def _variables_of(handles: Mapping[int, tf.Tensor]) -> dict[int, _Outside]:
         return {}
     objects = gc.get_objects()  # millions in some processes
     variables = {id(v.handle): v for v in objects if _is_of_one_device(type(v)) and id(v.handle) in handles}
-    kerass = [v for v in objects if issubclass(type(v), keras.Variable) and v._value is not None]
-    owners = {id(part): owner for owner in kerass for part in getattr(owner._value, "values", [owner._value])}
+    owners: dict[int, Any] = {}  # Keras's variables; some are only half made
+    for owner in (owner for owner in objects if issubclass(type(owner), keras.Variable)):
+        value = getattr(owner, "_value", None)
+        owners |= {id(part): owner for part in getattr(value, "values", [value])}
     outside = {}
     for key, variable in variables.items():
         owner = owners.get(id(variable), variable)

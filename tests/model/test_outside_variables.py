@@ -146,3 +146,19 @@ def test_a_step_that_uses_a_layer_outside_is_refused_before_the_first_one(used_i
 def test_a_prediction_by_a_layer_outside_is_refused():
     trainer = distloop.Trainer(model_fn(TRAINED["a layer"], used_in="predict_fn"), on(2))
     refused(lambda: trainer.predict(ROWS), LACKS, "head/kernel, head/bias", FIX)
+
+
+@pytest.mark.wide
+@pytest.mark.slow
+def test_an_evaluation_by_a_layer_outside_is_refused_before_the_first_step():
+    made = {}
+
+    def make_outside():
+        made["head"], use = TRAINED["a layer"]()
+        return made["head"], use
+
+    trainer = distloop.Trainer(model_fn(make_outside, used_in="none"), on(2))
+    loss_fn = lambda batch, training: {"loss": tf.reduce_sum(made["head"](trainer.model(batch["x"])), -1)}  # noqa: E731
+    evals = {"hard": distloop.Evaluation(ROWS, loss_fn=loss_fn)}
+    refused(lambda: trainer.fit(ROWS, steps=1, evals=evals), "The evaluation 'hard' cannot run", LACKS, "head/kernel")
+    assert trainer.step == 0
