@@ -23,8 +23,8 @@ import tensorflow as tf
 
 from distloop.data.make_dataset import make_dataset
 from distloop.distributed import devices, strategies
-from distloop.evaluation.comparison import relative_difference
 from distloop.graph_functions import graph_function
+from distloop.model.saved_state import relative_difference
 from distloop.model.spec import ModelSpec
 from distloop.settings.config import Config
 from distloop.settings.precision import FLOAT16

@@ -37,8 +37,7 @@ from distloop.actions.action import Action, Report
 from distloop.data.iterators import fresh_copy
 from distloop.data.source import Data
 from distloop.distributed import strategies, workers
-from distloop.evaluation.comparison import relative_difference
-from distloop.model.saved_state import SavedState
+from distloop.model.saved_state import SavedState, relative_difference
 from distloop.model.spec import GradientFn, ModelSpec
 from distloop.monitoring.records import ABOUT_THE_RUN, OF_THE_MACHINE
 from distloop.settings.config import Config

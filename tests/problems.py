@@ -20,7 +20,7 @@ import tensorflow as tf
 import distloop
 from distloop.data import shards
 from distloop.distributed import devices, strategies
-from distloop.evaluation.comparison import relative_difference
+from distloop.model.saved_state import relative_difference
 from distloop.monitoring.records import OF_THE_MACHINE
 from distloop.testing import tiny_classification as classification  # noqa: F401 - for the tests
 

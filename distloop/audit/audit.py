@@ -27,8 +27,8 @@ from distloop.data.arrays import as_dataset, with_labels
 from distloop.data.iterators import fresh_copy
 from distloop.data.source import Data
 from distloop.distributed import devices, workers
-from distloop.evaluation.comparison import relative_difference
 from distloop.log import log
+from distloop.model.saved_state import relative_difference
 from distloop.model.spec import Update
 from distloop.trainer import Trainer
 from distloop.training import step_operations

@@ -23,7 +23,6 @@ import tensorflow as tf
 
 from distloop.distributed import workers
 from distloop.errors import cause, first_line
-from distloop.evaluation.comparison import relative_difference
 from distloop.evaluation.prediction import DEFAULT_SIGNATURE, Predictor
 from distloop.exports.export import (
     call_on_ones,
@@ -36,6 +35,7 @@ from distloop.exports.export import (
     writing,
 )
 from distloop.exports.saved_model import write_saved_model
+from distloop.model.saved_state import relative_difference
 from distloop.model.state import TrainState
 from distloop.variables import WEIGHT_FILES, portable_names, tensorflow_variable, unwrap_model
 

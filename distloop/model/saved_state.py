@@ -1,4 +1,4 @@
-"""Saved state: a training state as values by name, for checkpoints, going back in memory, and comparing replicas.
+"""Saved state: a training state as values by name, for checkpoints, going back in memory, and comparisons.
 
     saved_state = SavedState(state)
     values = saved_state.snapshot()               # {"model/dense/kernel": tensor, ..., "step": tensor}
@@ -213,3 +213,24 @@ def checksum(variable: tf.Variable) -> tf.Tensor:
     """Returns the sum of a variable's bits, read as integers, modulo 2^64: a scalar int64."""
     value = tf.cast(variable, tf.uint8) if variable.dtype == tf.bool else tf.convert_to_tensor(variable)
     return tf.reduce_sum(tf.cast(tf.bitcast(value, _INTEGERS[value.dtype.size]), tf.int64))
+
+
+def relative_difference(values: Any, reference: Any, least_norm: float = 1e-30) -> float:
+    """Returns ||values - reference|| / max(||reference||, least_norm), with Euclidean norms over all entries.
+
+    Args:
+        values: a number or an array; computed in float64.
+        reference: as `values`.
+        least_norm: the least denominator, for references near 0.
+
+    Returns:
+        0.0 for equal arrays, where NaN equals NaN; infinity if the shapes differ, or a difference is not finite.
+    """
+    values, reference = np.asarray(values, np.float64), np.asarray(reference, np.float64)
+    if values.shape != reference.shape:
+        return float("inf")
+    same = (values == reference) | (np.isnan(values) & np.isnan(reference))
+    if not np.isfinite([values[~same], reference[~same]]).all():
+        return float("inf")
+    norm = float(np.linalg.norm(reference[np.isfinite(reference)]))
+    return float(np.linalg.norm(values[~same] - reference[~same])) / max(norm, least_norm)

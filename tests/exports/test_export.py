@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from distloop.evaluation.comparison import relative_difference
 from distloop.exports.export import call_on_ones, output_difference, prepare_path
+from distloop.model.saved_state import relative_difference
 from tests.export_trainers import ROWS, assert_weights, dataset, dead_process, export_keras_file, make_trainer, serve
 from tests.problems import full_disk, mostly_wide, refused
 

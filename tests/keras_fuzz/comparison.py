@@ -21,8 +21,8 @@ from keras.src.backend.common import global_state
 from keras.src.trainers import compile_utils
 
 import distloop
-from distloop.evaluation.comparison import relative_difference
 from distloop.model.metrics import RESERVED_NAMES, flatten_results
+from distloop.model.saved_state import relative_difference
 from tests.keras_fuzz.programs import RANDOM, Program
 from tests.problems import on
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from distloop.evaluation.comparison import relative_difference
+from distloop.model.saved_state import relative_difference
 from distloop.optimizers import gradients, keras_hooks
 from tests.problems import mirrored
 

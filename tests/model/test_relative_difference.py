@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from distloop.evaluation.comparison import relative_difference
+from distloop.model.saved_state import relative_difference
 
 
 def test_the_difference_is_relative_to_the_norm_of_the_reference_if_that_is_not_near_zero():
