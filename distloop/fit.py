@@ -271,8 +271,8 @@ class Fit:
         actions += [PipelineUsage(self.state.placement.devices, profile), *self._notes, *self._noise]
         checks = [CheckReplicas(every)] if (every := self.config.check_replicas_every) else []
         actions += [*checks, *self.evaluations, *self.actions, *filter(None, [self._loop.histograms])]
-        agree = functools.partial(workers.agree_to_stop, self.state.strategy)
-        actions += [SyncStop(agree, self.actions, self._plan)] if self.actions else []
+        if calls := [*self.evaluations, *self.actions]:
+            actions.append(SyncStop(self.state.strategy, calls, self._plan))
         save = make_save(functools.partial(self._save, write), self.config.checkpoint_every, self._plan)
         for action in actions:
             member(action, "set_saves")(save.saves if self.config.workdir else None)

@@ -152,9 +152,9 @@ class OnceFailing:
     """A model whose operation, in a place of the step, fails on a batch of some number while `fails` is true."""
 
     def __init__(self, place, number=5):
-        self.place, self.number, self.fails = place, number, True
+        self.place, self.number, self.fails, self.calls = place, number, True, lambda: 0
 
-    def check(self, value, number):
+    def check(self, value, number, calls):
         if self.fails and np.any(number == self.number):
             raise OSError("the share did not answer")
         return value
@@ -163,7 +163,8 @@ class OnceFailing:
         """Returns a tensor by an operation that may fail, if it is in this place."""
         if place != self.place:
             return value
-        checked = tf.numpy_function(self.check, [tf.stop_gradient(value), batch["number"]], value.dtype)
+        inputs = [tf.stop_gradient(value), batch["number"], self.calls()]  # so that the step has written
+        checked = tf.numpy_function(self.check, inputs, value.dtype)
         return value + 0.0 * tf.ensure_shape(checked, value.shape)
 
     def __call__(self):
@@ -171,6 +172,7 @@ class OnceFailing:
         layers = [keras.layers.BatchNormalization(name="norm"), keras.layers.Dropout(0.5, name="dropout")]
         layers = [keras.Input([8]), Counter(name="counter"), *layers, keras.layers.Dense(4, name="out")]
         body = keras.Sequential(layers, name="body")
+        self.calls = lambda: tf.convert_to_tensor(body.get_layer("counter").calls)
         seen = {"moved": False}
 
         def first(batch, training):
@@ -237,6 +239,7 @@ def test_data_that_fails_leaves_random_streams_and_counts_as_they_were(tmp_path)
         return {**batch, "x": tf.ensure_shape(model_fn.maybe("the data", batch["x"], batch), [None, 8])}
 
     failed, straight = (distloop.Trainer(model_fn, settings(tmp_path / name, num_devices=2)) for name in "ab")
+    model_fn.calls = lambda: 0
     with pytest.raises(tf.errors.OpError, match="the share did not answer"):
         failed.fit(numbered().map(checked))
     assert in_workdir(str(tmp_path / "a")).steps == [5]

@@ -242,3 +242,15 @@ def test_tensorflow_logs_errors_at_most_unless_the_user_chose_a_level(level):
     command = [sys.executable, "-c", program]
     result = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60)
     assert result.stdout.strip() in ([level] if level else ["2", "3"]), result.stderr
+
+
+def test_workers_meet_by_one_record_alone():
+    callers = {}
+    for name, path in MODULES.items():
+        for function in [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.FunctionDef)]:
+            for called in {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}:
+                callers.setdefault(called, set()).add(f"{name}.{function.name}")
+    of_workers = {called: {f"distributed.workers.{name}" for name in names} for called, names in {
+        "_gather_function": {"_gather"}, "_gather": {"exchange", "_gather_bytes"}, "_gather_bytes": {"gather"},
+    }.items()}  # fmt: skip
+    assert {called: callers[called] for called in of_workers} == of_workers

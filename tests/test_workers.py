@@ -8,6 +8,7 @@ import textwrap
 import numpy as np
 import pytest
 
+from distloop.distributed import heartbeat
 from distloop.distributed.environment import choose_ports
 from tests import forked, many_rows, worker_scenarios
 from tests.problems import assert_close, assert_equal, json_lines, mostly_wide
@@ -129,6 +130,15 @@ def test_one_process_has_the_bits_of_several_workers_whose_run_it_goes_on_with(o
         for devices, out in ((2, on_workers[1]), (1, tmp_path))
     )
     assert_same_bits([found], expected)
+
+
+def test_a_worker_that_fails_between_steps_is_saved_by_all_and_a_step_by_none(on_workers):
+    for index, result in enumerate(on_workers[0]["failures"]):
+        ends = ["KeyboardInterrupt ", "RuntimeError mine"] if index else [f"SystemExit {heartbeat.EXIT_CODE}"] * 2
+        assert [str(result["local/Ctrl-C"]), str(result["local/rows_fn"])] == ends
+        assert str(result["local/step"]).startswith("UnknownError ")
+        assert [result[f"{kind}/saved"].tolist() for kind in ("Ctrl-C", "step", "rows_fn")] == [[6], [6], [6, 12]]
+        assert np.ptp(result["local/values"]) == 0 and not result["local/different"].size
 
 
 def test_each_worker_has_its_part_of_slots_and_averages(results):

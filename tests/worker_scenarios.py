@@ -21,6 +21,7 @@ import tensorflow as tf
 
 import distloop
 from distloop.actions.built_in import Utilization
+from distloop.checkpoints.store import in_workdir
 from distloop.data import iterators
 from distloop.distributed import devices, strategies, tensorflow_internals, workers
 from distloop.model.saved_state import SavedState
@@ -432,6 +433,59 @@ def interrupts(make, workdir):
     return {"code": np.array(code), "step": np.array(trainer.step), "local/is_left": np.array(len(read) < 1_000_000)}
 
 
+def failures(make, workdir):
+    """The last worker fails by Ctrl-C between two loops, without any actions: all save the run.
+
+    In the next start, an operation fails within a step on all workers: nobody saves it. In the third, the last worker
+    fails in the `rows_fn` of the evaluation at the end: all save the run. The fourth ends it with the bits of a run in
+    which nobody failed.
+    """
+    failing, results = "", {}
+
+    def rows_fn(outputs):
+        if failing == "rows_fn" and is_worker(trainer, 99):
+            raise RuntimeError("mine")
+        return {"value": float(np.abs(outputs).sum())}
+
+    def press(values, _):  # TensorFlow computes: Python calls the handler when the loop has ended
+        if failing == "Ctrl-C" and trainer.step > 4 and is_worker(trainer, 99):
+            os.kill(os.getpid(), signal.SIGUSR1)
+        if failing == "step" and trainer.step > 8:
+            raise OSError("mine")
+        return values
+
+    def model_fn():
+        spec = classifier(dropout=0.3, batch_norm="local")()
+
+        def loss_fn(batch, training):
+            outputs = spec.loss_fn(batch, training)
+            moved = tf.convert_to_tensor(spec.model.get_layer("norm").moving_mean)  # so that the step has written
+            pressed = tf.numpy_function(press, [tf.stop_gradient(outputs["loss"]), moved], tf.float32)
+            return {**outputs, "loss": outputs["loss"] + 0.0 * tf.ensure_shape(pressed, outputs["loss"].shape)}
+
+        return distloop.ModelSpec(spec.model, spec.optimizer, loss_fn, predict_fn=spec.predict_fn)
+
+    def start(name):
+        path = os.path.join(workdir, "failures", name)
+        trainer = make(model_fn, workdir=path, steps_per_loop=3, checkpoint_every=0)
+        evals = {"test": distloop.Evaluation(batches(), every=0, rows_fn=rows_fn)} if failing in ("", "rows_fn") else {}
+        return trainer, lambda: trainer.fit(batches(shuffle=True), steps=12, evals=evals)
+
+    before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
+    for failing in ("Ctrl-C", "step", "rows_fn"):
+        trainer, fit = start("failing")
+        with pytest.raises((RuntimeError, KeyboardInterrupt, SystemExit, tf.errors.OpError)) as ended:
+            fit()
+        trainer.workers.barrier()
+        results[f"local/{failing}"] = np.array(f"{ended.typename} {ended.value}")
+        results[f"{failing}/saved"] = np.array(in_workdir(os.path.join(workdir, "failures", "failing")).steps)
+    signal.signal(signal.SIGUSR1, before)
+    failing = ""
+    (trainer, fit), (straight, fit_straight) = start("failing"), start("straight")
+    values = [fit()["test/value"], fit_straight()["test/value"]]
+    return results | {"local/values": np.array(values)} | different(everything(trainer), everything(straight))
+
+
 def files(make, workdir):
     """Only the chief opens, renames or deletes anything in the workdir."""
     workdir = os.path.join(workdir, "files")
@@ -644,7 +698,7 @@ SCENARIOS = [
     exchange, differences, refusals, replicas, sharded, synchronized_norm, two_updates, tables, tables_in_microbatches,
     float16, statistics_and_seeds, resume, elastic, tokens, position, mixed_rows, rollback, evaluation,
     evaluation_in_one_batch, prediction, prediction_in_one_batch, shards, equal_shards, stops, interrupts,
-    interrupts_between_loops, by_time, files, bits, bits_of_float16,
+    interrupts_between_loops, failures, by_time, files, bits, bits_of_float16,
 ]  # fmt: skip
 
 

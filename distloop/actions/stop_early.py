@@ -1,11 +1,14 @@
 """`StopEarly`, which ends a run whose metric no longer improves, and `SyncStop`, which ends it on all workers."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import tensorflow as tf
 
 from distloop.actions.action import Action, Report, Saves, StopPoint, StopTraining
 from distloop.actions.save import SaveBest, choose_mode, refuse_positional
+from distloop.distributed import workers
 from distloop.errors import require_bool
 from distloop.log import shown
 from distloop.settings.durations import Plan, finite_number, whole_number
@@ -122,26 +125,29 @@ class SyncStop(StopPoint):
 
     only_writes = True  # does nothing unless a user's action is due, so no boundary is needed for it
 
-    def __init__(self, gather: Callable[[float], Any], actions: Sequence[Action], plan: Plan):
-        """Stores the function and the actions.
+    def __init__(self, strategy: tf.distribute.Strategy, actions: Sequence[Action], plan: Plan):
+        """Stores the actions.
 
         Args:
-            gather: collects a number from every worker, on every worker.
-            actions: the user's actions.
+            strategy: of the workers.
+            actions: the user's actions, and evaluations, whose `rows_fn` may fail on one worker.
             plan: when they are due.
         """
-        self._gather = gather
+        self._strategy = strategy
         self._actions = actions
         self._plan = plan
 
     def __call__(self, report: Report) -> None:
-        """Exchanges between workers whether the run has been stopped, if any of the user's actions was due.
+        """Exchanges between workers whether the run has been stopped, if any of the actions was due.
 
         Raises:
             StopTraining: if an action stopped the run on another worker.
+            OtherFailed: if an action failed on another worker.
         """
         if not any(self._plan.is_due(action.every, report.step, report.until) for action in self._actions):
             return
-        stops = self._gather(report.stop_reason is not None)
-        if report.stop_reason is None and any(stops):
-            raise StopTraining(f"an action on worker {list(stops).index(1)} ended the run")
+        stops = report.stop_reason is not None
+        votes = workers.exchange(self._strategy, workers.Vote(step=report.step, has_ended=stops))
+        others = [index for index, vote in enumerate(votes) if vote.has_ended]
+        if others and not stops:
+            raise StopTraining(f"an action on worker {others[0]} ended the run")

@@ -111,7 +111,7 @@ def inspect(
     is_padded = min_rows > 1 and (static_size is None or static_size < min_rows)
     if is_sharded:
         num_batches, num_missing = _compare_shards(count_batches(dataset), strategy)
-        is_padded = bool(workers.gather(strategy, is_padded or num_missing > 0).any())
+        is_padded = any(workers.gather(strategy, is_padded or num_missing > 0))
     batch_size = batch_size or _find_batch_size(dataset)
     sizes = () if batch_size is None else _replica_batch_sizes(batch_size, replicas, min_rows)
     padded_rows = min_rows if is_padded and static_size is None else 0
@@ -164,20 +164,20 @@ def are_rows_alike(dataset: Any) -> bool:
 
 def _compare_shards(num_batches: float, strategy: tf.distribute.Strategy) -> tuple[float, int]:
     """Returns the number of batches of the longest shard, and how many of them this worker's shard lacks."""
-    lengths = workers.gather(strategy, -1.0 if num_batches == math.inf else float(num_batches))
-    if lengths.min() < 0 < lengths.max():
+    lengths = workers.gather(strategy, -1 if num_batches == math.inf else int(num_batches))
+    if min(lengths) < 0 < max(lengths):
         raise ValueError(
-            f"The function of InputContext gave shards of {lengths.tolist()} batches, where -1 is endless; the "
+            f"The function of InputContext gave shards of {lengths} batches, where -1 is endless; the "
             "workers' shards are all endless or all finite: call repeat() on all of them or on none."
         )
     if 0 in lengths:
         raise ValueError(
-            f"The function of InputContext gave shards of {lengths.astype(int).tolist()} batches; every worker "
+            f"The function of InputContext gave shards of {lengths} batches; every worker "
             "needs one batch at least: shard by examples, or make as many files as there are workers."
         )
     if num_batches == math.inf:
         return math.inf, 0
-    return int(lengths.max()), int(lengths.max() - num_batches)
+    return max(lengths), max(lengths) - int(num_batches)
 
 
 def _find_batch_size(dataset: Any) -> int | None:
@@ -222,7 +222,7 @@ def _max_replica_rows(
         most = max(most, min(rows, math.lcm(rows, padded_rows) * turns // len(sizes)))
     if is_sharded:
         rows_by_worker = workers.gather(strategy, most)
-        most = 0 if 0 in rows_by_worker else int(rows_by_worker.max())
+        most = 0 if 0 in rows_by_worker else max(rows_by_worker)
     return most or None
 
 

@@ -30,6 +30,7 @@ from distloop.data.numbered import NumberedDataset
 from distloop.distributed import workers
 from distloop.distributed.devices import HOST
 from distloop.distributed.preemption import SAVES, Interrupted, StopRequests
+from distloop.distributed.workers import Status, Vote
 from distloop.errors import raise_as_user_error
 from distloop.graph_functions import NO_LIMIT_SECS, TimeLimit, graph_function
 from distloop.log import log
@@ -43,7 +44,6 @@ _SEEDS_INPUT = {
 _SEED_GENERATOR = "private_seed_generator"
 _PIECE_SECS = 0.5
 _SILENT_SECS = 2.0  # reading that takes no longer is not announced
-_GOES_ON, _IS_ASKED, _IS_TOO_SLOW = range(3)  # what a worker answers whether the run is to stop
 _RELEASE_SECS = 0.2  # after which the caller has released every part of a deleted iterator
 _EXIT_SECS = 1.0  # the longest that the end of the process waits for deletions
 _MOST_ENDED = 50  # iterators that are not yet deleted
@@ -238,20 +238,20 @@ def read_again(
         left = behind.skip(left, _PIECE_SECS)
         secs, done = time.monotonic() - start, total - left
         whole_secs = first_secs + (secs - first_secs) / max(1, done - 1) * (total - 1)
-        stops = _GOES_ON if stop_requests is None else _answer(stop_requests, whole_secs)
-        answers = workers.gather(strategy, [left, stops])
-        if not answers[:, 0].any():
+        status = Status.GOES_ON if stop_requests is None else _status(stop_requests, whole_secs)
+        votes = workers.exchange(strategy, Vote(status, has_ended=not left))
+        if all(vote.has_ended for vote in votes):
             if stop_requests is not None:
                 stop_requests.plan = SAVES
             return
-        if answers[:, 1].any():
+        if leaving := {vote.status: index for index, vote in enumerate(votes) if vote.status != Status.GOES_ON}:
             where = f"with {left:,} of {total:,} batches left to skip"
-            if _IS_ASKED not in answers[:, 1]:
+            if Status.IS_ASKED not in leaving:
                 raise ValueError(
                     f"max_secs ended the process {where}, so the same command would never train: raise max_secs, or "
                     "use distloop.make_dataset, whose data is at its position at once."
                 )
-            why = (stop_requests and stop_requests.reason) or f"by worker {answers[:, 1].argmax()}"
+            why = (stop_requests and stop_requests.reason) or f"by worker {leaving[Status.IS_ASKED]}"
             raise Interrupted(f"Interrupted {why} {where}", has_trained=False)
         if not is_announced and whole_secs > _SILENT_SECS:
             is_announced = True
@@ -264,8 +264,9 @@ def read_again(
             show_progress(done, "skipping batches already seen")
 
 
-def _answer(stop_requests: StopRequests, whole_secs: float) -> int:
+def _status(stop_requests: StopRequests, whole_secs: float) -> Status:
     """Returns whether this worker is to stop, and why, if the reading takes so long as a whole."""
     if stop_requests.reason is None:
-        return _GOES_ON
-    return _IS_TOO_SLOW if stop_requests.is_out_of_time and whole_secs >= stop_requests.max_secs else _IS_ASKED
+        return Status.GOES_ON
+    lacks_time = stop_requests.is_out_of_time and whole_secs >= stop_requests.max_secs
+    return Status.LACKS_TIME if lacks_time else Status.IS_ASKED

@@ -141,7 +141,7 @@ class Source:
         content = position.pop(CONTENT, None)
         if content is None or (arrays := as_arrays(data)) is None:
             return
-        if not workers.gather(self.strategy, content != content_of(tf.nest.flatten(arrays))).any():
+        if not any(workers.gather(self.strategy, content != content_of(tf.nest.flatten(arrays)))):
             return
         log.warning(
             "The arrays given hold other values than at the last call of fit: going on at the same position in their "

@@ -17,7 +17,6 @@ import itertools
 import json
 import os
 import socket
-import stat
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +25,8 @@ from typing import Any
 from distloop.distributed.environment import split_address
 
 _MAX_BYTES = 2**20  # of a message
-_GREET_SECS = 5.0  # that a connection and its greeting may take, and for which a worker may be silent here
+_GREET_SECS = 5.0  # that a connection and its first message may take, and for which a worker may be silent here
+_MAX_STRANGERS = 64  # connections at a time that have signed no message yet; the oldest ones are closed
 _CONNECT_AGAIN_SECS = 0.05
 _UNREACHABLE_MS = 86_400_000  # TCP ends a connection after so long without an answer; `liveness` does so earlier
 _SIGNATURE_BYTES = 64  # SHA-256 in hexadecimal digits
@@ -89,8 +89,7 @@ class Connection:
 
     def close(self) -> None:
         """Ends the connection."""
-        with contextlib.suppress(OSError):
-            self.socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for a message
+        _shut_down(self.socket)  # wakes a thread that waits for a message
         self._file.close()
         self.socket.close()
 
@@ -131,6 +130,7 @@ class Star:
         self._hosts = [split_address(address) for address in addresses]  # with their ports
         self._index, self._secret, self._hello, self._receive = index, secret, hello, receive
         self._connections: dict[int, Connection] = {}
+        self._strangers: list[socket.socket] = []  # the oldest first
         self._identifying = threading.Lock()
         has_both, port = socket.has_dualstack_ipv6(), self._hosts[index][1]
         family, backlog = socket.AF_INET6 if has_both else socket.AF_INET, len(addresses) + 64
@@ -142,7 +142,6 @@ class Star:
                 f"({str(error.strerror).partition(' (while')[0]}): is another run there? Give other ports, or end it."
             ) from None
         self._is_open = True
-        os.register_at_fork(after_in_child=self._release)
         target = self._connect_forever if index else self._accept_forever
         threading.Thread(target=target, name="distloop-star", daemon=True).start()
 
@@ -152,16 +151,28 @@ class Star:
             connection.send(message)
 
     def close_port(self) -> None:
-        """Closes the listening port; the connections stay open."""
+        """Closes the listening port, and the connections that have signed no message; those of workers stay open."""
         self._is_open = False
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        _shut_down(self._listener)  # wakes the thread that accepts
         self._listener.close()
+        self._let_strangers_go(0)
+
+    def _let_strangers_go(self, most: int) -> None:
+        """Ends the oldest connections that have signed no message, if there are more than so many."""
+        while len(strangers := list(self._strangers)) > most:
+            _shut_down(strangers[0])
+            self._forget_stranger(strangers[0])
+
+    def _forget_stranger(self, connected: socket.socket) -> None:
+        with contextlib.suppress(ValueError):  # it is none any more
+            self._strangers.remove(connected)
 
     def _accept_forever(self) -> None:
         with contextlib.suppress(OSError):  # it was closed
             while self._is_open:
                 connected, (host, *_) = self._listener.accept()
+                self._strangers.append(connected)
+                self._let_strangers_go(_MAX_STRANGERS)
                 arguments = connected, host.removeprefix("::ffff:")  # IPv4 within IPv6
                 threading.Thread(target=self._serve, args=arguments, name="distloop-star", daemon=True).start()
 
@@ -181,7 +192,9 @@ class Star:
 
     def _serve(self, connected: socket.socket, host: str) -> None:
         """Hands on the messages of a connection as long as it lasts."""
-        connection, worker = None, None
+        connection, worker, timer = None, None, threading.Timer(_GREET_SECS, _shut_down, [connected])
+        timer.daemon = True
+        timer.start()
         try:
             connection = Connection(connected, self._secret, self._index == 0)
             connection.send({"worker": self._index})  # shows whether the secrets are the same
@@ -189,6 +202,8 @@ class Star:
             if self._index:
                 connection.send(self._hello)
             worker = self._identify(connection, message["worker"], host)
+            timer.cancel()
+            self._forget_stranger(connected)
             self.causes.pop(host, None)
             while True:
                 self._receive(worker, connection.receive())
@@ -197,6 +212,8 @@ class Star:
                 self.causes[host] = f"connections of {host} do not count: {error}"
         except Exception:  # it has ended, or wrote what no worker writes
             pass
+        timer.cancel()
+        self._forget_stranger(connected)
         (connection or connected).close()
         if worker is not None and self._connections.get(worker) is connection:
             del self._connections[worker]
@@ -218,21 +235,10 @@ class Star:
             before.close()
         return worker
 
-    def _release(self) -> None:
-        """Closes, in a forked process, the connections and all sockets on this worker's port, TensorFlow's too.
 
-        They would hide that the worker has died, and keep its port taken. /dev/null takes the place of each, so that
-        TensorFlow's copy in the fork does not close another file.
-        """
-        connected, port = {c.socket.fileno() for c in self._connections.values()}, self._hosts[self._index][1]
-        null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-        for number in map(int, os.listdir("/dev/fd")):
-            with contextlib.suppress(OSError):  # closed meanwhile
-                if stat.S_ISSOCK(os.fstat(number).st_mode):
-                    with socket.socket(fileno=os.dup(number)) as copy:
-                        if number in connected or copy.getsockname()[1:2] == (port,):
-                            os.dup2(null, number, inheritable=False)
-        os.close(null)
+def _shut_down(connected: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connected.shutdown(socket.SHUT_RDWR)
 
 
 def _is_host(number: str, host: str) -> bool:

@@ -306,9 +306,9 @@ def _join(cluster: Cluster, config: Config, heartbeat: Heartbeat) -> tf.distribu
     workers.attach_heartbeat(strategy, heartbeat)
     notes.mark("met")
     numbers = workers.gather(strategy, cluster.index + 1)
-    if numbers.tolist() != list(range(1, len(cluster.addresses) + 1)):
+    if numbers != list(range(1, len(cluster.addresses) + 1)):
         raise ValueError(
-            f"The workers' numbers came back as {numbers.tolist()}; the network or the collective library gives wrong "
+            f"The workers' numbers came back as {numbers}; the network or the collective library gives wrong "
             "sums: try fewer devices."
         )
     heartbeat.phase = "starting"

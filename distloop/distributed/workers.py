@@ -2,20 +2,21 @@
 
     if workers.is_chief(strategy):
         write_file()
-    numbers = workers.gather(strategy, 1.0)                         # [W], on every worker
-    paths = workers.Workers(strategy).gather({"path": "a.npy"})     # a list of W values
+    votes = workers.exchange(strategy, Vote(step=100))              # of all workers, on every worker
+    paths = workers.gather(strategy, {"path": "a.npy"})             # a list of W values
 
 It does not know how the workers met (`strategies`), nor how a failure is noticed (`heartbeat`).
 """
 
 import base64
 import contextlib
+import enum
 import functools
 import io
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -26,7 +27,6 @@ from distloop.distributed.liveness import GATHERING
 from distloop.distributed.preemption import Interrupted, OtherFailed, StopRequests
 from distloop.graph_functions import graph_function
 
-_GOES_ON, _IS_ASKED, _HAS_FAILED = 0.0, 1.0, 2.0  # what a worker says between two loops
 _AGREE_SECS = 3.0  # that a worker which failed waits for the others to save
 _HEARTBEAT = "_distloop_heartbeat"  # the attribute of a strategy that holds its heartbeat
 _MIN_WORDS, _MAX_WORDS = 32, 2**17  # of 8 bytes, that workers exchange in one collective
@@ -60,7 +60,7 @@ class Workers:
 
     def barrier(self) -> None:
         """Waits until all workers are here."""
-        gather(self._strategy, 0.0)
+        exchange(self._strategy, Vote())
 
     def gather(self, value: Any) -> list[Any]:
         """Returns the values of all workers, in their order, on every worker.
@@ -78,10 +78,10 @@ class Workers:
             data, is_error = encode(value), False
         except ValueError as error:
             data, is_error = str(error).encode(), True
-        sizes = gather(self._strategy, [len(data), is_error])  # [W, 2]
-        parts = _gather_bytes(self._strategy, data, [int(size) for size in sizes[:, 0]])
+        votes = exchange(self._strategy, Vote(num_bytes=len(data), is_error=is_error))
+        parts = _gather_bytes(self._strategy, data, [int(vote.num_bytes) for vote in votes])
         for index, part in enumerate(parts):
-            if sizes[index, 1]:
+            if votes[index].is_error:
                 raise ValueError(part.decode() if self.count == 1 else f"Worker {index}: {part.decode()}")
         return [decode(part) for part in parts]
 
@@ -175,63 +175,81 @@ def _shorten(text: str | None) -> str:
     return "missing" if text is None else text if len(text) <= 200 else f"{text[:200]}..."
 
 
-def gather(strategy: tf.distribute.Strategy, value: float | Sequence[float]) -> np.ndarray:
-    """Returns a number, or K of them, of every worker on every worker: `[W]` or `[W, K]`. All workers must call it."""
+def gather(strategy: tf.distribute.Strategy, value: Any) -> list[Any]:
+    """Returns the values of all workers, as `Workers.gather`. All workers must call it."""
+    return Workers(strategy).gather(value)
+
+
+class Status(enum.IntEnum):
+    """What a worker is about to do where the workers meet."""
+
+    GOES_ON = 0
+    IS_ASKED = 1  # to leave the run
+    LACKS_TIME = 2  # to leave the run, by a time limit that is too short for what it does
+    HAS_FAILED = 3  # and waits in `agree_to_save`
+
+
+class Vote(NamedTuple):
+    """The record that each worker sends to all others where they meet.
+
+    It is the same in the loop, at boundaries, in evaluations and predictions, and before other values are exchanged, so
+    that a worker that has failed meets the others wherever they meet next.
+    """
+
+    status: float = Status.GOES_ON
+    step: float = 0
+    max_steps: float = 0  # that the next loop may run; in an evaluation, the batches of its next part
+    secs: float = 0.0  # that the run has trained, by the worker's clock
+    has_ended: float = False  # whether the data that is read has ended; at a boundary, whether an action ends the run
+    num_bytes: float = 0  # of a value that follows
+    is_error: float = False  # whether the value is the message of an error
+
+
+def exchange(strategy: tf.distribute.Strategy, vote: Vote) -> list[Vote]:
+    """Returns the votes of all workers, in their order. All workers must call it.
+
+    Raises:
+        OtherFailed: if another worker has failed, and this one has not.
+    """
     if num_workers(strategy) == 1:
-        return np.array([value], np.float64)
-    return _gather(strategy, np.asarray(value, np.float64))
+        return [vote]
+    votes = [Vote(*numbers) for numbers in _gather(strategy, np.array(vote, np.float64)).tolist()]
+    failed = [index for index, other in enumerate(votes) if other.status == Status.HAS_FAILED]
+    if failed and vote.status != Status.HAS_FAILED:
+        raise OtherFailed(f"Worker {failed[0]} failed at step {votes[failed[0]].step:.0f}")
+    return votes
 
 
-def agree_to_go_on(
-    strategy: tf.distribute.Strategy, requests: StopRequests | None, step: int, *numbers: float
-) -> np.ndarray:
-    """Returns the chief's numbers, `[K]`, on every worker. All workers must call it.
+def agree_to_go_on(strategy: tf.distribute.Strategy, requests: StopRequests | None, vote: Vote) -> list[Vote]:
+    """Exchanges votes, with the status that the requests give; returns those of all workers. All must call it.
 
     Args:
         strategy: of the run.
         requests: this worker's; None: it is asked for nothing.
-        step: number of steps done, for the message.
-        *numbers: K of them; the chief's count.
+        vote: with the step, for the message.
 
     Raises:
-        Interrupted: on every worker, if any is asked to stop; OtherFailed if one has failed and waits in
-            `agree_to_save`.
+        Interrupted: on every worker, if any is asked to stop, unless the data of all has ended; OtherFailed if one has
+            failed.
     """
     reason = requests.reason if requests is not None else None
-    answers = _answers(strategy, [_GOES_ON if reason is None else _IS_ASKED, *numbers])  # [W, 1 + K]
-    if (is_asked := answers[:, 0]).any():
-        raise Interrupted(f"Interrupted {reason or f'by worker {is_asked.argmax()}'} at step {step}")
-    return answers[0, 1:]
-
-
-def agree_to_stop(strategy: tf.distribute.Strategy, stops: bool) -> np.ndarray:
-    """Returns of each worker whether it ends the run, `[W]`, on every worker. All workers must call it.
-
-    Raises:
-        OtherFailed: as `agree_to_go_on`.
-    """
-    return _answers(strategy, [_IS_ASKED if stops else _GOES_ON, 0.0, 0.0])[:, 0]
-
-
-def _answers(strategy: tf.distribute.Strategy, answer: Sequence[float]) -> np.ndarray:
-    answers = gather(strategy, answer)
-    if _HAS_FAILED in answers[:, 0]:
-        worker = answers[:, 0].argmax()
-        raise OtherFailed(f"Worker {worker} failed at step {answers[worker, 1]:.0f}")
-    return answers
+    votes = exchange(strategy, vote._replace(status=Status.GOES_ON if reason is None else Status.IS_ASKED))
+    asked = [index for index, other in enumerate(votes) if other.status == Status.IS_ASKED]
+    if asked and not all(other.has_ended for other in votes):
+        raise Interrupted(f"Interrupted {reason or f'by worker {asked[0]}'} at step {vote.step:.0f}")
+    return votes
 
 
 def agree_to_save(strategy: tf.distribute.Strategy, step: int) -> bool:
-    """Returns whether all workers save a run that an error of this one ends: as they are between two loops, or failed.
+    """Returns whether all workers save a run that an error of this one ends, as they meet here or have failed, too.
 
-    It meets `agree_to_stop`, `agree_to_go_on` with two numbers, and itself.
     Workers that wait in another collective cannot be asked. After some seconds this one waits no longer.
     """
-    answers: list[np.ndarray] = []
+    votes: list[Vote] = []
 
     def ask() -> None:
         with contextlib.suppress(tf.errors.OpError):
-            answers.append(gather(strategy, [_HAS_FAILED, step, 0.0]))  # of the size that others exchange there
+            votes.extend(exchange(strategy, Vote(Status.HAS_FAILED, step)))
 
     thread = threading.Thread(target=ask, name="distloop-agreement", daemon=True)
     thread.start()
@@ -239,7 +257,7 @@ def agree_to_save(strategy: tf.distribute.Strategy, step: int) -> bool:
     if thread.is_alive():
         tensorflow_internals.abort_collectives()
         thread.join(_AGREE_SECS)
-    return bool(answers) and len({row[1] for row in answers[0] if row[0] == _HAS_FAILED}) == 1
+    return len({vote.step for vote in votes if vote.status == Status.HAS_FAILED}) == 1
 
 
 def _gather_bytes(strategy: tf.distribute.Strategy, data: bytes, sizes: Sequence[int]) -> list[bytes]:

@@ -264,12 +264,16 @@ class EvalLoop:
             result = self._run(iterator, source.layout, *_limits(most, _PART_SECS if ends_by_time else NO_LIMIT_SECS))
             result = tf.nest.map_structure(lambda t: t.numpy(), result)
             batches += int(result["batches"])
-            if not is_cut or workers.gather(strategy, bool(result["has_ended"]) or batches == limit).all():
+            if not is_cut:
                 return result | {"batches": batches}
             in_time = int(result["batches"] * _PART_SECS / max(time.monotonic() - start, 1e-6))
             most = max(1, min(in_time, 2 * self._most_batches))
-            agreed = workers.agree_to_go_on(strategy, stop_requests, int(self._state.step), most)
-            self._most_batches = int(agreed.item())
+            has_ended = bool(result["has_ended"]) or batches == limit
+            vote = workers.Vote(step=int(self._state.step), max_steps=most, has_ended=has_ended)
+            votes = workers.agree_to_go_on(strategy, stop_requests, vote)
+            if all(vote.has_ended for vote in votes):
+                return result | {"batches": batches}
+            self._most_batches = int(votes[0].max_steps)
 
     def _part(self, iterator: Any, layout: BatchLayout, max_batches: tf.Tensor, secs: tf.Tensor) -> dict[str, Any]:
         """Adds the tallies of up to `max_batches` batches to those of the parts before; sums them over all workers.

@@ -86,7 +86,7 @@ class PredictLoop:
             run = self._run_joined
         for piece in range(limit) if limit else itertools.count():
             if piece and stop_requests is not None:
-                workers.agree_to_go_on(self._strategy, stop_requests, int(self._state.step))
+                workers.agree_to_go_on(self._strategy, stop_requests, workers.Vote(step=int(self._state.step)))
             # Between two batches, the weights and random streams of training are back: the caller may train meanwhile.
             with self._state.averaged(), self._state.random_streams.preserved():
                 self._state.random_streams.write(streams)

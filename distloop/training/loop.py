@@ -338,8 +338,9 @@ class TrainLoop:
             Interrupted: if any worker has a reason to leave the run.
         """
         secs = time.monotonic() - self._started_at
-        agreed = workers.agree_to_go_on(self._state.strategy, stop_requests, step, self._most_steps, secs)
-        self._most_steps, self.secs = int(agreed[0]), float(agreed[1])
+        vote = workers.Vote(step=step, max_steps=self._most_steps, secs=secs)
+        chief, *_ = workers.agree_to_go_on(self._state.strategy, stop_requests, vote)
+        self._most_steps, self.secs = int(chief.max_steps), chief.secs
 
 
 def _trace(loop: TrainLoop, source: Source, step: int) -> None:

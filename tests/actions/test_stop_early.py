@@ -10,6 +10,8 @@ import distloop
 from distloop.actions.action import Report, StopTraining, run
 from distloop.actions.save import SaveBest
 from distloop.actions.stop_early import StopEarly, SyncStop
+from distloop.distributed import workers
+from distloop.distributed.workers import Vote
 from distloop.settings.durations import Plan
 from tests import problems
 
@@ -114,28 +116,36 @@ def action(every, stops=False, name="", called=None):
     return act
 
 
+def answering(monkeypatch, *votes):
+    """Lets the workers answer with these votes, the chief first; returns a list that gets the votes of this worker."""
+    sent = []
+    monkeypatch.setattr(workers, "exchange", lambda _, vote: (sent.append(vote), list(votes))[1])
+    return sent
+
+
 @pytest.mark.parametrize(
     ("users", "stops", "reason", "sent"),
     [
-        (action(5), [0, 0, 1], "an action on worker 2 ended the run", [False]),
-        (action(5, stops=True), [1, 0], "enough", [True]),
-        (action(None), [0, 0], None, [False]),
-        (action(7), [1, 1], None, []),  # no action is due, so nothing is exchanged
+        (action(5), [False, False, True], "an action on worker 2 ended the run", [False]),
+        (action(5, stops=True), [True, False], "enough", [True]),
+        (action(None), [False, False], None, [False]),
+        (action(7), [True, True], None, []),  # no action is due, so nothing is exchanged
     ],
 )
-def test_a_stop_on_one_worker_ends_the_run_on_all(users, stops, reason, sent):
-    found = []
-    sync_stop = SyncStop(lambda value: found.append(value) or stops, [users], Plan())
-    assert run([users, sync_stop], report())[1] == reason and found == sent
+def test_a_stop_on_one_worker_ends_the_run_on_all(monkeypatch, users, stops, reason, sent):
+    found = answering(monkeypatch, *(Vote(has_ended=stop) for stop in stops))
+    assert run([users, SyncStop(None, [users], Plan())], report())[1] == reason
+    assert [vote.has_ended for vote in found] == sent
 
 
-def test_workers_call_the_same_actions_in_the_same_order():
+def test_workers_call_the_same_actions_in_the_same_order(monkeypatch):
     """A worker that ends the run and one that hears of it: what exchanges values between workers would hang else."""
     calls = []
     for stops_here in (True, False):
         note = functools.partial(action, called=(called := []))
         users = [note(0, name="first"), action(5, stops_here), note(7, name="second"), note(5, name="third")]
-        sync_stop = SyncStop(lambda value, called=called: called.append("gather") or [1, 0], users, Plan())
-        run([*users, sync_stop, note(1000, name="save")], Report(10, 100, {}, None))
+        sent = answering(monkeypatch, Vote(has_ended=True), Vote())
+        run([*users, SyncStop(None, users, Plan()), note(1000, name="save")], Report(10, 100, {}, None))
+        assert len(sent) == 1
         calls.append(called)
-    assert calls[0] == calls[1] == ["third", "gather", "first", "second", "save"]
+    assert calls[0] == calls[1] == ["third", "first", "second", "save"]

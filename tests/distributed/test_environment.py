@@ -224,7 +224,7 @@ TASK = """
         numbers = workers.gather(strategy, 10 + workers.worker_index(strategy))
     is_stoppable = not int(caught, 16) >> (signal.SIGTERM - 1) & 1
     more = len(os.listdir("/proc/self/task")) - before
-    print(workers.worker_index(strategy), numbers.tolist(), is_stoppable, more < 50)
+    print(workers.worker_index(strategy), numbers, is_stoppable, more < 50)
 """
 
 

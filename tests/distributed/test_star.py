@@ -187,6 +187,46 @@ def test_other_programs_are_named_and_change_nothing(first, ports, addresses, ma
     assert chief.causes == {}
 
 
+def greet(port):
+    """Returns a connection of a stranger, which sends a greeting and nothing more."""
+    stranger = socket.create_connection(("127.0.0.1", port), timeout=20)
+    stranger.sendall(f"distloop {'0' * 32}\n".encode())
+    return stranger
+
+
+def read_to_the_end(stranger):
+    """Returns once the other side has closed."""
+    with contextlib.suppress(ConnectionResetError):
+        while stranger.recv(1000):
+            pass
+
+
+def test_who_greets_and_says_nothing_more_is_let_go(ports, addresses, make, monkeypatch):
+    monkeypatch.setattr(star, "_GREET_SECS", 0.2)
+    _, events = make(addresses, 0)
+    with greet(ports[0]) as stranger:
+        read_to_the_end(stranger)
+    worker, _ = make(addresses, 1)
+    send_until(worker, {"state": "alive"}, events)
+    with pytest.raises(queue.Empty):  # a worker may be silent for longer
+        while True:
+            assert events.get(timeout=0.5)[1] is not None
+
+
+def test_strangers_are_few_at_a_time_and_none_once_the_port_is_closed(ports, addresses, make, monkeypatch):
+    monkeypatch.setattr(star, "_MAX_STRANGERS", 3)
+    chief, events = make(addresses, 0)
+    strangers = [greet(ports[0]) for _ in range(9)]
+    for stranger in strangers[:6]:
+        read_to_the_end(stranger)
+    worker, _ = make(addresses, 1)
+    send_until(worker, {"state": "alive"}, events)
+    chief.close_port()
+    for stranger in strangers[6:]:
+        read_to_the_end(stranger)
+    assert send_until(worker, {"state": "alive"}, events) == (1, {"state": "alive"})
+
+
 @pytest.mark.parametrize("worker", [None, True, 1.0, "1", -1, 0, 3, 10**30, [1]])
 def test_who_is_no_worker_of_the_run_changes_nothing(worker, ports, addresses, make):
     _, events = make(addresses, 0, "")

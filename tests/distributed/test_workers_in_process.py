@@ -23,9 +23,9 @@ def test_a_single_process_is_the_chief_with_all_replicas_and_no_heartbeat(replic
     workers.report_phase(strategy, "evaluating")  # to nobody
 
 
-def test_one_worker_gathers_its_number_and_sums_its_replicas_once():
-    strategy = make_strategy(on(2))
-    np.testing.assert_array_equal(workers.gather(strategy, 3.5), [3.5])
+def test_one_worker_meets_itself_and_sums_its_replicas_once():
+    strategy, vote = make_strategy(on(2)), workers.Vote(step=3, has_ended=True)
+    assert workers.exchange(strategy, vote) == [vote] and workers.gather(strategy, 3.5) == [3.5]
     total = tf.function(lambda value: workers.sum_over_workers(strategy, value))(tf.constant([1.0, 2.0]))
     np.testing.assert_array_equal(total, [1.0, 2.0])
 

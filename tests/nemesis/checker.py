@@ -6,7 +6,7 @@ I1  The run ends, bit for bit as the one without faults, and in its history ever
 I2  A step that was said to be saved is never lost.
 I3  One process writes at a time.
 I4  After a failure all processes end within a bound, with the right code and the right name; without one, none ends.
-I5  Nothing is left over; but a process that a signal killed leaves its forked child where no launcher ends it.
+I5  Nothing is left over; but a process that a signal killed leaves its child where no launcher ends it.
 
 The history of a run is what its last checkpoint contains: of each life the steps up to the one from which the next life
 went on.
@@ -164,7 +164,7 @@ def check_ends(plan, events, outputs):
         yield from _check_life(plan, int(number), life, outputs[int(number)])
     for event in _named(events, "child ended"):
         if not event["is_gone"]:
-            yield Violation("I4", f"life {event['life']}: a forked child outlived SIGTERM")
+            yield Violation("I4", f"life {event['life']}: a child outlived SIGTERM")
     for event in _named(events, "second"):
         second = f"life {event['life']}: the second start"
         if event["code"] is None:

@@ -200,7 +200,7 @@ class Suspend(Fault):
 
 
 class TerminateChild(Fault):
-    """SIGTERM to a child that a worker forked: it ends, and nothing else does."""
+    """SIGTERM to a child that a worker started: it ends, and nothing else does."""
 
     @classmethod
     def fits(cls, setting):

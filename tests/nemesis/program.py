@@ -9,7 +9,7 @@ A line of the log is a JSON object: what happened (`event`), when (`time`, monot
     step        step, ids, digest, share    rows of the global batch, in ascending order; digest of all that training
                                      changes; where this worker's part of the batch begins
     saved       step            the chief sees the name of a new checkpoint
-    child       pid             of a process that was forked
+    child       pid             of a process that was started
     left        step            the run was saved and left, because something asked for it
     finished    step, digest    fit has returned
 
@@ -17,10 +17,11 @@ The rows of a batch travel through distloop as metrics: `ids0` to `ids7` are num
 i of `ids<k>` counts row 8 k + i, so that a row which is trained twice or not at all shows.
 """
 
+import atexit
 import hashlib
 import json
-import multiprocessing
 import os
+import subprocess
 import time
 
 import keras
@@ -59,7 +60,7 @@ class Record(distloop.Action):
         self._trainer, self._log = trainer, log
         self._secs = float(environment.get("NEMESIS_STEP_SECS", "0"))
         self._noise = int(environment.get("NEMESIS_NOISE", "0"))
-        self._forks = environment.get("NEMESIS_CHILD") == str(log.worker)
+        self._has_child = environment.get("NEMESIS_CHILD") == str(log.worker)
         self._is_going_on = False
         self._checkpoints = set()  # name and inode
 
@@ -86,9 +87,9 @@ class Record(distloop.Action):
         self._is_going_on = True
         self._look()
         self._log.write("going on", step=step, digest=digest(self._trainer))
-        if self._forks:
-            child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,), daemon=True)
-            child.start()
+        if self._has_child:
+            child = subprocess.Popen(["sleep", "600"])
+            atexit.register(child.kill)
             self._log.write("child", child=child.pid)
 
     def _look(self):

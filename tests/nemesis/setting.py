@@ -15,7 +15,7 @@ class Setting(NamedTuple):
         workers: how many; the most of an elastic run.
         checkpoint_every: steps.
         keep: checkpoints.
-        child_of: the worker that forks a child; -1: none.
+        child_of: the worker that starts a child; -1: none.
         is_first_process: whether each command has the process number 1, as in containers.
         noise: bytes that each worker prints a step.
         least: workers of an elastic run, below which it waits.
