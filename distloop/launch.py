@@ -14,7 +14,7 @@ is taken in; a worker that gets SIGTERM leaves, and no step is lost.
 
 The exit code is that of the worker that failed first (128 + n for signal n), else 75 if one saved and left, else 0. A
 worker that ends with 76 was not the first: another one failed or fell silent, maybe on another host. The first Ctrl-C
-or SIGTERM is passed on and the launcher waits; the second kills.
+or SIGTERM is passed on and the launcher waits, and ends with 75 where no worker had come to train; the second kills.
 
 With --hosts each launcher restarts its own workers. Their restarts need not coincide: a crash breaks the workers of the
 other hosts, too, and workers wait for each other when they start. With --ray, workers are actors on the nodes of a Ray
@@ -41,6 +41,7 @@ from typing import NoReturn
 from distloop.atomic_files import start_ticks
 from distloop.distributed import environment
 from distloop.distributed.notes import Membership, Notes
+from distloop.distributed.preemption import EXIT_CODE
 from distloop.launcher import elastic, processes, ray_actors
 from distloop.log import printable
 
@@ -113,8 +114,8 @@ def _run_in_ray(options: argparse.Namespace, plan: elastic.MembershipPlan) -> in
     """Runs the workers in Ray, which counts the cores and GPUs."""
     with ray_actors.Actors(options.most, options.cores_per_worker or 1, options.devices_per_worker or 1) as cluster:
         signals = processes.Signals()  # in place of Ray's handlers
-        if number := cluster.gather(options.least, signals):
-            return 128 + number
+        if cluster.gather(options.least, signals):
+            return EXIT_CODE
         return elastic.run(plan, functools.partial(_start_in_ray, options, cluster), signals, cluster.there)
 
 

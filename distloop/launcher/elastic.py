@@ -231,7 +231,7 @@ def _wait_for_places(plan: MembershipPlan, signals: processes.Signals, there: Th
         said = line
         if number := signals.wait(min(secs, left_secs, math.inf if there is None else _CHECK_SECS)):
             processes.log(f"{number.name}, the workers do not start again.")
-            return 128 + number
+            return SAVED_EXIT_CODE
         now = time.monotonic()
     return None
 

@@ -279,6 +279,8 @@ class Group:
             log(self._verdict)
         leavers = [process for process in self._processes if process.index in self._notes.leavers]
         code = self._failed.code if self._failed else max(process.code or 0 for process in self._processes)
+        if self._was_signalled and self._notes.step is None and code in [128 + number for number in _STOP_SIGNALS]:
+            code = SAVED_EXIT_CODE  # they were starting, and had nothing to save yet
         return GroupEnd(
             128 + self._second_signal if self._second_signal else code or 0,
             is_crash=bool(self._failed) and not self._ends_are_expected,

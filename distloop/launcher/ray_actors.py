@@ -193,18 +193,18 @@ class Actors:
         """Returns the places that Ray has given."""
         return [place for place, address in enumerate(self._addresses) if address]
 
-    def gather(self, least: int, signals: processes.Signals) -> int | None:
-        """Waits until all places are there, or enough and no more come; returns a signal that came meanwhile."""
+    def gather(self, least: int, signals: processes.Signals) -> bool:
+        """Waits until all places are there, or enough and no more come; returns whether a signal came meanwhile."""
         count, changed_at = 0, time.monotonic()
         while count < len(self.actors):
-            if number := signals.wait(_IDLE_SECS):
-                return number
+            if signals.wait(_IDLE_SECS):
+                return True
             if count != (count := len(self.there())):
                 changed_at = time.monotonic()
                 processes.log(f"Ray has {count} of {len(self.actors)} places.")
             if count >= least and time.monotonic() > changed_at + _GATHER_SECS:
-                return None
-        return None
+                return False
+        return False
 
     def address(self, place: int) -> str:
         """Returns where a worker in a place can listen; of a place that has just been lost, an address of nobody."""

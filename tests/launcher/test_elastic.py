@@ -150,7 +150,7 @@ def test_the_wait_has_a_limit(world):
 
 def test_a_signal_ends_the_wait(world):
     world.signals.ends_in = 0
-    assert world.run([(9, {"step": 0}, crash(0, 1, 2))]) == 128 + 15
+    assert world.run([(9, {"step": 0}, crash(0, 1, 2))]) == 75
 
 
 def test_crashes_without_a_newer_checkpoint_are_bounded(world):
