@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import time
 import traceback
 import unittest.mock
 
@@ -23,7 +24,7 @@ import distloop
 from distloop.actions.built_in import Utilization
 from distloop.checkpoints.store import in_workdir
 from distloop.data import iterators
-from distloop.distributed import devices, strategies, tensorflow_internals, workers
+from distloop.distributed import devices, preemption, strategies, tensorflow_internals, workers
 from distloop.model.saved_state import SavedState
 from distloop.monitoring import run_lock
 from distloop.monitoring.records import OF_THE_MACHINE
@@ -379,18 +380,25 @@ def by_time(make, workdir):
     return {"step": np.array(trainer.step), "local/loops": np.array(loops), "local/asked at": np.array(asked_at)}
 
 
+def terminate():
+    """Sends this process SIGTERM, and returns once its run knows: a thread hears of signals."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    while preemption._live[-1].reason is None:
+        time.sleep(0.001)
+
+
 def interrupts_between_loops(make, workdir):
     """SIGTERM comes to the last worker alone, between two loops, and then while it skips batches already seen."""
     data, read = of_unknown_length(batches(rows=160)), []
 
     def stop(report):
         if report.step == 8 and is_worker(trainer, 99):
-            os.kill(os.getpid(), signal.SIGTERM)
+            terminate()
 
     def note(x):
         read.append(len(read))
         if len(read) == 3 and trainer.step == 8 and is_worker(trainer, 99):
-            os.kill(os.getpid(), signal.SIGTERM)
+            terminate()
         return x
 
     def note_batch(batch):
