@@ -253,8 +253,7 @@ def _of_data(entry: str, row: int | None, examples: np.ndarray | None) -> Cause:
     of_data = "" if examples is None or row is None else f", row {examples[row]} of the data"
     return Cause(
         f"the batch itself holds such numbers, in {entry}{'' if row is None else f', first in row {row}'}{of_data}",
-        "correct the data or leave such rows out, as no setting of the training helps, or skip such steps with "
-        "on_nonfinite=skip",
+        "correct the data or leave such rows out, as no setting of the training helps",
     )
 
 
