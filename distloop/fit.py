@@ -321,7 +321,10 @@ def _save_after(fit: Fit, error: BaseException) -> None:
         fit._say(_nothing_saved(fit))
         return
     is_one_of_several = workers.num_workers(strategy) > 1
-    if is_one_of_several and (is_collective_error(error) or not workers.agree_to_save(strategy, fit._step)):
+    is_left_alone = is_one_of_several and is_collective_error(error)
+    if is_left_alone and workers.heartbeat_of(strategy) is not None:
+        return  # the heartbeat names the worker that is gone, and ends this process
+    if is_left_alone or (is_one_of_several and not workers.agree_to_save(strategy, fit._step)):
         fit._say(f"{name}: not saved, as the other workers are not at this point; the last checkpoint stays.")
         return
     try:
