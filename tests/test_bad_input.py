@@ -523,7 +523,8 @@ def test_a_loss_that_is_not_finite(bad, replicas):
     expected = make_trainer(replicas=replicas)
     expected.fit(dataset(), steps=2)
     trainer = make_trainer(replicas=replicas)
-    message = refused(lambda: trainer.fit(dataset(rows_with(bad)), steps=6), "3", "on_nonfinite=skip", kind=Diverged)
+    parts = ["3", "in x, first in row 1, row 9 of the data", "no setting of the training helps"]
+    message = refused(lambda: trainer.fit(dataset(rows_with(bad)), steps=6), *parts, kind=Diverged)
     assert re.search(r"\bStep 3\b", message) and "loss is " in message and "net/out/kernel" in message
     assert trainer.step == 3
     assert_equal(weights(trainer), weights(expected))
