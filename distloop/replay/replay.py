@@ -116,7 +116,7 @@ def replay(state: TrainState, config: Config, source: Source, units: Units, step
         read_again(source.behind, state.strategy, None, say, host.show_progress)
         loop = _make_loop(state, settings, units, notes)
         failure = _train(loop, source, sorted({*run.rows, number}), host, notes.get("window"), compare)
-    return last.again(config, loop.last_batch(), failure, differences)
+    return last.again(settings, loop.last_batch(), failure, differences)
 
 
 def _train(

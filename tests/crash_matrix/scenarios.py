@@ -182,6 +182,10 @@ def act(scenario: Save | Export, template: str, directory: str, keep: int, fault
                 store.wait()
     except (OSError, Killed):
         return store, False
+    except ValueError as error:  # the sentence about an error of the disk
+        if not isinstance(error.__cause__, OSError):
+            raise
+        return store, False
     return store, not faults.is_dead
 
 

@@ -121,7 +121,8 @@ def test_the_hparams_page_lists_the_runs_of_a_sweep(sweep, site):
     query = {"startIndex": 0, "sliceSize": 9, "allowedStatuses": ["STATUS_SUCCESS"], "colParams": columns}
     groups = site("plugin/hparams/session_groups", query)["sessionGroups"]
     assert {g["name"]: g["hparams"]["clip_norm"] for g in groups} == {"a": 1.0, "b": 2.0}
-    assert {*groups[0]["hparams"]} == {"seed", "steps", "clip_norm"}
+    assert groups[0]["hparams"].keys() == {"batch_size", "seed", "steps", "clip_norm"}
+    assert groups[0]["hparams"]["batch_size"] == 16  # of the dataset, and not of the Config
     last = distloop.read_metrics(sweep / "a")[-1]
     (value,) = [v for v in groups[0]["metricValues"] if v["name"] == {"group": "test", "tag": "Metrics/loss"}]
     assert value["value"] == pytest.approx(last["test/loss"], rel=1e-6) and value["trainingStep"] == 4
