@@ -446,7 +446,7 @@ def test_fit_hands_over_media_and_when_the_run_is_over_exports_and_the_best_chec
         ("best/loss", str(tmp_path / "checkpoints" / str(best)), best),
         ("models.npz", str(tmp_path / "models" / "4.npz"), 4),
     ]
-    assert [step for step, *_ in second.media] == [4] and second.opened[0][0]["steps"] == 0
+    assert [step for step, *_ in second.media] == [4] and second.opened[0][0]["steps"] == 4
     fit(tmp_path, 4, complete, actions=actions())
     assert not complete.opened
 
