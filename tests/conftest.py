@@ -87,7 +87,8 @@ def graphs_are_optimized_where_it_matters(request):
 
 
 # The files that take longest, which the processes had better begin with.
-LONG = ["test_workers", "test_failures", "test_laws", "test_experiments", "test_bits", "test_testing", "test_documents"]
+LONG = ["test_workers", "test_settings_law", "test_failures", "test_laws", "test_arguments_law", "test_experiments"]
+LONG += ["test_bits", "test_testing", "test_documents"]
 LONG += ["test_step", "test_nonfinite", "test_saved_state", "test_gradient_step", "test_virtual_replicas"]
 LONG += ["test_pipeline", "test_variable_writes", "test_out_of_memory", "test_overview", "test_preemption"]
 LONG += ["test_resume", "test_trainer", "test_keras_fuzz", "test_nemesis", "test_tensorboard_server", "test_loss_scale"]
