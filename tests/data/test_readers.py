@@ -1,6 +1,7 @@
 """Readers of batches that Python makes: the place of a resumed run, passes, orders, data that cannot start again."""
 
 import json
+import re
 import threading
 from typing import ClassVar
 
@@ -110,7 +111,8 @@ def test_what_changed_its_order_for_an_earlier_run_is_refused_in_the_middle(capl
     taken(source, 7)
     source.restore_position({"batches": 1, "skipped": []})
     taken(source, 1)
-    assert "Going back to epoch 1 of the Drawn given, which has begun epoch 2" in caplog.text
+    # An epoch may have begun that is read ahead.
+    assert re.search("Going back to epoch 1 of the Drawn given, which has begun epoch [23]:", caplog.text)
 
 
 @pytest.mark.slow
