@@ -64,7 +64,7 @@ _MODULES = {
     "open_records": "records.record_files",
     "pack": "mixtures.packing",
     "prepare": "distributed.strategies",
-    "read_metrics": "monitoring.records",
+    "read_metrics": "workdir.records",
     "scale_learning_rate": "optimizers.learning_rates",
     "secret_flag": "settings.flags",
     "split": "pipeline.pipeline",
@@ -121,7 +121,6 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not run the code
     from distloop.monitoring.media import Images as Images
     from distloop.monitoring.media import PRCurve as PRCurve
     from distloop.monitoring.media import Text as Text
-    from distloop.monitoring.records import read_metrics as read_metrics
     from distloop.monitoring.writers import Writer as Writer
     from distloop.optimizers.learning_rates import make_schedule as make_schedule
     from distloop.optimizers.learning_rates import scale_learning_rate as scale_learning_rate
@@ -143,6 +142,7 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not run the code
     from distloop.training.gradient_step import OwnStep as OwnStep
     from distloop.variables import digest as digest
     from distloop.variables import summarize as summarize
+    from distloop.workdir.records import read_metrics as read_metrics
 else:
 
     def __getattr__(name: str) -> Any:

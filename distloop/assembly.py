@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from distloop.actions.histograms import WeightHistograms
 from distloop.data.source import Source
-from distloop.distributed import devices, workers
+from distloop.distributed import collectives, devices
 from distloop.installed import import_part
 from distloop.keras_models.fit_arguments import FitData
 from distloop.model import dtype_policy, user_functions
@@ -54,7 +54,7 @@ def make_train_loop(state: TrainState, config: Config) -> TrainLoop:
     if config.workdir and config.histograms_every:
         histograms = WeightHistograms(state.variables_of_update, state.paths, config.histograms_every)
     step = make_step(state, config, histograms=histograms)
-    is_shown = workers.is_chief(state.strategy) and config.console != "quiet"
+    is_shown = collectives.is_chief(state.strategy) and config.console != "quiet"
 
     def report_trace(step: TrainStep, source: Source) -> None:
         reads = [update.differentiate.reads for update in step.updates if update.update.has_loss]

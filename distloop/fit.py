@@ -31,22 +31,18 @@ from distloop.checkpoints.resume import RunCheckpoints
 from distloop.checkpoints.warm_start import warm_start
 from distloop.data.iterators import read_again
 from distloop.data.source import Source
-from distloop.distributed import workers
-from distloop.distributed.heartbeat import is_collective_error
-from distloop.distributed.preemption import Interrupted, OtherFailed, StopRequests
+from distloop.distributed import collectives
 from distloop.distributed.strategies import has_gpus
 from distloop.errors import cannot_be_written, first_line
 from distloop.graph_functions import TRAINING_PASSES, count_flops
-from distloop.log import log
+from distloop.log import log, say, speaker
 from distloop.model.state import TrainState
-from distloop.monitoring import ledger, notebook
-from distloop.monitoring.console import Console, say, speaker
+from distloop.monitoring.console import Console, is_notebook, make_console
 from distloop.monitoring.curves import History
 from distloop.monitoring.deliveries import Deliveries
 from distloop.monitoring.profiler import Profile
-from distloop.monitoring.run_lock import LockLost
 from distloop.monitoring.tensorboard import SummaryWriter
-from distloop.monitoring.timing import Clock, unix_time
+from distloop.monitoring.timing import Clock
 from distloop.monitoring.writers import RunFile, Writer
 from distloop.optimizers import learning_rates
 from distloop.settings import flags
@@ -55,6 +51,11 @@ from distloop.settings.durations import Plan, Units
 from distloop.training import agreement, overview, run_length
 from distloop.training.agreement import require_same_run, require_same_trainable
 from distloop.training.loop import Diverged, Host, TrainLoop
+from distloop.workdir import ledger
+from distloop.workdir.records import unix_time
+from distloop.workdir.run_lock import LockLost
+from distloop.workers.heartbeat import is_collective_error
+from distloop.workers.preemption import Interrupted, OtherFailed, StopRequests
 
 _PERIODS = "log_every checkpoint_every histograms_every check_replicas_every gradient_noise_every".split()
 
@@ -140,7 +141,7 @@ class Fit:
         Raises:
             SystemExit: with code 75.
         """
-        stays, has_workdir = notebook.is_active(), bool(self.config.workdir)
+        stays, has_workdir = is_notebook(), bool(self.config.workdir)
         stops = StopRequests(self.config.max_secs, catch_signals=has_workdir or stays, may_quit=not stays)
         with stops as self._stop_requests, agreement.announced(self.state, self.config, self.source):
             for evaluation in self.evaluations:
@@ -295,7 +296,7 @@ class Fit:
         if self.config.console != "quiet":
             run, may_draw = self.units.run, self.config.console == "auto"
             options: dict[str, Any] = {"evals": evals, "secs_left": max(0.0, run.secs - self._loop.secs)}
-            console = notebook.make_console(run.last_step, self._step, may_draw=may_draw, began=self._began, **options)
+            console = make_console(run.last_step, self._step, may_draw=may_draw, began=self._began, **options)
             if workdir and self._step and evals:
                 console.remember(earlier_rows(workdir, self.evaluations))  # the best value may have been before
             writers.append(console)
@@ -311,7 +312,7 @@ class Fit:
 
     @functools.cached_property
     def _is_chief(self) -> bool:
-        return workers.is_chief(self.state.strategy)
+        return collectives.is_chief(self.state.strategy)
 
 
 def _save_after(fit: Fit, error: BaseException) -> None:
@@ -320,11 +321,11 @@ def _save_after(fit: Fit, error: BaseException) -> None:
     if not fit.state.may_be_saved:
         fit._say(_nothing_saved(fit))
         return
-    is_one_of_several = workers.num_workers(strategy) > 1
+    is_one_of_several = collectives.num_workers(strategy) > 1
     is_left_alone = is_one_of_several and is_collective_error(error)
-    if is_left_alone and workers.heartbeat_of(strategy) is not None:
+    if is_left_alone and collectives.heartbeat_of(strategy) is not None:
         return  # the heartbeat names the worker that is gone, and ends this process
-    if is_left_alone or (is_one_of_several and not workers.agree_to_save(strategy, fit._step)):
+    if is_left_alone or (is_one_of_several and not collectives.agree_to_save(strategy, fit._step)):
         fit._say(f"{name}: not saved, as the other workers are not at this point; the last checkpoint stays.")
         return
     try:
@@ -344,7 +345,7 @@ def _nothing_saved(fit: Fit) -> str:
 
 def _tell(fit: Fit, error: str) -> str:
     """Waits until the chief has saved a run that an error ends; returns the error of the worker that failed."""
-    return "; ".join(filter(None, workers.Workers(fit.state.strategy).gather(error)))
+    return "; ".join(filter(None, collectives.Workers(fit.state.strategy).gather(error)))
 
 
 def _left_by(fit: Fit) -> Sequence[RunFile]:
@@ -365,7 +366,7 @@ def _announce(fit: Fit) -> None:
     lines = overview.console_lines(fit.state, fit.config, fit.source)
     for line in lines:
         fit._say(line)
-    if workers.num_workers(fit.state.strategy) > 1 and fit.config.console != "quiet":
+    if collectives.num_workers(fit.state.strategy) > 1 and fit.config.console != "quiet":
         say(overview.describe_shard(fit.source, fit.state.strategy))  # each worker prints what it reads
 
 

@@ -39,11 +39,11 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from distloop.atomic_files import start_ticks
-from distloop.distributed import environment
-from distloop.distributed.notes import Membership, Notes
-from distloop.distributed.preemption import EXIT_CODE
 from distloop.launcher import elastic, processes, ray_actors
 from distloop.log import printable
+from distloop.workers import environment
+from distloop.workers.messages import Inbox, Membership
+from distloop.workers.preemption import EXIT_CODE
 
 FIRST_PORT = 12345  # of each host, with --hosts
 
@@ -124,7 +124,7 @@ def _start_in_ray(
     cluster: ray_actors.Actors,
     membership: Membership,
     places: Sequence[int],
-    notes: Notes,
+    inbox: Inbox,
 ) -> list[processes.Process]:
     """Starts the workers of a membership, each in an actor."""
     addresses, cores = [cluster.address(place) for place in places], range(options.cores_per_worker or 0)
@@ -132,12 +132,12 @@ def _start_in_ray(
     workers = []
     for i, place in enumerate(places):
         variables = {**_HUGE_PAGES, **threads, **_cluster_variables(options, i, addresses)}
-        workers.append(cluster.start(place, _command(options)[1:], membership._replace(worker=i), variables, notes))
+        workers.append(cluster.start(place, _command(options)[1:], membership._replace(worker=i), variables, inbox))
     return workers
 
 
 def _start(
-    options: argparse.Namespace, guard: processes.Guard, membership: Membership, places: Sequence[int], notes: Notes
+    options: argparse.Namespace, guard: processes.Guard, membership: Membership, places: Sequence[int], inbox: Inbox
 ) -> list[processes.Process]:
     """Starts the workers of a membership, which share the machine."""
     options = argparse.Namespace(**{**vars(options), "workers": len(places)})
@@ -151,7 +151,7 @@ def _start(
             *(membership.worker, _command(options), variables),
             cores=core_lists[i],
             guard=guard,
-            descriptors=[notes.write_end],
+            descriptors=[inbox.write_end],
         )
         workers.append(process)
     return workers

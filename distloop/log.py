@@ -11,6 +11,7 @@ import errno
 import logging
 import re
 import sys
+from collections.abc import Callable
 from typing import IO, Any
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -32,6 +33,16 @@ def print_line(text: str, file: IO[str] | None = None) -> None:
     except OSError as error:
         if error.errno not in _FULL:
             raise
+
+
+def say(text: str) -> None:
+    """Prints a message of distloop."""
+    print_line(f"distloop: {printable(text)}")
+
+
+def speaker(is_chief: bool, console: str) -> Callable[[str], None]:
+    """Returns what prints the messages of a run: `say` on its chief, nothing elsewhere and with `console="quiet"`."""
+    return say if is_chief and console != "quiet" else lambda text: None
 
 
 def printable(text: str, keep: str = "\n\t") -> str:

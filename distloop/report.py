@@ -53,14 +53,15 @@ import rich.console
 from distloop.atomic_files import replacing
 from distloop.installed import import_part
 from distloop.log import printable
-from distloop.monitoring import ledger, records, run_files, text_tables
+from distloop.monitoring import text_tables
 from distloop.monitoring.curves import Picture
-from distloop.monitoring.directory import fetch_reports
-from distloop.monitoring.records import show_bytes, show_number
-from distloop.monitoring.run_files import Run, Series
 from distloop.monitoring.text_tables import Table
 from distloop.monitoring.timing import largest_shares, show_secs, show_share
 from distloop.urls import absolute, expand
+from distloop.workdir import ledger, records, run_files
+from distloop.workdir.directory import fetch_reports
+from distloop.workdir.records import show_bytes, show_number
+from distloop.workdir.run_files import Run, Series
 
 _STYLES = {
     ("status", "complete"): "green",

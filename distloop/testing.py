@@ -36,13 +36,13 @@ from distloop import launch
 from distloop.actions.action import Action, Report
 from distloop.data.iterators import fresh_copy
 from distloop.data.source import Data
-from distloop.distributed import strategies, workers
+from distloop.distributed import collectives, strategies
 from distloop.model.saved_state import SavedState, relative_difference
 from distloop.model.spec import GradientFn, ModelSpec
-from distloop.monitoring.records import ABOUT_THE_RUN, OF_THE_MACHINE
 from distloop.settings.config import Config
 from distloop.trainer import Trainer
 from distloop.variables import is_seed, portable_names, tensorflow_variable
+from distloop.workdir.records import ABOUT_THE_RUN, OF_THE_MACHINE
 
 T = TypeVar("T")
 
@@ -330,7 +330,7 @@ def main() -> None:
     # One thread within an operation: `assert_same_bits` needs it, and it is set before TensorFlow starts.
     config = Config(device="cpu", num_devices=options.num_devices, intra_op_threads=1)
     strategies.prepare(config)  # before the function's module is imported, which may make tensors
-    index = workers.worker_index(strategies.make_strategy(config))
+    index = collectives.worker_index(strategies.make_strategy(config))
     fn, arguments = pickle.loads(pathlib.Path(options.directory, _CALL).read_bytes())
     pathlib.Path(options.directory, _RESULT.format(index)).write_bytes(pickle.dumps(fn(*arguments)))
 

@@ -18,7 +18,7 @@ from distloop.checkpoints import sidecar
 from distloop.checkpoints.resume import RunCheckpoints
 from distloop.data.arrays import with_labels
 from distloop.data.source import Data, Passes, Source
-from distloop.distributed import devices, strategies, workers
+from distloop.distributed import collectives, devices, strategies
 from distloop.errors import with_short_tracebacks
 from distloop.evaluation.evaluation import EvalLoop, make_evaluations
 from distloop.evaluation.prediction import Predictor
@@ -28,11 +28,10 @@ from distloop.installed import import_part
 from distloop.keras_models.compiled_model import weights_returned
 from distloop.keras_models.fit_arguments import KerasArguments, read_arguments
 from distloop.keras_models.other_calls import explain_call
+from distloop.log import speaker
 from distloop.model import dtype_policy
 from distloop.model.spec import ModelSpec, check_model_fn
-from distloop.monitoring.console import speaker
 from distloop.monitoring.curves import History
-from distloop.monitoring.directory import with_absolute_paths
 from distloop.monitoring.timing import Clock
 from distloop.monitoring.writers import Writer, check_writers
 from distloop.settings.config import Config
@@ -40,6 +39,7 @@ from distloop.training import run_length
 from distloop.training.loop import TrainLoop
 from distloop.training.overview import ForwardPass
 from distloop.urls import expand
+from distloop.workdir.directory import with_absolute_paths
 
 
 @functools.partial(with_short_tracebacks, explain_call=explain_call)
@@ -74,14 +74,14 @@ class Trainer:
         devices.prepare_process(config)
         self.strategy = strategies.make_strategy(config) if strategy is None else strategies.check_strategy(strategy)
         strategies.prepare_eager(self.strategy, config.eager)
-        self.workers = workers.Workers(self.strategy)
+        self.workers = collectives.Workers(self.strategy)
         config = dtype_policy.with_policy_of_keras(config)
         settings = _tryouts("fast_dev_run").dry_settings(config, owner=self) if config.fast_dev_run else config
         self.config = config = with_absolute_paths(settings)
         self._say = speaker(self.workers.is_chief, config.console)
         self.state = make_state(model_fn, self.strategy, config)
         self._checkpoints = RunCheckpoints(self.state, config)
-        workers.report_steps(self.strategy, lambda: self.step)
+        collectives.report_steps(self.strategy, lambda: self.step)
         self._train_source: Source | None = None
         self._passes = Passes(self.strategy, config.global_batch_size(self.strategy), config.virtual_replicas)
         self._predictor = Predictor(self.state, eager=config.eager)

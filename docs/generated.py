@@ -95,7 +95,7 @@ def entry(name: str, *, with_arguments: bool) -> str:
     docs = [inspect.getdoc(value) or ""]
     if name == "distloop.Config":
         docs = [docs[0].partition("\n\nAttributes, with their defaults:")[0]]
-    shown = name.removeprefix("distloop.distributed.workers.")
+    shown = name.removeprefix("distloop.distributed.collectives.")
     if inspect.isclass(value) and with_arguments:
         if "__init__" in vars(value):  # whose first line is for readers of the code
             docs.append((inspect.getdoc(value.__init__) or "").partition("\n\n")[2])

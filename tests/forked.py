@@ -91,7 +91,7 @@ def run_program(workdir: Any, program: str, *arguments: str) -> subprocess.Compl
 
 def launch(arguments: Sequence[str], *, env: Mapping[str, str], timeout: float) -> subprocess.CompletedProcess:
     """Runs `python -m distloop.launch` with these arguments; the launcher and its workers are forks, too."""
-    return run(["-m", "tests.nemesis.forking_launch", *arguments], env=env, timeout=timeout)
+    return run(["-m", "tests.campaigns.nemesis.forking_launch", *arguments], env=env, timeout=timeout)
 
 
 def run_in_workers(fn: Callable, workers: int, *arguments, **settings) -> list:

@@ -21,8 +21,8 @@ import distloop
 from distloop.data import shards
 from distloop.distributed import devices, strategies
 from distloop.model.saved_state import relative_difference
-from distloop.monitoring.records import OF_THE_MACHINE
 from distloop.testing import tiny_classification as classification  # noqa: F401 - for the tests
+from distloop.workdir.records import OF_THE_MACHINE
 
 
 def on(replicas, **settings):

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from distloop.distributed import environment
+from distloop.workers import environment
 from experiments.benchmarks import (
     cell,
     curves,

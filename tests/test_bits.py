@@ -13,9 +13,9 @@ import tensorflow as tf
 
 import distloop
 from distloop.checkpoints.checkpoint import load
-from distloop.distributed import workers
+from distloop.distributed import collectives
 from distloop.model.layers import SEED_STRIDE
-from distloop.monitoring.records import OF_THE_MACHINE
+from distloop.workdir.records import OF_THE_MACHINE
 from tests.problems import (
     assert_close,
     assert_equal,
@@ -290,7 +290,7 @@ def fit(case, devices, workdir, steps=None, **settings):
 def state_of(trainer):
     """Returns what training changed, as one value of each variable: all replicas hold it, random streams aside."""
     values = {}
-    turns, first = trainer.state.turns, workers.first_replica(trainer.strategy)
+    turns, first = trainer.state.turns, collectives.first_replica(trainer.strategy)
     for name, value in everything(trainer).items():
         name, _, replica = name.partition("@")
         if "seeds/" in name:

@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from distloop import launch
-from distloop.distributed.heartbeat import EXIT_CODE as OTHER_FAILED
-from distloop.distributed.preemption import EXIT_CODE
 from distloop.settings import config
+from distloop.workers.heartbeat import EXIT_CODE as OTHER_FAILED
+from distloop.workers.preemption import EXIT_CODE
 
 HERE = pathlib.Path(__file__).resolve().parent.parent / "experiments" / "cluster"
 SBATCH, ELASTIC_SBATCH = HERE / "slurm.sbatch", HERE / "slurm_elastic.sbatch"

@@ -20,8 +20,8 @@ from absl.testing import flagsaver
 
 import distloop
 from distloop import launch, report, testing
-from distloop.monitoring.records import ABOUT_THE_RUN
 from distloop.settings import config
+from distloop.workdir.records import ABOUT_THE_RUN
 from experiments import planning
 from tests import forked
 from tests.problems import mostly_wide

@@ -1,4 +1,4 @@
-"""The law `elastic run`: falls and returns of workers change nothing; more: `python -m tests.nemesis --elastic`."""
+"""The law `elastic run`: workers that fail and come back change nothing; the campaign `nemesis` tries more."""
 
 import os
 import random
@@ -9,14 +9,14 @@ import time
 
 import pytest
 
-from distloop.distributed import notes
-from distloop.distributed.preemption import EXIT_CODE
+from distloop.workers import messages
+from distloop.workers.preemption import EXIT_CODE
 from tests import forked
-from tests.nemesis import checker, faults, rounds
-from tests.nemesis.__main__ import read_outputs
-from tests.nemesis.log import Log
-from tests.nemesis.schedule import Life, Plan, Strike
-from tests.nemesis.setting import BATCH_SIZE, ELASTIC_REPLICAS, ROWS, STEPS, Setting
+from tests.campaigns.nemesis import checker, faults, rounds
+from tests.campaigns.nemesis.__main__ import read_outputs
+from tests.campaigns.nemesis.log import Log
+from tests.campaigns.nemesis.schedule import Life, Plan, Strike
+from tests.campaigns.nemesis.setting import BATCH_SIZE, ELASTIC_REPLICAS, ROWS, STEPS, Setting
 from tests.problems import json_lines, mostly_wide
 
 pytestmark = pytest.mark.slow
@@ -85,11 +85,11 @@ def test_a_suspended_process_of_an_older_membership_writes_nothing_when_it_goes_
 def start_alone(directory, number):
     """Starts a single worker of a membership, whose launcher is gone."""
     (directory / f"log{number}").touch()
-    membership = notes.Membership(number, "a", 1, 2, "worker 1 fell" if number > 1 else "", 0, (-1, 0))
+    membership = messages.Membership(number, "a", 1, 2, "worker 1 fell" if number > 1 else "", 0, (-1, 0))
     variables = {"NEMESIS_LOG": str(directory / f"log{number}"), "NEMESIS_STEP_SECS": "0.1" if number == 1 else "0.02"}
     output = str(directory / f"output{number}")
     environment = {**os.environ, **variables, **membership.variables()}
-    program = ["-m", "tests.nemesis.program", f"--workdir={directory / 'run'}", "--checkpoint_every=4"]
+    program = ["-m", "tests.campaigns.nemesis.program", f"--workdir={directory / 'run'}", "--checkpoint_every=4"]
     return forked.Program(program, stdout=output, stderr=output, env=environment)
 
 
@@ -145,7 +145,8 @@ def test_a_node_of_ray_that_goes_and_one_that_comes_change_nothing(alone, tmp_pa
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
     node = cluster.add_node(num_cpus=1)
     launcher = "-m distloop.launch --ray --workers=1:2 --grace_secs=5"
-    program = f"-m tests.nemesis.program --workdir={workdir} --checkpoint_every=4 --virtual_replicas={ELASTIC_REPLICAS}"
+    program = f"-m tests.campaigns.nemesis.program --workdir={workdir} --checkpoint_every=4"
+    program += f" --virtual_replicas={ELASTIC_REPLICAS}"
     command = [sys.executable, *launcher.split(), *program.split()]
     with open(tmp_path / "output", "w+") as output:
         driver = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)

@@ -19,8 +19,8 @@ import pytest
 
 import distloop
 from distloop.checkpoints import store
-from distloop.distributed import heartbeat, preemption
-from distloop.distributed.environment import choose_ports
+from distloop.workers import heartbeat, preemption
+from distloop.workers.environment import choose_ports
 from tests import problems
 from tests.forked import Program
 
@@ -50,7 +50,7 @@ PROGRAM = """
     first = None  # step of this run
 
     if failure == "killed while joining":
-        Heartbeat = distloop.distributed.heartbeat.Heartbeat
+        Heartbeat = distloop.workers.heartbeat.Heartbeat
         meet = Heartbeat.meet
         Heartbeat.meet = lambda *arguments: (meet(*arguments), os.kill(os.getpid(), signal.SIGKILL))
 
@@ -369,7 +369,7 @@ def test_after_all_failures_a_late_start_ends_like_a_run_without_failures(start,
 @pytest.mark.wide
 def test_the_launcher_restarts_crashed_workers(program, straight, tmp_path):
     once = tmp_path / "has crashed"
-    command = ["-m", "tests.nemesis.forking_launch", "--workers=2", "--max_restarts=1", program]
+    command = ["-m", "tests.campaigns.nemesis.forking_launch", "--workers=2", "--max_restarts=1", program]
     launcher = Worker([*command, f"--workdir={tmp_path}"], tmp_path / "log.txt", {"FAILURE": f"action,1,{once}"})
     assert launcher.end() == 0
     assert once.exists()

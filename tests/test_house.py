@@ -35,7 +35,9 @@ ORDER = [
     ["model"],
     ["data"],
     ["monitoring"],
+    ["workdir"],
     ["distributed"],
+    ["workers"],
     ["optimizers"],
     ["settings"],
     [
@@ -66,13 +68,8 @@ WITHOUT_TENSORFLOW = {
     "installed",
 }
 WITHOUT_TENSORFLOW |= {f"settings.{name}" for name in ("config", "config_file", "contradictions", "durations", "flags")}
-WITHOUT_TENSORFLOW |= {f"monitoring.{name}" for name in ("deliveries", "writers")}
-WITHOUT_TENSORFLOW |= {
-    f"monitoring.{name}" for name in "records run_files ledger run_lock console text_tables curves timing".split()
-}
-WITHOUT_TENSORFLOW |= {
-    f"distributed.{name}" for name in ("environment", "heartbeat", "liveness", "star", "notes", "output", "preemption")
-}
+WITHOUT_TENSORFLOW |= {f"monitoring.{name}" for name in "deliveries writers console text_tables curves timing".split()}
+WITHOUT_TENSORFLOW |= {name for name in MODULES if name.startswith(("workers.", "workdir."))}
 WITHOUT_TENSORFLOW |= {f"launcher.{name}" for name in "elastic processes ray_actors".split()}
 WITHOUT_TENSORFLOW |= {"urls", *(f"bucket.{name}" for name in "remote_directory tree upload".split())}
 JUNK_DRAWERS = {"utils", "util", "common", "base", "core", "helpers", "helper", "manager", "handler", "wrapper", "misc"}
@@ -250,7 +247,7 @@ def test_workers_meet_by_one_record_alone():
         for function in [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.FunctionDef)]:
             for called in {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}:
                 callers.setdefault(called, set()).add(f"{name}.{function.name}")
-    of_workers = {called: {f"distributed.workers.{name}" for name in names} for called, names in {
+    of_workers = {called: {f"distributed.collectives.{name}" for name in names} for called, names in {
         "_gather_function": {"_gather"}, "_gather": {"exchange", "_gather_bytes"}, "_gather_bytes": {"gather"},
     }.items()}  # fmt: skip
     assert {called: callers[called] for called in of_workers} == of_workers

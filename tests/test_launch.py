@@ -10,7 +10,7 @@ import textwrap
 import pytest
 
 from distloop import launch
-from distloop.distributed import environment
+from distloop.workers import environment
 from tests import forked
 
 PROGRAM = __file__  # never run

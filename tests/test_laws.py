@@ -12,13 +12,13 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.distributed.preemption import StopRequests
-from distloop.monitoring.records import OF_THE_MACHINE
 from distloop.optimizers import keras_hooks
 from distloop.settings.precision import PRECISIONS
 from distloop.training import loop
 from distloop.training.compiled_loop import CompiledLoop
 from distloop.training.loop import Diverged
+from distloop.workdir.records import OF_THE_MACHINE
+from distloop.workers.preemption import StopRequests
 from tests import many_rows, problems
 from tests.problems import (
     assert_close,

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from distloop.log import log, print_line, printable, reason_of
-from distloop.monitoring.console import Console, say
+from distloop.log import log, print_line, printable, reason_of, say
+from distloop.monitoring.console import Console
 from tests.problems import full_disk
 
 

@@ -15,8 +15,8 @@ import sys
 import pytest
 
 from distloop import report
-from distloop.monitoring import ledger, run_files
-from distloop.monitoring.records import append_row, read_metrics
+from distloop.workdir import ledger, run_files
+from distloop.workdir.records import append_row, read_metrics
 from tests.problems import with_odd_values, write_run
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent

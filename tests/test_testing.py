@@ -13,7 +13,7 @@ import tensorflow as tf
 
 import distloop
 from distloop import testing
-from distloop.distributed import workers
+from distloop.distributed import collectives
 from distloop.distributed.strategies import TreeSum
 from tests import forked
 from tests.problems import classification, classifier, cross_entropy, loss_fn_of, mostly_wide, on, refused
@@ -27,8 +27,8 @@ def count_devices_and_replicas(shift):
     trainer = distloop.Trainer(classifier(), distloop.Config(device="cpu", console="quiet"))
     trainer.fit(data(), steps=1)
     strategy = trainer.strategy
-    index = workers.worker_index(strategy)
-    return workers.num_local_replicas(strategy), strategy.num_replicas_in_sync, index + shift
+    index = collectives.worker_index(strategy)
+    return collectives.num_local_replicas(strategy), strategy.num_replicas_in_sync, index + shift
 
 
 def fail():

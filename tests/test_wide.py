@@ -12,7 +12,7 @@ RAN = """<testsuites><testsuite name="pytest" time="90.0">
 
 
 def test_cases_are_counted_by_folder_and_file_and_what_failed_or_did_not_run_is_named(tmp_path):
-    for name in ["files a-f", "files g-z", "folders a-d.cut", "folders e-z", "collectives"]:
+    for name in ["files a-f", "files g-z", "campaigns", "folders a-d.cut", "folders e-z", "collectives"]:
         (tmp_path / f"{name}.xml").write_text(RAN)
     text = wide.render(tmp_path)
     assert "20\ntests in 6 minutes, 8 failed, 4 were skipped" in text

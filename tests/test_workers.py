@@ -8,8 +8,8 @@ import textwrap
 import numpy as np
 import pytest
 
-from distloop.distributed import heartbeat
-from distloop.distributed.environment import choose_ports
+from distloop.workers import heartbeat
+from distloop.workers.environment import choose_ports
 from tests import forked, many_rows, worker_scenarios
 from tests.problems import assert_close, assert_equal, json_lines, mostly_wide
 from tests.worker_scenarios import SCENARIOS

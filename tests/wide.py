@@ -30,7 +30,8 @@ ADDED += ["pipeline/", "sharding/", "tables/", "training/"]
 PARTS = {
     "files a-f": ("--wide", ["test_[a-f]*.py"]),
     "files g-z": ("--wide", ["test_[g-z]*.py"]),
-    "folders a-d": ("--wide", ["[a-d]*/"]),
+    "campaigns": ("--wide", ["campaigns/"]),
+    "folders a-d": ("--wide", ["[abd]*/", "checkpoints/"]),
     "folders e-z": ("--wide", ["[e-z]*/"]),
     COLLECTIVES: ("--collectives", ADDED),
 }
@@ -103,7 +104,7 @@ def _read_test(case: xml.Element) -> Test:
     module = [part for part in case.get("classname", "").split(".") if part.islower()]
     outcomes = {child.tag for child in case} & {"failure", "error", "skipped"}
     outcome = "skipped" if outcomes == {"skipped"} else "failed" if outcomes else "passed"
-    place = "/".join(module[:2]) + ("" if len(module) > 2 else ".py")
+    place = "/".join(module[: 3 if module[1:2] == ["campaigns"] else 2]) + ("" if len(module) > 2 else ".py")
     return Test(f"{'/'.join(module)}.py::{case.get('name')}", place, outcome, float(case.get("time", 0)))
 
 
@@ -141,7 +142,8 @@ def describe(place: str) -> str:
     """Returns the first line of the docstring of a file of tests; of a folder, what stands in its `__init__.py`."""
     path = ROOT / place if place.endswith(".py") else ROOT / place / "__init__.py"
     text = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "") if path.exists() else ""
-    return text.partition("\n")[0] or f"the folder `distloop/{place.rpartition('/')[2]}`"
+    folder = "a campaign" if "/campaigns/" in place else f"the folder `distloop/{place.rpartition('/')[2]}`"
+    return text.partition("\n")[0] or folder
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -24,15 +24,16 @@ import distloop
 from distloop.actions.built_in import Utilization
 from distloop.checkpoints.store import in_workdir
 from distloop.data import iterators
-from distloop.distributed import devices, preemption, strategies, tensorflow_internals, workers
+from distloop.distributed import collectives, devices, strategies, tensorflow_internals
 from distloop.model.saved_state import SavedState
-from distloop.monitoring import run_lock
-from distloop.monitoring.records import OF_THE_MACHINE
 from distloop.optimizers import gradients
 from distloop.sharding import variable_parts
 from distloop.tables import sparse_packing
 from distloop.training import overview
 from distloop.training.compiled_loop import CompiledLoop
+from distloop.workdir import run_lock
+from distloop.workdir.records import OF_THE_MACHINE
+from distloop.workers import preemption
 from tests import many_rows, test_bits
 from tests.problems import classification, classifier, every, everything, of_unknown_length, optimize_graphs, weights
 from tests.sharding import test_sharding
@@ -47,7 +48,7 @@ def batches(size=16, rows=ROWS, **arguments):
 
 
 def is_worker(trainer, index):
-    return workers.worker_index(trainer.strategy) == min(index, workers.num_workers(trainer.strategy) - 1)
+    return collectives.worker_index(trainer.strategy) == min(index, collectives.num_workers(trainer.strategy) - 1)
 
 
 def in_small_messages():
@@ -90,7 +91,7 @@ def sharded(make, workdir):
         settings = dict(on_nonfinite="skip", microbatches=2, average_decay=0.9, check_replicas_every=4, clip_norm=0.05)
         path = os.path.join(workdir, "sharded")
         trainer = make(test_sharding.decaying, workdir=path, shard_optimizer=True, **settings)
-        assert (trainer.state.slot_placement.num_shares == 1) == (workers.num_workers(trainer.strategy) == 1)
+        assert (trainer.state.slot_placement.num_shares == 1) == (collectives.num_workers(trainer.strategy) == 1)
         trainer.fit(distloop.make_dataset(rows, 16), steps=9)
     scores = trainer.evaluate(distloop.make_dataset(classification(20), 20))
     large = make(test_sharding.large, average_decay=0.9, shard_optimizer=True)
@@ -618,7 +619,7 @@ def differences(make, workdir):
             trainer.strategy.experimental_local_results(bias)[-1].assign_add(tf.ones([4]))
 
     def meet(**facts):
-        workers.require_same(trainer.strategy, "count", facts)
+        collectives.require_same(trainer.strategy, "count", facts)
 
     trainer = make(model_fn)
     is_other = trainer.workers.index > 0

@@ -17,14 +17,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from distloop.distributed.preemption import Interrupted, interrupted_together
 from distloop.errors import require_call
 from distloop.log import log, shown
 from distloop.monitoring.media import Media
-from distloop.monitoring.records import as_numbers
 from distloop.monitoring.timing import Clock
 from distloop.settings import durations
 from distloop.settings.durations import Plan, Units
+from distloop.workdir.records import as_numbers
+from distloop.workers.preemption import Interrupted, interrupted_together
 
 _HOOKS = {"on_start": ["report"], "on_end": ["report"], "on_error": ["error"], "get_state": [], "set_state": ["state"]}
 

@@ -16,12 +16,13 @@ from distloop.actions import memory
 from distloop.actions.action import Action, Report
 from distloop.data.numbered import NumberedDataset
 from distloop.data.source import Source
-from distloop.distributed import devices, environment, strategies, workers
+from distloop.distributed import collectives, devices, strategies
 from distloop.model.saved_state import ReplicaComparison
-from distloop.monitoring import ledger
 from distloop.monitoring.profiler import Profile, busy_shares
-from distloop.monitoring.run_lock import LockLost
-from distloop.monitoring.timing import unix_time
+from distloop.workdir import ledger
+from distloop.workdir.records import unix_time
+from distloop.workdir.run_lock import LockLost
+from distloop.workers import environment
 
 _NOTE_SECS = 1.0  # the least time between two notes of the progress
 _MACHINE_SECS = 1.0  # the least time between two questions to the machine, which take longer than a small step
@@ -137,8 +138,8 @@ class Utilization(Action):
         self._flops_per_example = flops_per_example
         self._peak_flops = peak_flops
         self._gather: Callable[[Any], list[Any]] | None = None
-        if strategy is not None and workers.num_workers(strategy) > 1 and strategies.has_gpus(strategy):
-            self._gather = workers.Workers(strategy).gather
+        if strategy is not None and collectives.num_workers(strategy) > 1 and strategies.has_gpus(strategy):
+            self._gather = collectives.Workers(strategy).gather
         self._machine: dict[str, float] = {}
         self._asked_at = -math.inf
         self._cpu_secs, self._cpu_time = time.process_time(), time.monotonic()

@@ -13,13 +13,13 @@ import numpy as np
 from distloop.actions.action import Action, Report
 from distloop.data.feeds import Feed
 from distloop.data.source import Data, Source
-from distloop.distributed.preemption import StopRequests
 from distloop.errors import first_line, require_call
 from distloop.log import shown
-from distloop.monitoring.records import read_metrics
-from distloop.monitoring.run_files import Series
 from distloop.settings import durations
 from distloop.settings.durations import Plan
+from distloop.workdir.records import read_metrics
+from distloop.workdir.run_files import Series
+from distloop.workers.preemption import StopRequests
 
 _SHORT_BYTES = 1_000_000  # of metrics.jsonl, which are read in some ten milliseconds
 
@@ -55,15 +55,11 @@ class Evaluation:
 
     def __post_init__(self) -> None:
         if self.every is not None and durations.normalize(self.every) is None:
-            raise ValueError(
-                f"Evaluation was given every={shown(self.every)}: give {durations.ALLOWED}, or None."
-            )
+            raise ValueError(f"Evaluation was given every={shown(self.every)}: give {durations.ALLOWED}, or None.")
         given: Any = self.batches
         batches = durations.whole_number(given) if isinstance(given, numbers.Integral) else None
         if batches is None or batches < 0:
-            raise ValueError(
-                f"Evaluation was given batches={shown(self.batches)}; give a whole number, 0 for all."
-            )
+            raise ValueError(f"Evaluation was given batches={shown(self.batches)}; give a whole number, 0 for all.")
         if self.loss_fn is not None and not callable(self.loss_fn):
             raise ValueError(f"Evaluation was given loss_fn={self.loss_fn!r}; give a function of (batch, training).")
         if self.rows_fn is not None and not callable(self.rows_fn):

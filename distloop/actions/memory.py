@@ -19,8 +19,8 @@ import tensorflow as tf
 
 from distloop.actions.action import Action, Report
 from distloop.distributed import devices
-from distloop.monitoring import ledger
 from distloop.variables import layers_by_path, tensorflow_variable
+from distloop.workdir import ledger
 
 _MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024  # the unit of ru_maxrss
 

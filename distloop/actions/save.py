@@ -8,11 +8,11 @@ from distloop.actions.action import Action, Report, Saves, member, name_of, phas
 from distloop.actions.evaluate import Evaluate
 from distloop.errors import require_bool
 from distloop.log import log, shown
-from distloop.monitoring import records
-from distloop.monitoring.records import closest, plain
-from distloop.monitoring.run_files import better
 from distloop.monitoring.timing import SaveTimes
 from distloop.settings.durations import Plan, whole_number
+from distloop.workdir import records
+from distloop.workdir.records import closest, plain
+from distloop.workdir.run_files import better
 
 
 class Save(Action):

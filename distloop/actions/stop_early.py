@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from distloop.actions.action import Action, Report, Saves, StopPoint, StopTraining
 from distloop.actions.save import SaveBest, choose_mode, refuse_positional
-from distloop.distributed import workers
+from distloop.distributed import collectives
 from distloop.errors import require_bool
 from distloop.log import shown
 from distloop.settings.durations import Plan, finite_number, whole_number
@@ -147,7 +147,7 @@ class SyncStop(StopPoint):
         if not any(self._plan.is_due(action.every, report.step, report.until) for action in self._actions):
             return
         stops = report.stop_reason is not None
-        votes = workers.exchange(self._strategy, workers.Vote(step=report.step, has_ended=stops))
+        votes = collectives.exchange(self._strategy, collectives.Vote(step=report.step, has_ended=stops))
         others = [index for index, vote in enumerate(votes) if vote.has_ended]
         if others and not stops:
             raise StopTraining(f"an action on worker {others[0]} ended the run")

@@ -14,7 +14,7 @@ from distloop.data.opening import open_batches
 from distloop.errors import require_call
 from distloop.graph_functions import graph_function
 from distloop.monitoring.media import Images, Media, Text, are_pictures
-from distloop.monitoring.records import show_number
+from distloop.workdir.records import show_number
 
 
 class Summary(Action):

@@ -21,12 +21,12 @@ from typing import Any
 
 from distloop.actions.action import Action, Report
 from distloop.atomic_files import make_directory, sync
-from distloop.distributed.preemption import Interrupted
 from distloop.log import log
 from distloop.monitoring.media import EncodedMedia
-from distloop.monitoring.records import drop_rows, format_row
-from distloop.monitoring.run_lock import LockLost
 from distloop.monitoring.tensorboard import SummaryWriter
+from distloop.workdir.records import drop_rows, format_row
+from distloop.workdir.run_lock import LockLost
+from distloop.workers.preemption import Interrupted
 
 _BUFFER_SECS = 1.0  # the longest time that a row for files is buffered
 _MAX_ROWS = 10_000  # that are kept while a file cannot be written

@@ -26,7 +26,7 @@ from distloop.data import shards
 from distloop.data.arrays import as_dataset, with_labels
 from distloop.data.iterators import fresh_copy
 from distloop.data.source import Data
-from distloop.distributed import devices, workers
+from distloop.distributed import collectives, devices
 from distloop.log import log
 from distloop.model.saved_state import relative_difference
 from distloop.model.spec import Update
@@ -203,7 +203,7 @@ CHECKS: tuple[Check, ...] = (
 
 def audit(trainer: Trainer, dataset: Data, y: Any = None) -> Audit:
     """Checks a trainer's model and data; changes neither. As `Trainer.audit`."""
-    if workers.num_workers(trainer.strategy) > 1:
+    if collectives.num_workers(trainer.strategy) > 1:
         raise ValueError("audit was called on several workers: call it in one process, without TF_CONFIG.")
     config = trainer.config
     data = as_dataset(with_labels(dataset, y), config.global_batch_size(trainer.strategy), config.seed)

@@ -19,11 +19,11 @@ import tensorflow as tf
 
 import distloop
 from distloop.actions.memory import query_gpus
-from distloop.distributed import environment
-from distloop.monitoring.records import show_bytes
-from distloop.monitoring.run_files import Run
 from distloop.settings import config
 from distloop.urls import without_credentials
+from distloop.workdir.records import show_bytes
+from distloop.workdir.run_files import Run
+from distloop.workers import environment
 
 _PACKAGES = ("tensorflow", "keras", "numpy", "protobuf", "ml-dtypes", "tensorboard", "ray", "grain", "nvidia-nccl-cu12")
 _VARIABLES = re.compile(r"(TF|XLA|CUDA|NVIDIA|NCCL|KERAS|OMP|ONEDNN|DISTLOOP|SLURM_(NTASKS|NNODES)|LD_PRELOAD)(_|$)")

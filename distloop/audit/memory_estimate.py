@@ -20,19 +20,19 @@ from distloop.actions.memory import embedding_tables, held_by_device, known_byte
 from distloop.audit.tracing import as_replica, compiled, reached
 from distloop.data import shards
 from distloop.data.source import Data, Source
-from distloop.distributed import strategies, workers
+from distloop.distributed import collectives, strategies
 from distloop.graph_functions import BACKWARD_SCOPE, RECOMPUTED_SCOPE, called_graphs
 from distloop.keras_models.fit_arguments import FitData, read_arguments
+from distloop.log import say
 from distloop.model.spec import Update
 from distloop.model.state import TrainState
-from distloop.monitoring import ledger
-from distloop.monitoring.console import say
-from distloop.monitoring.records import show_bytes
 from distloop.optimizers.gradients import Rows, values_of
 from distloop.settings.precision import BFLOAT16
 from distloop.trainer import Trainer
 from distloop.training.forward_backward import ForwardBackward
 from distloop.training.virtual_replicas import side_by_side
+from distloop.workdir import ledger
+from distloop.workdir.records import show_bytes
 
 _COPY = "copy to undo a step that is skipped"
 _NAMED_BYTES = 10**6  # the least size of an embedding table that is named
@@ -153,7 +153,7 @@ def print_and_exit(trainer: Trainer, data: FitData) -> None:
         SystemExit: with code 1 if the step does not fit, else 0.
     """
     estimate = _estimate(trainer, data)
-    if workers.is_chief(trainer.state.strategy):
+    if collectives.is_chief(trainer.state.strategy):
         for line in str(estimate).splitlines():
             say(line)
         if (workdir := trainer.config.workdir) and workdir == trainer.config.local_workdir:
@@ -194,7 +194,7 @@ def _estimate(trainer: Trainer, data: FitData) -> MemoryEstimate:
 def _rows_of_replica(source: Source, strategy: tf.distribute.Strategy) -> Any:
     """Returns the first batch's rows that one replica gets, the largest share."""
     rows = source.first_rows()
-    replicas = workers.num_local_replicas(strategy) if source.layout.is_sharded else strategy.num_replicas_in_sync
+    replicas = collectives.num_local_replicas(strategy) if source.layout.is_sharded else strategy.num_replicas_in_sync
     count = math.ceil(int(shards.batch_size(rows)) / replicas)
     return tf.nest.map_structure(lambda t: t[:count], rows)
 
@@ -241,7 +241,7 @@ def _available(strategy: tf.distribute.Strategy, held: int) -> int | None:
     if strategies.has_gpus(strategy):
         size = memory.gpu_memory_gb()
         return None if size is None else int(1e9 * size)
-    return int(1e9 * memory.available_gb()) // workers.num_local_replicas(strategy) + held
+    return int(1e9 * memory.available_gb()) // collectives.num_local_replicas(strategy) + held
 
 
 def _show(size: int) -> str:

@@ -25,12 +25,12 @@ from distloop.audit.audit import audit
 from distloop.data.arrays import as_dataset
 from distloop.data.opening import open_data
 from distloop.data.source import Data
-from distloop.distributed import workers
+from distloop.distributed import collectives
 from distloop.errors import first_line, user_line
 from distloop.evaluation.prediction import DEFAULT_SIGNATURE
 from distloop.keras_models.fit_arguments import FitData
+from distloop.log import say
 from distloop.model.saved_state import SavedState
-from distloop.monitoring.console import say
 from distloop.settings.config import Config
 from distloop.trainer import Trainer
 
@@ -110,7 +110,7 @@ def check_dry_run(
 
     state = trainer.state
     tell(f"step {int(state.step)} trained, all evaluations measured on a batch")
-    if workers.num_workers(trainer.strategy) > 1:
+    if collectives.num_workers(trainer.strategy) > 1:
         tell("saved; not restored, as other workers do not see the directory")
     else:
         saved_state = SavedState(state)

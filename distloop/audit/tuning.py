@@ -21,11 +21,11 @@ from distloop.actions.action import Action, Report, StopTraining
 from distloop.data import shards
 from distloop.data.arrays import as_dataset
 from distloop.data.source import Data, Source
-from distloop.distributed import strategies, workers
+from distloop.distributed import collectives, strategies
 from distloop.distributed.devices import HOST
+from distloop.log import speaker
 from distloop.model.saved_state import SavedState
 from distloop.model.state import TrainState
-from distloop.monitoring.console import speaker
 from distloop.monitoring.tensorboard import SummaryWriter
 from distloop.optimizers import learning_rates
 from distloop.optimizers.gradients import Clipping
@@ -123,7 +123,7 @@ def find_learning_rate(
     smoothed = smooth(losses)
     steepest = steepest_fall(losses, window=max(1, steps // 10))
     result = RateTest(rates, losses, smoothed, None if steepest is None else float(rates[steepest]))
-    if workers.is_chief(state.strategy):
+    if collectives.is_chief(state.strategy):
         _report(result, settings)
     return result
 
@@ -176,7 +176,7 @@ def autotune_batch(trainer: Trainer, dataset: Data, *, memory_share: float = 0.5
     state, settings = trainer.state, trainer.config
     if not 0 < memory_share <= 1:
         raise ValueError(f"memory_share={memory_share} was given to autotune_batch; give a number above 0, up to 1.")
-    if workers.num_workers(state.strategy) > 1:
+    if collectives.num_workers(state.strategy) > 1:
         raise ValueError(
             "autotune_batch was called on several workers, where one may run out of memory while the others wait: call "
             "it on one of them, and take its rows for each replica."

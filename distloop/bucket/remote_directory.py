@@ -19,8 +19,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from distloop.log import log
-from distloop.monitoring.run_lock import Pace
 from distloop.urls import file_system
+from distloop.workdir.run_lock import Pace
 
 # Protocols of stores where a write is seen whole or not at all.
 _OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "oci", "ocilake", "tos", "hf"})

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple, TypeAlias
 from distloop.atomic_files import replacing
 from distloop.bucket.remote_directory import RemoteDirectory, RemoteError, is_path
 from distloop.log import log
-from distloop.monitoring import ledger
-from distloop.monitoring.records import as_best_steps, parse_json
+from distloop.workdir import ledger
+from distloop.workdir.records import as_best_steps, parse_json
 
 CHECKPOINTS = "checkpoints"
 BEST, ROWS, MANIFEST, OLD = f"{CHECKPOINTS}/best.json", "metrics.jsonl", "manifest.json", ".old"

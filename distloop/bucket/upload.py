@@ -20,9 +20,8 @@ from distloop.atomic_files import remove
 from distloop.bucket import tree
 from distloop.bucket.remote_directory import RemoteDirectory, RemoteError
 from distloop.bucket.tree import BEST, CHECKPOINTS, MANIFEST, OLD, ROWS, STATE, seals_last
-from distloop.log import log, printable
-from distloop.monitoring.console import say
-from distloop.monitoring.run_lock import LockLost
+from distloop.log import log, printable, say
+from distloop.workdir.run_lock import LockLost
 
 PASS_SECS = 5.0  # between two passes over all files, at least
 STALLED_SECS = 300.0  # at the end of a run, while nothing comes through

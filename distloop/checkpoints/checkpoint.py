@@ -26,8 +26,8 @@ import tensorflow as tf
 from distloop.atomic_files import open_at_once
 from distloop.distributed.devices import HOST
 from distloop.errors import first_line
-from distloop.monitoring.records import as_object, parse_json
 from distloop.variables import count_unnamed
+from distloop.workdir.records import as_object, parse_json
 
 _FORMAT = 2  # format 1 has no checksum of the index
 _MANIFEST, _VARIABLES = "manifest.json", "variables"

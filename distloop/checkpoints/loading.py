@@ -17,7 +17,7 @@ import tensorflow as tf
 from distloop.actions.action import Action, member
 from distloop.checkpoints.checkpoint import Saved, is_checkpoint, load
 from distloop.checkpoints.store import Checkpoints, in_workdir, set_aside
-from distloop.distributed import workers
+from distloop.distributed import collectives
 from distloop.log import log
 from distloop.model.state import TrainState
 from distloop.monitoring.writers import RunFile
@@ -46,10 +46,10 @@ def load_newest(
     share: Callable[[int], None] = lambda step: None,
 ) -> Saved | None:
     """Loads on every worker the checkpoint that the chief chooses; `share` brings it to the others."""
-    saved = checkpoints.load_newest(is_wanted) if workers.is_chief(strategy) else None
-    step = int(workers.gather(strategy, -1 if saved is None else saved.step)[0])
+    saved = checkpoints.load_newest(is_wanted) if collectives.is_chief(strategy) else None
+    step = int(collectives.gather(strategy, -1 if saved is None else saved.step)[0])
     share(step)
-    return saved if workers.is_chief(strategy) or step < 0 else checkpoints.load(step)
+    return saved if collectives.is_chief(strategy) or step < 0 else checkpoints.load(step)
 
 
 def load_best(checkpoints: Checkpoints | None, metric: str, gather: Callable[[float], Any]) -> Saved:
@@ -187,7 +187,7 @@ def names(checkpoints: Checkpoints) -> list[str]:
 
 def has_later(strategy: tf.distribute.Strategy, checkpoints: Checkpoints, step: int) -> bool:
     """Returns whether there is a whole checkpoint after a step, as the chief sees it."""
-    return bool(workers.gather(strategy, workers.is_chief(strategy) and checkpoints.newest_whole > step)[0])
+    return bool(collectives.gather(strategy, collectives.is_chief(strategy) and checkpoints.newest_whole > step)[0])
 
 
 def require_same_virtual_replicas(saved: Saved, state: TrainState) -> Saved:

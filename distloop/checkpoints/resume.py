@@ -39,14 +39,11 @@ from distloop.checkpoints.store import Checkpoints, follow, in_workdir
 from distloop.checkpoints.warm_start import warm_start
 from distloop.checkpoints.writing import DiskWatch
 from distloop.data.source import Source
-from distloop.distributed import devices, workers
+from distloop.distributed import collectives, devices
 from distloop.errors import first_line
-from distloop.log import log
+from distloop.log import log, say, speaker
 from distloop.model.saved_state import SavedState
 from distloop.model.state import TrainState
-from distloop.monitoring.console import say, speaker
-from distloop.monitoring.directory import Directory, directory_of
-from distloop.monitoring.records import append_row
 from distloop.monitoring.timing import SaveTimes
 from distloop.settings import flags
 from distloop.settings.config import Config
@@ -54,6 +51,8 @@ from distloop.settings.durations import Period
 from distloop.training.loop import Diverged, TrainLoop
 from distloop.urls import expand
 from distloop.variables import WEIGHT_FILES
+from distloop.workdir.directory import Directory, directory_of
+from distloop.workdir.records import append_row
 
 _WITHIN_A_STEP = "An error came within a step or an evaluation, of which some variables have values and others not"
 
@@ -74,10 +73,10 @@ class RunCheckpoints:
         """Touches no disk."""
         self._state, self._saved_state = state, SavedState(state)
         self._config = self.settings = config
-        self._is_chief = workers.is_chief(state.strategy)
+        self._is_chief = collectives.is_chief(state.strategy)
         self._say = speaker(self._is_chief, config.console)
-        self._gather = functools.partial(workers.gather, state.strategy)
-        self.directory = directory_of(config, workers.Workers(state.strategy))
+        self._gather = functools.partial(collectives.gather, state.strategy)
+        self.directory = directory_of(config, collectives.Workers(state.strategy))
         self._load_newest = functools.partial(load_newest, state.strategy, share=self.directory.share)
         self.disk_watch = _disk_watch(state.strategy, config)
         self.times = SaveTimes()
@@ -250,7 +249,7 @@ class RunCheckpoints:
     def _content(self, report: Report | None) -> tuple[int, dict[str, tf.Tensor], dict[str, Any]]:
         """Returns step, values and notes of a checkpoint of now; the values are the chief's alone."""
         assert self._source is not None and self._loop is not None
-        workers.report_phase(self._state.strategy, "saving")
+        collectives.report_phase(self._state.strategy, "saving")
         saved = self._saved  # restored since: the parts get their state from it at the next fit
         notes = saved.notes if saved else _notes(self._source, self._loop, self.action_states, self._run, report)
         values = self._saved_state.snapshot(is_needed=self._is_chief)
@@ -275,14 +274,14 @@ class RunCheckpoints:
             OSError: if it could not be written.
         """
         if self._checkpoints is not None:
-            workers.report_phase(self._state.strategy, "waiting for the last save")
+            collectives.report_phase(self._state.strategy, "waiting for the last save")
             self._checkpoints.wait()
 
     def can_go_back(self) -> bool:
         """Returns whether there is a checkpoint with a position in the data given to `attach`, as the chief sees it."""
         is_begun = self._source is not None and self._source.batches_taken  # else the position is in other data
         can = bool(is_begun and self._checkpoints and self._checkpoints.steps)
-        return bool(workers.gather(self._state.strategy, can)[0])
+        return bool(collectives.gather(self._state.strategy, can)[0])
 
     def roll_back(self, diverged: Diverged) -> None:
         """Restores the last checkpoint before the batch that a step failed on, and leaves the batch out.
@@ -332,9 +331,9 @@ class RunCheckpoints:
 
 def _disk_watch(strategy: tf.distribute.Strategy, config: Config) -> DiskWatch:
     """Returns the watch over a run's checkpoints; other workers than the chief write none."""
-    heartbeat = workers.heartbeat_of(strategy)
+    heartbeat = collectives.heartbeat_of(strategy)
     fail = heartbeat.fail if heartbeat is not None else lambda _: None
-    hang_timeout = config.hang_timeout if workers.is_chief(strategy) else 0.0
+    hang_timeout = config.hang_timeout if collectives.is_chief(strategy) else 0.0
     return DiskWatch(os.path.join(config.local_workdir, "checkpoints"), hang_timeout, fail)
 
 
@@ -349,7 +348,7 @@ def _on_disk(config: Config, directory: Directory, watch: DiskWatch, times: Save
 
 
 def _write_incident(state: TrainState, config: Config, incident: Mapping[str, Any]) -> None:
-    if workers.is_chief(state.strategy):
+    if collectives.is_chief(state.strategy):
         path = os.path.join(config.local_workdir, "incidents.jsonl")
         try:
             append_row(path, incident)

@@ -12,14 +12,13 @@ import tensorflow as tf
 
 from distloop.actions.write import JsonWriter
 from distloop.checkpoints.resume import RunCheckpoints
-from distloop.distributed import workers
+from distloop.distributed import collectives
 from distloop.log import shown
-from distloop.monitoring.records import read_rows
-from distloop.monitoring.run_lock import RunLock
 from distloop.monitoring.tensorboard import SummaryWriter
-from distloop.monitoring.timing import unix_time
 from distloop.settings.config import Config
 from distloop.settings.durations import finite_number
+from distloop.workdir.records import read_rows, unix_time
+from distloop.workdir.run_lock import RunLock
 
 
 def check(config: Config, strategy: tf.distribute.Strategy, name: str) -> None:
@@ -29,7 +28,7 @@ def check(config: Config, strategy: tf.distribute.Strategy, name: str) -> None:
             f"name={name!r} was given to evaluate_checkpoints, which writes evaluations/<name>.jsonl: give a name that "
             "is not empty, begins with no dot and has no slash, such as 'test'."
         )
-    if workers.num_workers(strategy) > 1:
+    if collectives.num_workers(strategy) > 1:
         raise ValueError(
             "evaluate_checkpoints was called on several workers, which do not see a new checkpoint at the same moment: "
             "call it in one process beside them, without TF_CONFIG."

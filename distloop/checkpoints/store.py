@@ -27,8 +27,8 @@ from distloop.atomic_files import delete, make_directory, open_at_once, put_back
 from distloop.checkpoints.checkpoint import DamagedError, Saved, load, patiently, read_manifest, write_files
 from distloop.errors import first_line
 from distloop.log import log
-from distloop.monitoring.records import as_best_steps, parse_json
 from distloop.monitoring.timing import SaveTimes
+from distloop.workdir.records import as_best_steps, parse_json
 
 BEST_FILE = "best.json"
 _STEP = re.compile(r"0|[1-9][0-9]{0,17}")

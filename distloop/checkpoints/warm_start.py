@@ -21,9 +21,9 @@ from distloop.checkpoints.loading import best_step
 from distloop.checkpoints.store import BEST_FILE, Checkpoints, in_workdir
 from distloop.errors import first_line
 from distloop.model.state import TrainState
-from distloop.monitoring.directory import local_copy
 from distloop.optimizers import keras_hooks
 from distloop.variables import WEIGHT_FILES, count_unnamed, is_seed, portable_names, tensorflow_variable
+from distloop.workdir.directory import local_copy
 
 _SUFFIX = "/.ATTRIBUTES/VARIABLE_VALUE"  # of names in a checkpoint of `tf.train.Checkpoint`
 

@@ -12,7 +12,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 
-from distloop.distributed import output
+from distloop.workers import output
 
 EXIT_CODE = 74  # EX_IOERR of sysexits.h
 

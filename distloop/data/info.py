@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from distloop.data.shards import BatchLayout, shard_bounds, static_batch_size
-from distloop.distributed import strategies, workers
+from distloop.distributed import collectives, strategies
 from distloop.errors import EMPTY_DATASET
 from distloop.log import log
 
@@ -103,7 +103,7 @@ def inspect(
     num_batches, num_missing = cardinality(dataset), 0
     if num_batches == 0:
         raise ValueError(EMPTY_DATASET)
-    replicas = workers.num_local_replicas(strategy) if is_sharded else strategy.num_replicas_in_sync
+    replicas = collectives.num_local_replicas(strategy) if is_sharded else strategy.num_replicas_in_sync
     turns = virtual_replicas // replicas or 1
     replicas *= turns
     min_rows = replicas * microbatches
@@ -111,18 +111,16 @@ def inspect(
     is_padded = min_rows > 1 and (static_size is None or static_size < min_rows)
     if is_sharded:
         num_batches, num_missing = _compare_shards(count_batches(dataset), strategy)
-        is_padded = any(workers.gather(strategy, is_padded or num_missing > 0))
+        is_padded = any(collectives.gather(strategy, is_padded or num_missing > 0))
     batch_size = batch_size or _find_batch_size(dataset)
     sizes = () if batch_size is None else _replica_batch_sizes(batch_size, replicas, min_rows)
     padded_rows = min_rows if is_padded and static_size is None else 0
     if not is_sharded:  # all workers read the same
         facts = {"the batch size": batch_size, "the batches of a pass": num_batches, "a batch": dataset.element_spec}
-        workers.require_same(strategy, "read a dataset", facts)
+        collectives.require_same(strategy, "read a dataset", facts)
     return DataInfo(
         dataset.element_spec,
-        BatchLayout(
-            is_padded, is_sharded, _max_replica_rows(sizes, turns, padded_rows, strategy, is_sharded), turns
-        ),
+        BatchLayout(is_padded, is_sharded, _max_replica_rows(sizes, turns, padded_rows, strategy, is_sharded), turns),
         num_batches,
         num_missing,
         min_rows,
@@ -164,7 +162,7 @@ def are_rows_alike(dataset: Any) -> bool:
 
 def _compare_shards(num_batches: float, strategy: tf.distribute.Strategy) -> tuple[float, int]:
     """Returns the number of batches of the longest shard, and how many of them this worker's shard lacks."""
-    lengths = workers.gather(strategy, -1 if num_batches == math.inf else int(num_batches))
+    lengths = collectives.gather(strategy, -1 if num_batches == math.inf else int(num_batches))
     if min(lengths) < 0 < max(lengths):
         raise ValueError(
             f"The function of InputContext gave shards of {lengths} batches, where -1 is endless; the "
@@ -221,7 +219,7 @@ def _max_replica_rows(
     for rows in range(1, min(padded_rows, sum(sizes))):  # the first replica may take all of them, before their copies
         most = max(most, min(rows, math.lcm(rows, padded_rows) * turns // len(sizes)))
     if is_sharded:
-        rows_by_worker = workers.gather(strategy, most)
+        rows_by_worker = collectives.gather(strategy, most)
         most = 0 if 0 in rows_by_worker else max(rows_by_worker)
     return most or None
 

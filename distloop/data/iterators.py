@@ -27,13 +27,13 @@ from typing import Any
 import tensorflow as tf
 
 from distloop.data.numbered import NumberedDataset
-from distloop.distributed import workers
+from distloop.distributed import collectives
+from distloop.distributed.collectives import Status, Vote
 from distloop.distributed.devices import HOST
-from distloop.distributed.preemption import SAVES, Interrupted, StopRequests
-from distloop.distributed.workers import Status, Vote
 from distloop.errors import raise_as_user_error
 from distloop.graph_functions import NO_LIMIT_SECS, TimeLimit, graph_function
 from distloop.log import log
+from distloop.workers.preemption import SAVES, Interrupted, StopRequests
 
 _IGNORE_EXTERNAL_STATE = 1  # a policy of tf.data: a Python function's state is not copied
 _SEEDS_INPUT = {
@@ -228,7 +228,7 @@ def read_again(
     """
     if not (total := behind.num_batches):
         return
-    workers.report_phase(strategy, "skipping the batches already seen")
+    collectives.report_phase(strategy, "skipping the batches already seen")
     start = time.monotonic()
     if stop_requests is not None:
         stop_requests.plan = "leaving after this batch, with the checkpoint as it is"
@@ -239,7 +239,7 @@ def read_again(
         secs, done = time.monotonic() - start, total - left
         whole_secs = first_secs + (secs - first_secs) / max(1, done - 1) * (total - 1)
         status = Status.GOES_ON if stop_requests is None else _status(stop_requests, whole_secs)
-        votes = workers.exchange(strategy, Vote(status, has_ended=not left))
+        votes = collectives.exchange(strategy, Vote(status, has_ended=not left))
         if all(vote.has_ended for vote in votes):
             if stop_requests is not None:
                 stop_requests.plan = SAVES

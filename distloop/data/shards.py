@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from distloop.distributed import strategies, workers
+from distloop.distributed import collectives, strategies
 from distloop.distributed.devices import HOST
 from distloop.errors import require
 
@@ -219,7 +219,7 @@ def take_shard(
     context = tf.distribute.get_replica_context()
     replicas, replica = context.num_replicas_in_sync, context.replica_id_in_sync_group
     if layout.is_sharded:
-        replicas = workers.num_local_replicas(context.strategy)
+        replicas = collectives.num_local_replicas(context.strategy)
         replica = replica % replicas
     if layout.turns > 1:
         replicas, replica = replicas * layout.turns, replica * layout.turns + microbatch // microbatches

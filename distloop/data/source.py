@@ -26,10 +26,11 @@ from distloop.data.numbered import NumberedDataset, Share
 from distloop.data.opening import open_data
 from distloop.data.position import CONTENT, convert_batches, facts_of
 from distloop.data.shards import check_rows, pad, static_batch_size
-from distloop.distributed import environment, workers
+from distloop.distributed import collectives
 from distloop.distributed.devices import HOST, require_no_other_scope
 from distloop.errors import EMPTY_DATASET
 from distloop.log import log
+from distloop.workers import environment
 
 Data: TypeAlias = (
     tf.data.Dataset
@@ -100,7 +101,7 @@ class Source:
         self.strategy, self.asked_for, self.steps_per_epoch = strategy, asked_for, steps_per_epoch
         self.batches_taken, self.is_astray = 0, False
         self.skipped_batches: set[int] = set()
-        self._num_workers, self._worker = workers.num_workers(strategy), workers.worker_index(strategy)
+        self._num_workers, self._worker = collectives.num_workers(strategy), collectives.worker_index(strategy)
         self._repeat, self._may_go_back, self._reading = repeat, may_go_back, reading
         self._microbatches, self._virtual_replicas = microbatches, virtual_replicas
         self._read(data)
@@ -141,7 +142,7 @@ class Source:
         content = position.pop(CONTENT, None)
         if content is None or (arrays := as_arrays(data)) is None:
             return
-        if not any(workers.gather(self.strategy, content != content_of(tf.nest.flatten(arrays)))):
+        if not any(collectives.gather(self.strategy, content != content_of(tf.nest.flatten(arrays)))):
             return
         log.warning(
             "The arrays given hold other values than at the last call of fit: going on at the same position in their "

@@ -1,4 +1,4 @@
-"""Distribution: devices, strategies and workers.
+"""Distribution: devices, strategies, and collectives between workers.
 
-Read first: `strategies`, `devices`, `workers`.
+Read first: `strategies`, `devices`, `collectives`.
 """

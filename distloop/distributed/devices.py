@@ -20,11 +20,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from distloop.distributed import environment, tensorflow_internals
+from distloop.distributed import tensorflow_internals
 from distloop.errors import show_full_tracebacks
 from distloop.graph_functions import enable_determinism
 from distloop.log import log, shown
 from distloop.settings.config import Config
+from distloop.workers import environment
 
 _SEEDED = threading.RLock()
 _STRATEGIES = os.path.join("tensorflow", "python", "distribute", "")

@@ -20,13 +20,14 @@ from typing import Any, Generic, TypeVar
 import keras
 import tensorflow as tf
 
-from distloop.distributed import devices, environment, notes, tensorflow_internals, workers
-from distloop.distributed.environment import Cluster
-from distloop.distributed.heartbeat import Heartbeat
-from distloop.distributed.liveness import JOINING
+from distloop.distributed import collectives, devices, tensorflow_internals
 from distloop.graph_functions import has_clock
 from distloop.settings.config import Config
 from distloop.settings.flags import facts
+from distloop.workers import environment, messages
+from distloop.workers.environment import Cluster
+from distloop.workers.heartbeat import Heartbeat
+from distloop.workers.liveness import JOINING
 
 T = TypeVar("T")
 
@@ -71,7 +72,7 @@ def make_strategy(config: Config) -> tf.distribute.Strategy:
     Raises:
         ValueError: if more devices are asked for than there are, or as for `prepare`.
     """
-    notes.mark("imported")
+    messages.mark("imported")
     name = _strategy_name(config)
     if name == "multi_worker":
         return _make_multi_worker(environment.find_cluster(), config)
@@ -148,7 +149,7 @@ def can_shard(strategy: tf.distribute.Strategy) -> bool:
 
 def describe(strategy: tf.distribute.Strategy) -> str:
     """Returns the number of replicas and their devices, as in `2 replicas (CPU:0, CPU:1)`."""
-    count, num_workers = strategy.num_replicas_in_sync, workers.num_workers(strategy)
+    count, num_workers = strategy.num_replicas_in_sync, collectives.num_workers(strategy)
     on_workers = f" on each of {num_workers} workers" if num_workers > 1 else ""
     return f"{count} {'replica' if count == 1 else 'replicas'} ({', '.join(_device_names(strategy))}{on_workers})"
 
@@ -303,9 +304,9 @@ def _join(cluster: Cluster, config: Config, heartbeat: Heartbeat) -> tf.distribu
             f"Worker {cluster.index} cannot join the others, because TensorFlow has already started ({error}): call "
             "distloop.prepare(config) before the first tensor, dataset or model."
         ) from None
-    workers.attach_heartbeat(strategy, heartbeat)
-    notes.mark("met")
-    numbers = workers.gather(strategy, cluster.index + 1)
+    collectives.attach_heartbeat(strategy, heartbeat)
+    messages.mark("met")
+    numbers = collectives.gather(strategy, cluster.index + 1)
     if numbers != list(range(1, len(cluster.addresses) + 1)):
         raise ValueError(
             f"The workers' numbers came back as {numbers}; the network or the collective library gives wrong "
@@ -339,7 +340,7 @@ def prepare_eager(strategy: tf.distribute.Strategy, is_eager: bool) -> None:
     if not is_eager:
         return
     tf.get_logger().addFilter(_is_not_about_eager)  # adds it once
-    if workers.num_workers(strategy) > 1:
+    if collectives.num_workers(strategy) > 1:
         raise ValueError(
             "eager=True was given on several workers, which would wait for one that a breakpoint holds: look at it "
             "on one worker, with as many devices."

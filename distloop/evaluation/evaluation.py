@@ -18,9 +18,8 @@ from distloop.actions.evaluate import Evaluate, Evaluation, trace_first, with_ro
 from distloop.data import shards
 from distloop.data.shards import Batch, BatchLayout
 from distloop.data.source import Data, Passes, Source
-from distloop.distributed import gathering, workers
+from distloop.distributed import collectives, gathering
 from distloop.distributed.devices import HOST
-from distloop.distributed.preemption import StopRequests
 from distloop.distributed.strategies import tree_sum
 from distloop.errors import TEXT_AS_NUMBER, raise_as_user_error
 from distloop.evaluation.prediction import Predictor
@@ -34,6 +33,7 @@ from distloop.training.differentiation import tally_outputs
 from distloop.training.out_of_memory import explain_pass
 from distloop.training.step_operations import unsaved_draws_refused
 from distloop.training.virtual_replicas import join_rows, run_forward
+from distloop.workers.preemption import StopRequests
 
 _SCALAR, _VECTOR = tf.TensorShape([]), tf.TensorShape([None])
 _PART_SECS = 1.0  # after which a part of a pass begins no other batch
@@ -77,13 +77,13 @@ class EvalStep:
     def sum_over_workers(self, tallies: tf.Tensor) -> tf.Tensor:
         """Returns the tallies of all workers, `[2 * M]`, from the sums of what a step returns."""
         strategy, count = self._strategy, self._state.virtual_replicas
-        num_workers = workers.num_workers(strategy)
+        num_workers = collectives.num_workers(strategy)
         if count:  # each worker's in its own place, where zeros change no bit of them
             size = count // num_workers * 2 * len(self.names)
-            here = tf.one_hot(workers.worker_index(strategy), num_workers, dtype=tf.float64)
+            here = tf.one_hot(collectives.worker_index(strategy), num_workers, dtype=tf.float64)
             tallies = tf.reshape(here[:, tf.newaxis] * tf.broadcast_to(tallies, [size]), [-1])  # one zero: no batch yet
         if num_workers > 1:
-            tallies = workers.sum_over_workers(strategy, tallies)
+            tallies = collectives.sum_over_workers(strategy, tallies)
         return tree_sum(tf.unstack(tf.reshape(tallies, [count, -1]))) if count else tallies
 
     def _forward(self, layout: BatchLayout, batch: Batch) -> tf.Tensor:
@@ -224,7 +224,7 @@ class EvalLoop:
             ValueError: if the data is empty.
             Interrupted: on every worker, if one is asked to stop before the end.
         """
-        workers.report_phase(self._state.strategy, "evaluating")
+        collectives.report_phase(self._state.strategy, "evaluating")
         self.build_metrics(source)
         state = self._state
         with state.averaged(), state.random_streams.preserved(), self._step.keras_metrics.preserved():
@@ -238,7 +238,7 @@ class EvalLoop:
         if not result["batches"]:
             raise ValueError("The dataset to evaluate on is empty; distloop needs one batch at least.")
         if source.info.num_batches is None and not source.layout.is_sharded:
-            workers.require_same(state.strategy, "use an evaluation", {"the batches read": int(result["batches"])})
+            collectives.require_same(state.strategy, "use an evaluation", {"the batches read": int(result["batches"])})
         means = metrics.means(self._step.names, result["tallies"])
         return means | metrics.flatten_results(result["keras_metrics"])
 
@@ -248,13 +248,13 @@ class EvalLoop:
         On several workers a part has as many batches as the chief has time for.
         """
         strategy, iterator = self._state.strategy, source.new_iterator()
-        is_alone = workers.num_workers(strategy) == 1
+        is_alone = collectives.num_workers(strategy) == 1
         is_cut, ends_by_time = is_alone or stop_requests is not None, is_alone and has_clock()
         if not is_alone:
             self._run.get_concrete_function(iterator, source.layout, *_limits(0, NO_LIMIT_SECS))
             facts = {"the limit of batches": limit, "the values of loss_fn": self._step.names}
             facts["the Keras metrics"] = sorted(self._step.keras_metrics)
-            workers.require_same(strategy, "evaluate", facts)
+            collectives.require_same(strategy, "evaluate", facts)
         self._tallies.assign([0.0])
         batches = 0
         while True:
@@ -269,8 +269,8 @@ class EvalLoop:
             in_time = int(result["batches"] * _PART_SECS / max(time.monotonic() - start, 1e-6))
             most = max(1, min(in_time, 2 * self._most_batches))
             has_ended = bool(result["has_ended"]) or batches == limit
-            vote = workers.Vote(step=int(self._state.step), max_steps=most, has_ended=has_ended)
-            votes = workers.agree_to_go_on(strategy, stop_requests, vote)
+            vote = collectives.Vote(step=int(self._state.step), max_steps=most, has_ended=has_ended)
+            votes = collectives.agree_to_go_on(strategy, stop_requests, vote)
             if all(vote.has_ended for vote in votes):
                 return result | {"batches": batches}
             self._most_batches = int(votes[0].max_steps)

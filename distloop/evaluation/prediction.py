@@ -17,9 +17,8 @@ import tensorflow as tf
 from distloop.data import shards
 from distloop.data.shards import Batch, BatchLayout
 from distloop.data.source import Source
-from distloop.distributed import gathering, workers
+from distloop.distributed import collectives, gathering
 from distloop.distributed.devices import HOST
-from distloop.distributed.preemption import StopRequests
 from distloop.errors import raise_as_user_error, require
 from distloop.graph_functions import TimeLimit, compiled
 from distloop.model.state import TrainState
@@ -27,6 +26,7 @@ from distloop.model.user_functions import as_tensor
 from distloop.settings.precision import HALF_DTYPES
 from distloop.training.out_of_memory import explain_pass
 from distloop.training.virtual_replicas import join_rows, run_forward
+from distloop.workers.preemption import StopRequests
 
 DEFAULT_SIGNATURE = "serving_default"  # the signature that TensorFlow's tools call unless they are given a name
 _MAX_JOINED_BATCHES = 64  # batches whose outputs are on the host at the same time
@@ -42,7 +42,7 @@ class PredictLoop:
     ):
         """Prepares; nothing is traced yet. `keep_dtypes` is as for `check_outputs`, and `eager` as for `TrainLoop`."""
         self._state, self._strategy = state, state.strategy
-        self._is_alone = workers.num_workers(state.strategy) == 1
+        self._is_alone = collectives.num_workers(state.strategy) == 1
         self._predict_fn, self._keep_dtypes, self._eager = predict_fn, keep_dtypes, eager
         self._row_specs: Any = None  # of each output, on several workers, once a step was traced
         self._step = compiled(self._predict_batch, eager, name="prediction")  # one trace for its several callers
@@ -73,20 +73,20 @@ class PredictLoop:
             ValueError: if outputs that are to be joined have different shapes.
             Interrupted: on every worker, if one is asked to stop before the end.
         """
-        workers.report_phase(self._strategy, "predicting")
+        collectives.report_phase(self._strategy, "predicting")
         iterator = source.new_iterator()
         streams = self._state.random_streams.read()
         run: Any = self._run
         if not self._is_alone:  # workers meet in a step, so each batch is a call, which all of them make
             run.get_concrete_function(iterator, source.layout)
-            workers.require_same(self._strategy, "predict", {"the rows of outputs": self._row_specs})
+            collectives.require_same(self._strategy, "predict", {"the rows of outputs": self._row_specs})
             if source.info.num_batches is None:
                 run = self._run_if_all_have_a_batch
         elif is_joined and not limit:
             run = self._run_joined
         for piece in range(limit) if limit else itertools.count():
             if piece and stop_requests is not None:
-                workers.agree_to_go_on(self._strategy, stop_requests, workers.Vote(step=int(self._state.step)))
+                collectives.agree_to_go_on(self._strategy, stop_requests, collectives.Vote(step=int(self._state.step)))
             # Between two batches, the weights and random streams of training are back: the caller may train meanwhile.
             with self._state.averaged(), self._state.random_streams.preserved():
                 self._state.random_streams.write(streams)
@@ -138,7 +138,7 @@ class PredictLoop:
     def _run_if_all_have_a_batch(self, iterator: Any, layout: BatchLayout) -> Any:
         """Predicts for the next batch of data of unknown length, once all workers have one; as an iterator ends."""
         has_batch, get_batch = shards.next_batch_if_any(iterator, layout)
-        workers.require_same(self._strategy, "predict", {"whether a batch follows": bool(has_batch)})
+        collectives.require_same(self._strategy, "predict", {"whether a batch follows": bool(has_batch)})
         if not has_batch:
             raise tf.errors.OutOfRangeError(None, None, "End of sequence")
         return self._step(get_batch(), layout)

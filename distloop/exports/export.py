@@ -24,12 +24,12 @@ import tensorflow as tf
 from absl import logging
 
 from distloop.atomic_files import remove_leftovers, replacing
-from distloop.distributed import workers
+from distloop.distributed import collectives
 from distloop.errors import as_user_error, explaining_disk_errors, first_line
 from distloop.log import log
-from distloop.monitoring.directory import send
 from distloop.urls import is_url
 from distloop.variables import tensorflow_variable, top_layers
+from distloop.workdir.directory import send
 
 # Sizes to try for free axes: a small one, then ones that a convolution's filter fits in.
 _FREE_SIZES = (1, 32, 256)
@@ -62,7 +62,7 @@ def prepare_path(path: str, strategy: tf.distribute.Strategy, must_be_a_file: st
     if is_url(path):
         return path
     path = os.path.realpath(path)
-    if workers.is_chief(strategy) and remove_leftovers(os.path.dirname(path), os.path.basename(path)):
+    if collectives.is_chief(strategy) and remove_leftovers(os.path.dirname(path), os.path.basename(path)):
         log.warning("Restored the export %s: a process was killed while it replaced it.", path)
     if must_be_a_file and os.path.isdir(path):
         raise ValueError(f"{path!r} is a directory; {must_be_a_file}: remove it, or give another path.")
@@ -91,10 +91,10 @@ def writing(path: str, strategy: tf.distribute.Strategy, suffix: str = "") -> It
     temporary = ""
     with explaining_disk_errors(path):
         try:
-            if is_url(path) or not workers.is_chief(strategy):
+            if is_url(path) or not collectives.is_chief(strategy):
                 with tempfile.TemporaryDirectory() as directory:
                     yield (temporary := os.path.join(directory, f"export{suffix}"))
-                    if workers.is_chief(strategy):
+                    if collectives.is_chief(strategy):
                         send(temporary, path)
                 return
             os.makedirs(os.path.dirname(path), exist_ok=True)

@@ -15,7 +15,7 @@ from typing import Any
 from distloop import atomic_files
 from distloop.actions.action import Action, Report
 from distloop.actions.save import BestSoFar, check_keep
-from distloop.distributed import workers
+from distloop.distributed import collectives
 from distloop.errors import first_line
 from distloop.exports.export import check_suffix
 from distloop.log import log
@@ -94,7 +94,7 @@ class Export(Action):
         if self._suffix not in (".keras", ".onnx", *WEIGHT_FILES) and report.state.spec.predict_fn is None:
             raise ValueError(f"{self.name} exports predict_fn, and ModelSpec has none: give ModelSpec(predict_fn=...).")
         later = [step for step in self._steps() if step > report.step]
-        if later and workers.is_chief(report.state.strategy):
+        if later and collectives.is_chief(report.state.strategy):
             log.warning(
                 "%r holds exports of later steps, up to %d, than this run's, %d: they stay, but for one of a step that "
                 "this run exports, too. Remove them, or give another directory.",
@@ -123,11 +123,11 @@ class Export(Action):
                 first_line(error),
                 self.num_failed,
             )
-        if any(workers.gather(report.state.strategy, self._failure is not None)):  # the chief alone writes
+        if any(collectives.gather(report.state.strategy, self._failure is not None)):  # the chief alone writes
             return
         if self.metric:
             self._best.value = float(report.metrics[self.metric])
-        if workers.is_chief(report.state.strategy) and os.path.exists(path):  # a dry run exports elsewhere
+        if collectives.is_chief(report.state.strategy) and os.path.exists(path):  # a dry run exports elsewhere
             self.written = [*(step for step in self.written if step < report.step), report.step]
             while len(self.written) > self.keep:
                 path = self._path(self.written.pop(0))

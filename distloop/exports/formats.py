@@ -21,7 +21,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from distloop.distributed import workers
+from distloop.distributed import collectives
 from distloop.errors import cause, first_line
 from distloop.evaluation.prediction import DEFAULT_SIGNATURE, Predictor
 from distloop.exports.export import (
@@ -70,7 +70,7 @@ def write_export(state: TrainState, predictor: Predictor, element_spec: Any, pat
         with tempfile.TemporaryDirectory() as directory, writing(path, state.strategy, suffix) as temporary:
             saved_model = os.path.join(directory, "saved_model")
             write_saved_model(state, predictor.predict_fns, element_spec, saved_model, keep_dtypes)
-            if workers.is_chief(state.strategy):
+            if collectives.is_chief(state.strategy):
                 pathlib.Path(temporary).write_bytes(_as_tflite(saved_model))
 
 

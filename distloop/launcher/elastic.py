@@ -1,7 +1,7 @@
 """Elastic runs: decides how many workers start next, and starts one membership after another until the run ends.
 
     plan = MembershipPlan(least=1, most=3, max_restarts=3)
-    code = run(plan, start, processes.Signals())    # start(membership, places, notes) returns running processes
+    code = run(plan, start, processes.Signals())    # start(membership, places, inbox) returns running processes
 
 A membership is a set of workers that start together, with one number, each from the newest checkpoint. A place is where
 one of them runs; the place of a worker that fell is empty for a time. No module but this one knows when workers start;
@@ -14,15 +14,15 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Sequence
 
-from distloop.distributed.notes import Membership, Notes
-from distloop.distributed.preemption import EXIT_CODE as SAVED_EXIT_CODE
 from distloop.launcher import processes
+from distloop.workers.messages import Inbox, Membership
+from distloop.workers.preemption import EXIT_CODE as SAVED_EXIT_CODE
 
 _FIRST_PAUSE_SECS, _LAST_PAUSE_SECS = 1.0, 60.0  # what broke may need time; doubled at each fall of a place
 _LASTING_SECS = 600.0  # that a worker ran, after which the next pause of its place is the first one again
 _CHECK_SECS = 1.0  # after which the run asks again which places are there
 
-Start = Callable[[Membership, Sequence[int], Notes], Sequence[processes.Process]]
+Start = Callable[[Membership, Sequence[int], Inbox], Sequence[processes.Process]]
 There = Callable[[], Collection[int]]
 
 
@@ -132,7 +132,7 @@ def run(plan: MembershipPlan, start: Start, signals: processes.Signals, there: T
 
     Args:
         plan: how the run is started again.
-        start: starts a worker of a membership in each of these places; they tell notes.
+        start: starts a worker of a membership in each of these places; they send messages.
         signals: to the launcher.
         there: returns the places that there are now, of `plan.most`; None: all.
     """
@@ -149,17 +149,17 @@ def run(plan: MembershipPlan, start: Start, signals: processes.Signals, there: T
         if plan.is_elastic and not is_first:
             sizes = f" (it can have {', '.join(map(str, plan.allowed))})" if plan.sizes else ""
             processes.log(f"membership {number} has {len(places)} of {plan.most} workers{sizes}: {membership.cause}.")
-        notes = Notes()
-        workers = start(membership._replace(started_at=time.time(), pipe=notes.pipe), places, notes)
-        outcome = _run_membership(plan, workers, signals, notes, there)
-        notes.close()
-        plan = dataclasses.replace(plan, sizes=notes.sizes or plan.sizes).begin(notes.step, notes.start_secs)
+        inbox = Inbox()
+        workers = start(membership._replace(started_at=time.time(), pipe=inbox.pipe), places, inbox)
+        outcome = _run_membership(plan, workers, signals, inbox, there)
+        inbox.close()
+        plan = dataclasses.replace(plan, sizes=inbox.sizes or plan.sizes).begin(inbox.step, inbox.start_secs)
         plan, cause, code = conclude(plan, outcome)
         if code is not None:
             return code
         lost = sorted({*outcome.fallen, *outcome.leavers}) or range(len(places) if outcome.is_crash else 0)
         plan = plan.lose([places[i] for i in lost], time.monotonic())
-        if notes.step is None and not is_first:  # nobody has noted the change before
+        if inbox.step is None and not is_first:  # nobody has noted the change before
             cause = f"{membership.cause}; then {cause}"
         membership = membership._replace(number=number + 1, cause=cause, fell_at=outcome.fell_at, ended_at=time.time())
 
@@ -194,19 +194,19 @@ def _run_membership(
     plan: MembershipPlan,
     workers: Sequence[processes.Process],
     signals: processes.Signals,
-    notes: Notes,
+    inbox: Inbox,
     there: There | None,
 ) -> processes.GroupEnd:
     """Returns how the workers ended, once all have."""
 
     def leaves_at() -> float:
         """Returns when the workers make room for more: once they have trained for as long as a start takes."""
-        if not plan.is_elastic or notes.began_at is None:
+        if not plan.is_elastic or inbox.began_at is None:
             return math.inf
-        grows_at = dataclasses.replace(plan, sizes=notes.sizes).only(there).grows_at(len(workers))
-        return max(grows_at, notes.began_at + notes.start_secs)
+        grows_at = dataclasses.replace(plan, sizes=inbox.sizes).only(there).grows_at(len(workers))
+        return max(grows_at, inbox.began_at + inbox.start_secs)
 
-    return processes.Group(workers, signals, plan.grace_secs, notes, leaves_at).wait()
+    return processes.Group(workers, signals, plan.grace_secs, inbox, leaves_at).wait()
 
 
 def _wait_for_places(plan: MembershipPlan, signals: processes.Signals, there: There | None) -> int | None:

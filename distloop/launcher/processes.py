@@ -3,7 +3,7 @@
     signals = processes.Signals()
     with processes.Guard() as guard:
         group = [processes.Process(i, command, environment, cores=[], guard=guard) for i in range(2)]
-        outcome = processes.Group(group, signals, 10, notes, leaves_at).wait()
+        outcome = processes.Group(group, signals, 10, inbox, leaves_at).wait()
 
 It does not know flags, hosts or TF_CONFIG.
 """
@@ -20,10 +20,10 @@ from collections.abc import Callable, Sequence
 from multiprocessing import connection
 from typing import Any, NamedTuple
 
-from distloop.distributed import output
-from distloop.distributed.heartbeat import EXIT_CODE as FOLLOWER_EXIT_CODE
-from distloop.distributed.notes import Notes
-from distloop.distributed.preemption import EXIT_CODE as SAVED_EXIT_CODE
+from distloop.workers import output
+from distloop.workers.heartbeat import EXIT_CODE as FOLLOWER_EXIT_CODE
+from distloop.workers.messages import Inbox
+from distloop.workers.preemption import EXIT_CODE as SAVED_EXIT_CODE
 
 FOLLOW_SECS = 60  # beyond the grace time, for the others when one saved and left: they may be writing a checkpoint
 FAIL_SECS = 5  # beyond the grace time, for the worker that failed when another one has ended because of it
@@ -240,7 +240,7 @@ class Group:
         processes: Sequence[Process],
         signals: Signals,
         grace_secs: float,
-        notes: Notes,
+        inbox: Inbox,
         leaves_at: Callable[[], float],
     ):
         """Takes processes that are running.
@@ -249,11 +249,11 @@ class Group:
             processes: which these are.
             signals: to the launcher.
             grace_secs: time from SIGTERM to SIGKILL for processes that are stopped.
-            notes: of the processes; read as they come.
+            inbox: with the messages of the processes, read as they come.
             leaves_at: returns when they are to save and leave; asked again after each note.
         """
         self._processes, self._signals, self._grace_secs = processes, signals, grace_secs
-        self._notes, self._leaves_at = notes, leaves_at
+        self._inbox, self._leaves_at = inbox, leaves_at
         self._fallen: list[Process] = []
         self._fell_at = 0.0
         self._next_signal_kills = False  # SIGINT or SIGTERM has come once
@@ -277,9 +277,9 @@ class Group:
             self._blame(self._follower, [])
         if self._verdict:
             log(self._verdict)
-        leavers = [process for process in self._processes if process.index in self._notes.leavers]
+        leavers = [process for process in self._processes if process.index in self._inbox.leavers]
         code = self._failed.code if self._failed else max(process.code or 0 for process in self._processes)
-        if self._was_signalled and self._notes.step is None and code in [128 + number for number in _STOP_SIGNALS]:
+        if self._was_signalled and self._inbox.step is None and code in [128 + number for number in _STOP_SIGNALS]:
             code = SAVED_EXIT_CODE  # they were starting, and had nothing to save yet
         return GroupEnd(
             128 + self._second_signal if self._second_signal else code or 0,
@@ -296,10 +296,10 @@ class Group:
         return [process for process in self._processes if process.code is None]
 
     def _handle_events(self, running: Sequence[Process]) -> None:
-        """Waits for a signal, a note or a deadline; notes processes that ended."""
+        """Waits for a signal, a message or a deadline; records the processes that ended."""
         deadline = min(self._stop_at, self._kill_at, self._leave_at())
-        wait([self._signals, self._notes], deadline - time.monotonic())
-        self._notes.read()
+        wait([self._signals, self._inbox], deadline - time.monotonic())
+        self._inbox.read()
         self._handle_signals()
         ended = [process for process in running if process.has_ended()]  # all, before one stops the others
         for process in sorted(ended, key=lambda process: process.code == FOLLOWER_EXIT_CODE):  # who failed comes first

@@ -6,7 +6,7 @@
 
 An actor is a place: it reserves its resources for as long as the run lasts, and runs one worker after the other, each
 in a process of its own. Ray tells when a node has gone or come; an actor that is lost is asked for again. The workers'
-lines, notes and ends come with the answers to `report`, of which one is always under way.
+lines, messages and ends come with the answers to `report`, of which one is always under way.
 """
 
 import collections
@@ -18,9 +18,9 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from distloop.distributed import environment, output
-from distloop.distributed.notes import Membership, Notes
 from distloop.launcher import processes
+from distloop.workers import environment, output
+from distloop.workers.messages import Inbox, Membership
 
 _REPORT_SECS = 0.5  # that an actor waits for something to tell
 _IDLE_SECS = 0.1  # without a worker, so that one soon starts
@@ -33,13 +33,13 @@ class ActorReport(NamedTuple):
     Attributes:
         address: where its next worker can listen.
         lines: of its worker, each with its descriptor.
-        notes: of its worker.
+        messages: of its worker.
         end: exit code of its worker, and how it ended in words; None: it runs, or there is none.
     """
 
     address: str
     lines: list[tuple[int, bytes]]
-    notes: list[dict[str, Any]]
+    messages: list[dict[str, Any]]
     end: tuple[int, str] | None
 
 
@@ -51,7 +51,7 @@ class Place:
         self._guard = processes.Guard()
         self._guard.__enter__()
         self._worker: processes.Process | None = None
-        self._notes = Notes()
+        self._inbox = Inbox()
         self._lines: collections.deque[tuple[int, bytes]] = collections.deque()
         self._address = ""
         self._failure: tuple[int, str] | None = None  # of a worker that could not start
@@ -67,17 +67,17 @@ class Place:
             variables: of its environment, besides those of the actor.
             directory: where it starts, if this node has it.
         """
-        self._notes = Notes()
+        self._inbox = Inbox()
         if os.path.isdir(directory):
             os.chdir(directory)
         try:
             self._worker = processes.Process(
                 membership.worker,
                 [sys.executable, *arguments],
-                {**os.environ, **variables, **membership._replace(pipe=self._notes.pipe).variables()},
+                {**os.environ, **variables, **membership._replace(pipe=self._inbox.pipe).variables()},
                 cores=[],
                 guard=self._guard,
-                descriptors=[self._notes.write_end],
+                descriptors=[self._inbox.write_end],
                 write=lambda *line: self._lines.append(line),
             )
         except OSError as error:  # no memory, or too many files
@@ -94,16 +94,16 @@ class Place:
             time.sleep(_IDLE_SECS)
             failure, self._failure = self._failure, None
             return ActorReport(self._address, [], [], failure)
-        notes, end, ends_at = self._notes.read(), None, time.monotonic() + _REPORT_SECS
-        while not (self._lines or notes or end) and time.monotonic() < ends_at:
-            processes.wait([self._notes], _IDLE_SECS)
+        messages, end, ends_at = self._inbox.read(), None, time.monotonic() + _REPORT_SECS
+        while not (self._lines or messages or end) and time.monotonic() < ends_at:
+            processes.wait([self._inbox], _IDLE_SECS)
             if self._worker.has_ended():  # before the rest is read
                 end = self._worker.code or 0, self._worker.how
-            notes += self._notes.read()
+            messages += self._inbox.read()
         lines = [self._lines.popleft() for _ in range(len(self._lines))]  # threads append to them
-        report = ActorReport(self._address, lines, notes, end)
+        report = ActorReport(self._address, lines, messages, end)
         if end:
-            self._notes.close()
+            self._inbox.close()
             self._worker, self._address = None, ""
         return report
 
@@ -116,8 +116,8 @@ class Place:
 class _Worker(processes.Process):
     """A worker in an actor, as `processes.Group` knows it."""
 
-    def __init__(self, index: int, cluster: "Actors", place: int, notes: Notes):
-        self.index, self._cluster, self.place, self.notes = index, cluster, place, notes
+    def __init__(self, index: int, cluster: "Actors", place: int, inbox: Inbox):
+        self.index, self._cluster, self.place, self.inbox = index, cluster, place, inbox
         self.code, self.how, self.was_signalled = None, "", False
         self.end: tuple[int, str] | None = None
         self.is_shown = True
@@ -211,10 +211,10 @@ class Actors:
         return self._addresses[place] or "192.0.2.1:9"
 
     def start(
-        self, place: int, arguments: Sequence[str], membership: Membership, variables: dict[str, str], notes: Notes
+        self, place: int, arguments: Sequence[str], membership: Membership, variables: dict[str, str], inbox: Inbox
     ) -> processes.Process:
-        """Starts a worker in a place, as `Place.start`; its notes come to `notes`."""
-        worker = _Worker(membership.worker, self, place, notes)
+        """Starts a worker in a place, as `Place.start`; its messages come to `inbox`."""
+        worker = _Worker(membership.worker, self, place, inbox)
         with self.lock:
             self._workers[place] = worker
             self.actors[place].start.remote(list(arguments), membership, variables, os.getcwd())
@@ -246,8 +246,8 @@ class Actors:
         with self.lock:
             self._addresses[place] = report.address
             if worker is not None:
-                for note in (*report.notes, {}):  # the last one wakes the launcher
-                    worker.notes.tell(**note)
+                for message in (*report.messages, {}):  # the last one wakes the launcher
+                    worker.inbox.send(**message)
                 worker.end = report.end
                 if report.end:
                     del self._workers[place]

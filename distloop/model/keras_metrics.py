@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from distloop.distributed import gathering, workers
+from distloop.distributed import collectives, gathering
 from distloop.distributed.devices import HOST
 from distloop.graph_functions import graph_function
 from distloop.variables import tensorflow_variable
@@ -182,7 +182,7 @@ class KerasMetrics(Mapping[str, keras.metrics.Metric]):
             for name, variable in self.variables().items():
                 parts = self._parts(variable) if self._is_sum(name) else self._parts(variable)[:1]
                 values[name] = tf.stack([tf.identity(part) for part in parts])
-            if workers.num_workers(self._strategy) > 1 and len(self.gathered) < len(self):
+            if collectives.num_workers(self._strategy) > 1 and len(self.gathered) < len(self):
                 values |= self._strategy.experimental_local_results(self._gather_sums())[0]
             return values
 
@@ -192,7 +192,7 @@ class KerasMetrics(Mapping[str, keras.metrics.Metric]):
             self._restored = values
             return
         self.reset()
-        replicas, first = self._strategy.num_replicas_in_sync, workers.first_replica(self._strategy)
+        replicas, first = self._strategy.num_replicas_in_sync, collectives.first_replica(self._strategy)
         for name, variable in self.variables().items():
             if (value := values.get(name)) is None:
                 continue
@@ -237,7 +237,7 @@ class KerasMetrics(Mapping[str, keras.metrics.Metric]):
     def _check_variables(self) -> None:
         """Refuses variables that are not on every replica."""
         for name, variable in self.variables().items():
-            if len(self._parts(variable)) != workers.num_local_replicas(self._strategy):
+            if len(self._parts(variable)) != collectives.num_local_replicas(self._strategy):
                 raise ValueError(
                     f'The metric under "{name.rpartition("/")[0]}" was made outside model_fn, so replicas would not '
                     "share it: make it inside model_fn."
@@ -250,7 +250,7 @@ class KerasMetrics(Mapping[str, keras.metrics.Metric]):
     def _results_on_replica(self) -> dict[str, Any]:
         results = {name: self._metrics[name].result() for name in self.gathered}
         results = tf.nest.map_structure(tf.identity, results)  # a variable would be read outside, summed over replicas
-        if workers.num_workers(self._strategy) > 1:  # the same bits on each, since they decide by them
+        if collectives.num_workers(self._strategy) > 1:  # the same bits on each, since they decide by them
             results = tf.nest.map_structure(lambda r: gathering.all_gather(r[tf.newaxis])[0], results)
         return results
 

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from distloop.errors import require
 from distloop.model.user_functions import as_tensor
-from distloop.monitoring.records import ABOUT_THE_RUN, IN_EACH_ROW
+from distloop.workdir.records import ABOUT_THE_RUN, IN_EACH_ROW
 
 # Names of distloop's own metrics; the user's values need other names.
 RESERVED_NAMES = ABOUT_THE_RUN | IN_EACH_ROW | {"regularization", "skipped_steps"}

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from distloop.distributed import workers
+from distloop.distributed import collectives
 from distloop.distributed.devices import HOST
 from distloop.graph_functions import graph_function
 from distloop.log import log
@@ -134,13 +134,15 @@ class SavedState:
 
     def _first_streams(self, named: Mapping[str, Any], values: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
         """Returns the states of random streams, as the first replica has them, from those of this worker's first."""
-        first = workers.first_replica(self._strategy) * self._state.turns
+        first = collectives.first_replica(self._strategy) * self._state.turns
         seeds = {id(seed) for seed in self._state.seeds} if first else {}
         names = [name for name, variable in named.items() if id(variable) in seeds]
         return {name: stream_of(values[name], -first) for name in names}
 
     def _restore_seed(self, variable: Any, value: tf.Tensor) -> None:
-        for replica, part in enumerate(self._state.replica_variables(variable), workers.first_replica(self._strategy)):
+        for replica, part in enumerate(
+            self._state.replica_variables(variable), collectives.first_replica(self._strategy)
+        ):
             part.assign(stream_of(value, replica * self._state.turns))
 
     def _optimizer_facts(self) -> dict[str, tf.Tensor]:
@@ -194,7 +196,7 @@ class ReplicaComparison:
             ValueError: if a variable differs; the state is not to be saved then.
         """
         local = [np.array([int(number) for number in of]) for of in self._checksums()]  # [L] each, L local replicas
-        of_workers = workers.Workers(self._state.strategy).gather(dict(zip(self._names, local, strict=True)))
+        of_workers = collectives.Workers(self._state.strategy).gather(dict(zip(self._names, local, strict=True)))
         different = [name for name in self._names if len({int(s) for of in of_workers for s in of[name]}) > 1]
         if not different:
             return

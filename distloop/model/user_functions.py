@@ -28,8 +28,7 @@ import tensorflow as tf
 
 from distloop.data import shards
 from distloop.errors import entries_of, is_users, up_to_users_line, user_line
-from distloop.log import log
-from distloop.monitoring.console import say
+from distloop.log import log, say
 from distloop.variables import top_layers
 
 SEED_ADVICE = (

@@ -1,4 +1,4 @@
-"""Monitoring: console, TensorBoard, files of a run.
+"""Monitoring: what people look at: console, TensorBoard, media, profiles and writers.
 
-Read first: `records`, `writers`, `console`.
+Read first: `writers`, `console`, `tensorboard`.
 """

@@ -1,4 +1,4 @@
-"""Console: prints a run's progress and its closing summary.
+"""Console: prints a run's progress and its closing summary, on a terminal, in a pipe or in a notebook's cell.
 
 On a terminal a live display stays at the bottom; elsewhere plain lines are printed, for grep.
 
@@ -10,10 +10,12 @@ On a terminal a live display stays at the bottom; elsewhere plain lines are prin
 It is a writer for `actions.write.Write`, and does not know where the metrics come from.
 """
 
+import io
 import itertools
 import math
+import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
 import rich.console
@@ -24,24 +26,16 @@ import rich.text
 
 from distloop.log import print_line, printable
 from distloop.monitoring import timing
-from distloop.monitoring.records import ABOUT_THE_RUN, show_number
-from distloop.monitoring.run_files import Series
 from distloop.monitoring.text_tables import is_terminal
+from distloop.workdir.records import ABOUT_THE_RUN, show_number
+from distloop.workdir.run_files import Series
 
 _SILENT_SECS = 30.0  # after which a line shows the progress where there is no display
 _DRAW_SECS = 0.1  # the least time between two drawings, which take 1.7 ms each
+_CELL_SECS = 0.5  # the least time between two drawings of a notebook's cell
+_CELL_LINES = 25  # as many as the closing summary may have
 _MAX_METRICS = 20  # in the closing summary
 _BAR_WIDTHS = (8, 40)
-
-
-def say(text: str) -> None:
-    """Prints a message of distloop."""
-    print_line(f"distloop: {printable(text)}")
-
-
-def speaker(is_chief: bool, console: str) -> Callable[[str], None]:
-    """Returns what prints the messages of a run: `say` on its chief, nothing elsewhere and with `console="quiet"`."""
-    return say if is_chief and console != "quiet" else lambda text: None
 
 
 class Console:
@@ -281,6 +275,64 @@ class Console:
         secs = whole - done if math.isinf(self._steps) else (whole - done) / by_clock
         left = [f"eta {timing.show_secs(secs)}"] if secs > 0 else []
         return [f"{show_number(reported or by_clock)} steps/s", *_rate(self._last)], left
+
+
+def is_notebook() -> bool:
+    """Returns whether this process is the kernel of a notebook."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return getattr(shell, "kernel", None) is not None
+
+
+def make_console(steps: float, start: int, *, may_draw: bool, **options: Any) -> Console:
+    """Returns the console of a run: in a notebook one that is drawn in place. The arguments are those of `Console`."""
+    kind = NotebookConsole if may_draw and is_notebook() else Console
+    return kind(steps, start, may_draw=may_draw, **options)
+
+
+class NotebookConsole(Console):
+    """Prints its lines to a cell of a notebook, which shows the last ones."""
+
+    def __init__(self, steps: float, start: int = 0, **options: Any):
+        """Starts the clock; displays nothing. The arguments are those of `Console`."""
+        self._cell = _Cell()
+        super().__init__(steps, start, self._cell, **{**options, "may_draw": False})
+
+    def close(self) -> None:
+        """Shows the last lines."""
+        self._cell.draw()
+
+    def summarize(self, clock: timing.Clock, against_waiting: str = "") -> None:
+        """Adds the closing summary; the arguments are those of `Console`."""
+        super().summarize(clock, against_waiting)
+        self._cell.draw()
+
+
+class _Cell(io.StringIO):
+    """A file whose last lines are one output of a cell, drawn in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._text = ""
+        self._handle: Any = None
+        self._drawn_at = 0.0  # seconds of the monotonic clock
+
+    def write(self, text: str) -> int:
+        self._text = "".join((self._text + text).splitlines(keepends=True)[-_CELL_LINES:])
+        return len(text)
+
+    def flush(self) -> None:
+        if self._text and time.monotonic() - self._drawn_at >= _CELL_SECS:
+            self.draw()
+
+    def draw(self) -> None:
+        self._drawn_at = time.monotonic()
+        content = {"text/plain": self._text}
+        if self._handle is None:
+            from IPython.display import display
+
+            self._handle = display(content, raw=True, display_id=True)
+        else:
+            self._handle.update(content, raw=True)
 
 
 def _rate(metrics: Mapping[str, float]) -> list[str]:

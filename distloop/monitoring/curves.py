@@ -15,8 +15,8 @@ import os
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from distloop.monitoring.records import ABOUT_THE_RUN, closest, show_number
-from distloop.monitoring.run_files import Series
+from distloop.workdir.records import ABOUT_THE_RUN, closest, show_number
+from distloop.workdir.run_files import Series
 
 _T = TypeVar("_T")
 _MAX_ROWS = 10_000  # of one metric; then every other one is dropped

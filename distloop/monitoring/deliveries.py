@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distloop.atomic_files import identify_directory
 from distloop.log import log
-from distloop.monitoring.records import as_metrics, read_json, replace_json, rows_between
 from distloop.monitoring.writers import RunFile, name_of
 from distloop.urls import is_url
+from distloop.workdir.records import as_metrics, read_json, replace_json, rows_between
 
 if TYPE_CHECKING:
     from distloop.monitoring.media import Media

@@ -27,7 +27,7 @@ from tensorboard.plugins.custom_scalar import summary as custom_scalars
 from tensorboard.plugins.scalar import metadata as scalars
 
 from distloop.monitoring.media import Media
-from distloop.monitoring.records import GROUPS, METRICS
+from distloop.workdir.records import GROUPS, METRICS
 
 # The end of the name of the file for the HParams page. TensorBoard keeps the first status that it reads, so there is
 # only the file of the last start. It is read last, because files are read in the order of their names.

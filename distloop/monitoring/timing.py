@@ -114,21 +114,6 @@ class Clock:
         return f"{show_share(host_share)} of the time went by between two loops{most}: try {what}."
 
 
-_unix_at_zero = -math.inf  # of the monotonic clock
-
-
-def unix_time(at: float | None = None) -> float:
-    """Returns the Unix time in seconds; within a process it goes on where the clock is set back.
-
-    Args:
-        at: seconds of the monotonic clock; None: now.
-    """
-    global _unix_at_zero
-    now = time.monotonic()
-    _unix_at_zero = max(_unix_at_zero, time.time() - now)
-    return _unix_at_zero + (now if at is None else at)
-
-
 @dataclasses.dataclass
 class SaveTimes:
     """What the last save and restore of a run took, in seconds; None: there was none, or it has been reported.

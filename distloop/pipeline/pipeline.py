@@ -21,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops
 
-from distloop.distributed import workers
+from distloop.distributed import collectives
 from distloop.distributed.devices import short_device
 from distloop.errors import require_bool
 from distloop.log import shown
@@ -251,7 +251,7 @@ def _choose_devices(count: int, devices: Sequence[str] | None) -> list[str]:
     """
     if count == 1 and devices is None:
         return []
-    replicas = workers.num_local_replicas(tf.distribute.get_strategy())
+    replicas = collectives.num_local_replicas(tf.distribute.get_strategy())
     if replicas > 1:
         raise ValueError(
             f"A network of {count} stages was made under a strategy that copies it to {replicas} devices: give "

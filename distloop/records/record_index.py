@@ -31,8 +31,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from distloop.atomic_files import make_directory, replacing
-from distloop.log import log
-from distloop.monitoring.console import say
+from distloop.log import log, say
 from distloop.urls import absolute, file_system, is_url, require_no_password
 
 try:

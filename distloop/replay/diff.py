@@ -17,10 +17,10 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from distloop.monitoring import records
-from distloop.monitoring.directory import fetch_reports, local_copy
-from distloop.monitoring.records import OF_THE_MACHINE, show_number
 from distloop.urls import is_url
+from distloop.workdir import records
+from distloop.workdir.directory import fetch_reports, local_copy
+from distloop.workdir.records import OF_THE_MACHINE, show_number
 
 _PLACES = ("workdir", "config", "resume", "replay")  # settings that say nothing about numbers
 _POSITION = ("batches", "examples", "skipped", "state")  # how far a run is in its data; the rest says which data it is

@@ -24,8 +24,8 @@ from distloop.distributed import gathering
 from distloop.distributed.devices import HOST
 from distloop.model.metrics import Weighted
 from distloop.model.state import TrainState
-from distloop.monitoring.records import show_number
 from distloop.monitoring.text_tables import Table, print_lines
+from distloop.workdir.records import show_number
 
 _MOST_EXAMPLES, _MOST_GRADIENTS = 20, 10  # that are shown
 

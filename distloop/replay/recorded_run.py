@@ -15,10 +15,10 @@ import numpy as np
 import tensorflow as tf
 
 from distloop.model.state import TrainState
-from distloop.monitoring import records
 from distloop.replay.diff import manifests_of
 from distloop.settings.config import Config
 from distloop.settings.precision import PRECISIONS
+from distloop.workdir import records
 
 _TOLERANCE = 1e-6  # of a number, relative, where the bits need not be those of the run
 _ROUNDOFFS = 4  # likewise of half precision on another number of replicas, as each rounds its part of a gradient

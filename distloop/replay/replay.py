@@ -27,12 +27,10 @@ from distloop.data.iterators import read_again
 from distloop.data.shards import Batch
 from distloop.data.source import Source
 from distloop.graph_functions import TRAINING_PASSES, count_flops, graph_function
-from distloop.log import shown
+from distloop.log import shown, speaker
 from distloop.model.saved_state import SavedState
 from distloop.model.state import TrainState
-from distloop.monitoring import notebook, records
-from distloop.monitoring.console import speaker
-from distloop.monitoring.directory import fetch_reports
+from distloop.monitoring.console import make_console
 from distloop.monitoring.profiler import Profile
 from distloop.optimizers import learning_rates
 from distloop.replay.look import Look, Replay
@@ -45,6 +43,8 @@ from distloop.training import run_length
 from distloop.training.loop import Diverged, Host, TrainLoop
 from distloop.training.overview import ForwardPass
 from distloop.variables import named_variables
+from distloop.workdir import records
+from distloop.workdir.directory import fetch_reports
 
 
 def check(trainer: Trainer) -> None:
@@ -109,7 +109,7 @@ def replay(state: TrainState, config: Config, source: Source, units: Units, step
             differences.append(difference)
             say(difference)
 
-    console = notebook.make_console(number, start, may_draw=config.console == "auto")
+    console = make_console(number, start, may_draw=config.console == "auto")
     with contextlib.closing(console):
         progress = Host.show_progress if config.console == "quiet" else console.show_progress
         host = Host(profile=last, executor=_executor(state, settings, source), say=say, show_progress=progress)

@@ -17,9 +17,9 @@ import numpy as np
 import tensorflow as tf
 
 from distloop.data.order import Order
-from distloop.monitoring import ledger, records
-from distloop.monitoring.directory import fetch_reports
 from distloop.replay.diff import manifests_of
+from distloop.workdir import ledger, records
+from distloop.workdir.directory import fetch_reports
 
 
 class _Stretch(NamedTuple):

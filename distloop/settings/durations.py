@@ -69,7 +69,6 @@ class Units:
         run_unit: the unit that it was given in.
     """
 
-
     def __init__(
         self,
         steps_per_epoch: Callable[[], int] | None = None,
@@ -267,7 +266,6 @@ def finite_number(value: Any) -> float | None:
     except (OverflowError, ValueError):  # 10**400; a NaN of `decimal`
         return None
     return number if math.isfinite(number) else None
-
 
 
 def _whole(steps: float) -> int:

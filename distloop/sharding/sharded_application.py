@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from distloop.actions.memory import held_by_device
-from distloop.distributed import strategies, tensorflow_internals, workers
+from distloop.distributed import collectives, strategies, tensorflow_internals
 from distloop.graph_functions import graph_function
 from distloop.model import variable_writes
 from distloop.model.spec import Update
@@ -204,7 +204,7 @@ class ShardedApplication(Application):
     def sum_over_owners(self, update: ForwardBackward) -> Callable[[tf.Tensor], tf.Tensor] | None:
         """Returns what adds up numbers about an update's gradients, if each worker has some; None: each has all."""
         is_shared = isinstance(update.packing, SplitPacking) and self._sharding.num_workers > 1
-        return functools.partial(workers.sum_over_workers, self._strategy) if is_shared else None
+        return functools.partial(collectives.sum_over_workers, self._strategy) if is_shared else None
 
 
 class ShardedAverage(MovingAverage):
@@ -261,7 +261,7 @@ class ShardedPlacement(Sharding):
         """Returns a line on where slots and averages are, as in `slots 0.6 MB on CPU:0, ...`."""
         shared = ("optimizer slots", "averages of weights")
         of_device = {d: sum(held.get(name, 0) for name in shared) for d, held in held_by_device(state).items()}
-        of_workers = workers.Workers(state.strategy).gather(of_device)
+        of_workers = collectives.Workers(state.strategy).gather(of_device)
         by_device = ", ".join(
             f"{size / 1e6:,.1f} MB on {device}" + (f" of worker {worker}" if len(of_workers) > 1 else "")
             for worker, sizes in enumerate(of_workers)

@@ -22,7 +22,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from distloop.distributed import strategies, tensorflow_internals, workers
+from distloop.distributed import collectives, strategies, tensorflow_internals
 from distloop.distributed.devices import HOST
 from distloop.optimizers import gradients, keras_hooks
 from distloop.optimizers.gradients import write_rows
@@ -51,7 +51,7 @@ class Exchange:
     def __init__(self, strategy: tf.distribute.Strategy):
         """Prepares; all workers make one."""
         self._strategy = strategy
-        self._worker, self._num_workers = workers.worker_index(strategy), workers.num_workers(strategy)
+        self._worker, self._num_workers = collectives.worker_index(strategy), collectives.num_workers(strategy)
         self._has_gpus = strategies.has_gpus(strategy)
         tensorflow_internals.make_pairs(strategy)
         with tensorflow_internals.outside_strategies(), tf.device(HOST):
@@ -138,7 +138,7 @@ class Sharding(SlotPlacement):
     def __init__(self, strategy: tf.distribute.Strategy):
         """Starts without a variable; `strategy` has several replicas."""
         self.devices = list(strategy.extended.worker_devices)
-        self._worker, self.num_workers = workers.worker_index(strategy), workers.num_workers(strategy)
+        self._worker, self.num_workers = collectives.worker_index(strategy), collectives.num_workers(strategy)
         self.exchange = Exchange(strategy)
         self.num_shares = strategy.num_replicas_in_sync
         self._strategy = strategy
@@ -227,7 +227,7 @@ class Sharding(SlotPlacement):
             optimizer._distribution_strategy = tf.distribute.get_strategy()
             optimizer.build([part.trained for part in parts])
         slots = optimizer.variables
-        of_workers = workers.Workers(self._strategy).gather([list(slot.shape) for slot in slots])
+        of_workers = collectives.Workers(self._strategy).gather([list(slot.shape) for slot in slots])
         for slot, shapes in zip(slots, zip(*of_workers, strict=True), strict=True):
             self._slot_shapes[id(slot)] = [tuple(shape) for shape in shapes]
 

@@ -256,6 +256,4 @@ def _import(package: str, writer: str) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError:
-        raise ValueError(
-            f"{writer} needs {package}, which is not installed: pip install {package}."
-        ) from None
+        raise ValueError(f"{writer} needs {package}, which is not installed: pip install {package}.") from None

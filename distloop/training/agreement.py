@@ -17,13 +17,14 @@ import tensorflow as tf
 
 from distloop.actions.action import Action
 from distloop.data.source import Source
-from distloop.distributed import notes, workers
-from distloop.distributed.notes import Membership
+from distloop.distributed import collectives
 from distloop.distributed.strategies import Indivisible
 from distloop.model.state import TrainState
-from distloop.monitoring.records import append_row, last_row
 from distloop.settings.config import Config
 from distloop.variables import named_variables
+from distloop.workdir.records import append_row, last_row
+from distloop.workers import messages
+from distloop.workers.messages import Membership
 
 
 def require_same_run(
@@ -45,7 +46,7 @@ def require_same_run(
         updates = [name for name, trained in trained_by.items() if id(variable) in trained]
         text = "".join(f", trained by {name}" if name else ", trained" for name in updates)
         facts[f"the variable {state.paths[id(variable)]!r}"] = f"{tuple(variable.shape)} {variable.dtype}{text}"
-    workers.require_same(state.strategy, "train", facts)
+    collectives.require_same(state.strategy, "train", facts)
 
 
 def require_same_trainable(state: TrainState) -> None:
@@ -77,19 +78,19 @@ def announced(state: TrainState, config: Config, source: Source) -> Iterator[Non
     Raises:
         ValueError: if the launcher may change the number of workers, and the run would not be the same.
     """
-    membership = notes.find_membership()
+    membership = messages.find_membership()
     if membership is None:
         yield
         return
     if membership.is_elastic:
         _check(membership, config, source)
-    if notes.mark("restored") and membership.cause and workers.is_chief(state.strategy):
+    if messages.mark("restored") and membership.cause and collectives.is_chief(state.strategy):
         _changes.append(_describe(membership, state, config))
-    membership.tell(begins=int(state.step), sizes=_worker_counts(membership, state.strategy, config))
+    membership.send(begins=int(state.step), sizes=_worker_counts(membership, state.strategy, config))
     try:
         yield
     finally:
-        membership.tell(ends=True)
+        membership.send(ends=True)
 
 
 @contextlib.contextmanager
@@ -98,8 +99,8 @@ def divisible(strategy: tf.distribute.Strategy, config: Config) -> Iterator[None
     try:
         yield
     except Indivisible:
-        if membership := notes.find_membership():
-            membership.tell(sizes=_worker_counts(membership, strategy, config))
+        if membership := messages.find_membership():
+            membership.send(sizes=_worker_counts(membership, strategy, config))
         raise
 
 
@@ -126,17 +127,17 @@ def _check(membership: Membership, config: Config, source: Source) -> None:
 
 def _worker_counts(membership: Membership, strategy: tf.distribute.Strategy, config: Config) -> list[int]:
     """Returns the numbers of workers with which the run can go on."""
-    devices, virtual = workers.num_local_replicas(strategy), config.virtual_replicas
+    devices, virtual = collectives.num_local_replicas(strategy), config.virtual_replicas
     counts = range(1 if config.strategy == "auto" else 2, membership.most + 1)
     return [count for count in counts if not virtual or virtual % (count * devices) == 0]
 
 
 def note_traced(state: TrainState, config: Config) -> None:
     """Writes what a change of workers cost, once the first step is traced after it."""
-    membership = notes.find_membership()
-    if membership is None or not notes.mark("traced") or not _changes:
+    membership = messages.find_membership()
+    if membership is None or not messages.mark("traced") or not _changes:
         return
-    row, phases = _changes.pop(), notes.phases(membership)
+    row, phases = _changes.pop(), messages.phases(membership)
     if config.workdir:
         row |= {f"{phase}_secs": round(secs, 3) for phase, secs in phases.items()}
         with contextlib.suppress(OSError):  # of a disk that is full, on which a run may train
@@ -150,7 +151,7 @@ def _describe(membership: Membership, state: TrainState, config: Config) -> dict
         "step": int(state.step),
         "action": "membership",
         "membership": membership.number,
-        "workers": workers.num_workers(state.strategy),
+        "workers": collectives.num_workers(state.strategy),
         "steps_again": max(0, last["step"] - int(state.step)) if last else 0,
         "reason": membership.cause,
     }

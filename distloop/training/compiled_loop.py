@@ -14,7 +14,7 @@ import tensorflow as tf
 from distloop.data import shards
 from distloop.data.shards import Batch, BatchLayout
 from distloop.data.source import Source
-from distloop.distributed import strategies, workers
+from distloop.distributed import collectives, strategies
 from distloop.distributed.devices import HOST
 from distloop.graph_functions import NO_LIMIT_SECS, TimeLimit, compiled, graph_clock, has_clock, read_clock
 from distloop.model import metrics
@@ -150,7 +150,7 @@ class CompiledLoop:
             with tf.experimental.function_executor_type(executor):
                 self._run(*arguments)
             step_operations.warn(self._step, self._run.get_concrete_function(*arguments).graph)
-            workers.require_same(self._state.strategy, "train", {"the values of loss_fn": self._step.names})
+            collectives.require_same(self._state.strategy, "train", {"the values of loss_fn": self._step.names})
 
     def _prepare(self, source: Source) -> None:
         if self._step.locate_nonfinite or self._keeps_batch:
@@ -342,7 +342,7 @@ class CompiledLoop:
         sums_layout = self._sums_layout()
         segments = sums_layout.unpack(tf.broadcast_to(sums, [sums_layout.width]))  # a loop of no steps has one zero
         if layout.is_sharded:
-            segments["examples"] = workers.sum_over_workers(self._state.strategy, segments["examples"])
+            segments["examples"] = collectives.sum_over_workers(self._state.strategy, segments["examples"])
         numbers = self._read_numbers()
         self._number_names = list(numbers)
         segments["steps_done"] = tf.cast(carry.done, tf.float64)[tf.newaxis]

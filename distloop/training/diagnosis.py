@@ -19,7 +19,7 @@ import tensorflow as tf
 from distloop.data import shards
 from distloop.data.shards import Batch, BatchLayout
 from distloop.data.source import Source
-from distloop.distributed import workers
+from distloop.distributed import collectives
 from distloop.graph_functions import graph_function, outermost
 from distloop.model import metrics
 from distloop.optimizers.loss_scale import MAX_OVERFLOWS_AT_FLOOR
@@ -104,7 +104,7 @@ def _of_all_workers(train_step: TrainStep, diagnosis: np.ndarray) -> np.ndarray:
     """Returns an `Outcome.diagnosis` with NaN where that of another worker is not finite; all workers call it."""
     if all(train_step.application.sum_over_owners(update) is None for update in train_step.updates):
         return diagnosis  # each worker has all gradients
-    is_finite = np.isfinite(workers.gather(train_step.state.strategy, diagnosis.tolist())).all(0)
+    is_finite = np.isfinite(collectives.gather(train_step.state.strategy, diagnosis.tolist())).all(0)
     return np.where(~is_finite & np.isfinite(diagnosis), np.nan, diagnosis)
 
 
@@ -209,7 +209,7 @@ def _look_at_data(step: int, source: Source, number: int, report: UpdateReport) 
     place = None
     with contextlib.suppress(Exception):  # of the user's data, which is read while another error is explained
         place = _first_nonfinite(source, number, is_first=report.is_at_floor)
-    of_workers = workers.Workers(source.strategy).gather(place)
+    of_workers = collectives.Workers(source.strategy).gather(place)
     for entry, row in filter(None, of_workers):
         return _of_data(entry, row, source.examples_of(number))
     return guess_cause(step, report, is_batch_finite=None not in of_workers)
@@ -271,7 +271,7 @@ def _locate(train_step: TrainStep, batch: Batch, layout: BatchLayout, examples: 
             before = read()
             for microbatch in range(layout.turns * train_step.microbatches if update.update.has_loss else 0):
                 origin = _find_origin(train_step, update, batch, layout, microbatch, examples)
-                seen_by = np.flatnonzero(workers.gather(state.strategy, origin is not None))
+                seen_by = np.flatnonzero(collectives.gather(state.strategy, origin is not None))
                 if len(seen_by):
                     return origin or Cause(f"worker {seen_by[0]} tells where they came from", "do what it advises")
             write(before)

@@ -17,21 +17,22 @@ import tensorflow as tf
 from distloop.actions.action import Action, Report, member, run_between_loops
 from distloop.actions.action import run as run_actions
 from distloop.data.source import Source
-from distloop.distributed import strategies, workers
-from distloop.distributed.preemption import StopRequests
+from distloop.distributed import collectives, strategies
 from distloop.errors import as_user_error, raise_as_user_error
 from distloop.graph_functions import NO_LIMIT_SECS, has_clock
+from distloop.log import say
 from distloop.model.saved_state import ReplicaComparison
 from distloop.model.state import TrainState
-from distloop.monitoring.console import say
 from distloop.monitoring.profiler import Profile
-from distloop.monitoring.timing import Clock, unix_time
+from distloop.monitoring.timing import Clock
 from distloop.settings.durations import Plan
 from distloop.training import out_of_memory
 from distloop.training.compiled_loop import CompiledLoop
 from distloop.training.diagnosis import explain, explain_compile_error
 from distloop.training.step import TrainStep, loss_weight
 from distloop.training.window import Row, Window
+from distloop.workdir.records import unix_time
+from distloop.workers.preemption import StopRequests
 
 _LOOP_SECS = 1.0  # after which a loop begins no other step
 _MOST_STEPS = 10_000  # of a loop
@@ -128,7 +129,7 @@ class TrainLoop:
         self.trace_again()
         self._window, self._host = Window(), Host()
         # Each of several workers would end with another step.
-        self._ends_by_time = workers.num_workers(state.strategy) == 1 and has_clock()
+        self._ends_by_time = collectives.num_workers(state.strategy) == 1 and has_clock()
         self._most_steps = 1  # of the next loop
         has_own = any(update.step_fn or update.gradient_fn for update in state.spec.updates)
         is_alone = state.strategy.num_replicas_in_sync == 1
@@ -232,7 +233,7 @@ class TrainLoop:
             check, self.require_metrics = self.require_metrics, None
             if check is not None and not self._eager:
                 check([*self._step.names, *self._state.keras_metrics])
-            workers.report_phase(self._state.strategy, "training")
+            collectives.report_phase(self._state.strategy, "training")
             most = 1 if is_new and self._eager else most_steps or np.inf  # what is due is known after it
             most = min(most, self._to_compare or np.inf)
             with self._host.profile.loop(step):
@@ -255,7 +256,7 @@ class TrainLoop:
             if (explained := as_user_error(error) or explain_compile_error(self._step, error)) is not None:
                 raise explained from error
             raise_as_user_error(error)
-        workers.report_phase(self._state.strategy, "between two loops")
+        collectives.report_phase(self._state.strategy, "between two loops")
         if self._to_compare and rows[-1].diagnosis is None:
             self._compare_replicas(step, sum(row.steps for row in rows))
         input_secs = np.nansum([row.input_secs for row in rows])
@@ -338,14 +339,14 @@ class TrainLoop:
             Interrupted: if any worker has a reason to leave the run.
         """
         secs = time.monotonic() - self._started_at
-        vote = workers.Vote(step=step, max_steps=self._most_steps, secs=secs)
-        chief, *_ = workers.agree_to_go_on(self._state.strategy, stop_requests, vote)
+        vote = collectives.Vote(step=step, max_steps=self._most_steps, secs=secs)
+        chief, *_ = collectives.agree_to_go_on(self._state.strategy, stop_requests, vote)
         self._most_steps, self.secs = int(chief.max_steps), chief.secs
 
 
 def _trace(loop: TrainLoop, source: Source, step: int) -> None:
     """Traces the step for a source, and checks what is then known of it."""
-    workers.report_phase(loop._state.strategy, "tracing the step")
+    collectives.report_phase(loop._state.strategy, "tracing the step")
     loop._host.show_progress(step, "tracing the train step ...")
     loop._compiled.trace(source, loop._host.executor)
     loop._on_trace(loop._step, source)

@@ -23,12 +23,11 @@ import tensorboard
 import tensorflow as tf
 
 from distloop.data.source import Source
-from distloop.distributed import strategies, workers
+from distloop.distributed import collectives, strategies
 from distloop.graph_functions import graph_function, has_clock, peak_of
-from distloop.log import log
+from distloop.log import log, say
 from distloop.model.state import TrainState
-from distloop.monitoring import records
-from distloop.monitoring.console import say, show_parts, show_split
+from distloop.monitoring.console import show_parts, show_split
 from distloop.monitoring.media import LayerGraph, Media, Text
 from distloop.monitoring.tensorboard import SummaryWriter
 from distloop.optimizers.gradients import Clipping
@@ -37,6 +36,7 @@ from distloop.settings.config import Config
 from distloop.settings.precision import PRECISIONS
 from distloop.urls import absolute
 from distloop.variables import count_parameters, named_variables, tensorflow_variable, top_layers
+from distloop.workdir import records
 
 _MAX_ROWS = 200  # of the model's table
 _MOST_VALUES = 2**20  # of a variable, in its mean
@@ -162,7 +162,7 @@ def describe_environment(state: TrainState, settings: Config) -> str:
         ("runs on", strategies.describe(state.strategy)),
         ("replicas", state.strategy.num_replicas_in_sync),
         *([("virtual replicas", state.virtual_replicas)] if state.virtual_replicas else []),
-        ("workers", workers.num_workers(state.strategy)),
+        ("workers", collectives.num_workers(state.strategy)),
         ("devices of the first worker", ", ".join(device.name for device in tf.config.list_logical_devices())),
         ("CPU cores", os.cpu_count()),
         ("precision", _precision(state, settings)),
@@ -220,7 +220,7 @@ class ForwardPass:
         state, settings = self._state, self._settings
         if settings.eager:  # loss_fn must get tensors with values
             return None
-        is_cheap = len(state.paths) <= _FEW_VARIABLES and workers.num_workers(state.strategy) == 1
+        is_cheap = len(state.paths) <= _FEW_VARIABLES and collectives.num_workers(state.strategy) == 1
         if not is_cheap and settings.graph != "always" and not peak_flops(state, settings):
             return None
 
@@ -278,9 +278,9 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 def describe_shard(source: Source, strategy: tf.distribute.Strategy) -> str:
     """Returns a sentence about what this worker reads and which part of it its replicas take."""
-    index, turns = workers.worker_index(strategy), source.layout.turns
-    local, total = workers.num_local_replicas(strategy) * turns, strategy.num_replicas_in_sync * turns
-    worker = f"worker {index} of {workers.num_workers(strategy)}"
+    index, turns = collectives.worker_index(strategy), source.layout.turns
+    local, total = collectives.num_local_replicas(strategy) * turns, strategy.num_replicas_in_sync * turns
+    worker = f"worker {index} of {collectives.num_workers(strategy)}"
     if source.layout.is_sharded:
         batches = "endless batches" if source.info.is_endless else f"{source.info.num_batches} batches a pass"
         missing = source.info.num_missing_batches

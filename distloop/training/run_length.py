@@ -11,7 +11,7 @@ import functools
 from typing import Any
 
 from distloop.data.source import Source
-from distloop.distributed import workers
+from distloop.distributed import collectives
 from distloop.errors import EMPTY_DATASET
 from distloop.log import shown
 from distloop.monitoring.timing import show_secs
@@ -43,8 +43,7 @@ def chosen(config: Config, step: int, *, steps: int | None, epochs: int | None, 
     length = durations.normalize(until) if until else 0
     if length is None or str(length).strip().endswith("%"):
         raise ValueError(
-            f"fit was given until={shown(until)}; it takes a duration, such as '2 h', '3 epochs' or "
-            "'1e6 examples'."
+            f"fit was given until={shown(until)}; it takes a duration, such as '2 h', '3 epochs' or '1e6 examples'."
         )
     if sum(map(bool, (steps, epochs, length))) != 1:
         also = f" and until={until!r}" if until else ""
@@ -101,7 +100,7 @@ def examples_per_step(source: Source) -> int:
 def _batch_size(source: Source) -> int:
     """Returns the number of examples in a whole batch, over all workers, which all call it; 0: it is not known."""
     size = source.info.batch_size or 0
-    sizes = workers.gather(source.strategy, size) if source.layout.is_sharded else [size]
+    sizes = collectives.gather(source.strategy, size) if source.layout.is_sharded else [size]
     return int(sum(sizes)) if all(sizes) else 0
 
 

@@ -18,13 +18,14 @@ import keras
 import tensorflow as tf
 
 from distloop.data.shards import Batch, BatchLayout, place_of_shard, take_shard
-from distloop.distributed import environment, gathering, strategies, workers
+from distloop.distributed import collectives, gathering, strategies
 from distloop.distributed.gathering import NeedsRowsError, RowExchange
 from distloop.distributed.strategies import TreeSum
 from distloop.graph_functions import graph_function
 from distloop.model.layers import stream_of
 from distloop.model.state import TrainState
 from distloop.model.variable_writes import own_values, recorded_writes, restored_writes
+from distloop.workers import environment
 
 T = TypeVar("T")
 Compute = Callable[[Any, tf.Tensor | None], Any]  # of rows `[b, ...]` and their weights `[b]`
@@ -223,4 +224,4 @@ def side_by_side(strategy: tf.distribute.Strategy) -> int:
     """Returns how many turns of a replica run at the same time; each holds the activations of its rows."""
     if strategies.has_gpus(strategy):
         return 1
-    return max(1, environment.count_cores() // workers.num_local_replicas(strategy))
+    return max(1, environment.count_cores() // collectives.num_local_replicas(strategy))

@@ -22,9 +22,9 @@ from distloop.actions.action import (
 from distloop.actions.evaluate import Evaluate
 from distloop.actions.save import SaveBest
 from distloop.actions.stop_early import StopEarly
-from distloop.distributed.preemption import Interrupted
 from distloop.monitoring.media import Text
 from distloop.settings.durations import Plan
+from distloop.workers.preemption import Interrupted
 from tests.problems import refused
 
 

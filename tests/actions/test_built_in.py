@@ -16,9 +16,10 @@ from distloop.actions import memory
 from distloop.actions.action import Report
 from distloop.actions.built_in import DataSeen, Goodput, PipelineUsage, Utilization
 from distloop.data.source import Source
-from distloop.distributed import devices, environment
+from distloop.distributed import devices
 from distloop.model.saved_state import checksum
-from distloop.monitoring import ledger
+from distloop.workdir import ledger
+from distloop.workers import environment
 from tests.problems import classification, classifier, on, rows_of
 
 

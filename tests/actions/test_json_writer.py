@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from distloop.actions.write import JsonWriter
-from distloop.monitoring import records
-from distloop.monitoring.records import parse_row
+from distloop.workdir import records
+from distloop.workdir.records import parse_row
 
 
 def read_rows(path):

@@ -12,7 +12,7 @@ from distloop.actions import memory
 from distloop.actions.action import Report
 from distloop.actions.memory import MemoryUse, held_by_device
 from distloop.model.state import TrainState
-from distloop.monitoring import ledger
+from distloop.workdir import ledger
 from tests import forked
 
 

@@ -10,8 +10,8 @@ import distloop
 from distloop.actions.action import Report, StopTraining, run
 from distloop.actions.save import SaveBest
 from distloop.actions.stop_early import StopEarly, SyncStop
-from distloop.distributed import workers
-from distloop.distributed.workers import Vote
+from distloop.distributed import collectives
+from distloop.distributed.collectives import Vote
 from distloop.settings.durations import Plan
 from tests import problems
 
@@ -119,7 +119,7 @@ def action(every, stops=False, name="", called=None):
 def answering(monkeypatch, *votes):
     """Lets the workers answer with these votes, the chief first; returns a list that gets the votes of this worker."""
     sent = []
-    monkeypatch.setattr(workers, "exchange", lambda _, vote: (sent.append(vote), list(votes))[1])
+    monkeypatch.setattr(collectives, "exchange", lambda _, vote: (sent.append(vote), list(votes))[1])
     return sent
 
 

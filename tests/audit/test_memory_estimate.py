@@ -9,7 +9,7 @@ import distloop
 from distloop.actions import memory
 from distloop.audit.memory_estimate import Peak, peak_of
 from distloop.distributed import strategies
-from distloop.monitoring import ledger, run_files
+from distloop.workdir import ledger, run_files
 from tests.problems import assert_equal, classification, classifier, everything, on
 
 WIDTH, ROWS = 256, 64

@@ -8,8 +8,8 @@ import time
 import pytest
 
 from distloop.bucket.remote_directory import RemoteDirectory
-from distloop.monitoring import run_lock
-from distloop.monitoring.run_lock import LockLost, Pace, RunLock
+from distloop.workdir import run_lock
+from distloop.workdir.run_lock import LockLost, Pace, RunLock
 
 
 @pytest.fixture

@@ -8,14 +8,14 @@ import time
 import pytest
 import tensorflow as tf
 
+from distloop.bucket.bucket_workdir import Workdir
 from distloop.bucket.remote_directory import RemoteDirectory
 from distloop.bucket.tree import STATE
-from distloop.bucket.workdir import Workdir
 from distloop.checkpoints.store import Checkpoints
-from distloop.monitoring.run_lock import LockLost, Pace
 from distloop.settings.config import Config
+from distloop.workdir.run_lock import LockLost, Pace
 from tests.bucket.unreliable import sealed_steps
-from tests.crash_matrix.buckets import Alone
+from tests.campaigns.crash_matrix.buckets import Alone
 
 
 @pytest.fixture

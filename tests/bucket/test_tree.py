@@ -14,7 +14,7 @@ from distloop.bucket.remote_directory import RemoteDirectory, RemoteError, is_pa
 from distloop.bucket.tree import fetch_reports, fetch_workdir
 from distloop.checkpoints.checkpoint import load
 from distloop.checkpoints.store import Checkpoints
-from distloop.monitoring.directory import local_copy
+from distloop.workdir.directory import local_copy
 
 
 @pytest.fixture

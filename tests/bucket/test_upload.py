@@ -14,7 +14,7 @@ from distloop.bucket.remote_directory import RemoteDirectory
 from distloop.bucket.tree import STATE
 from distloop.bucket.upload import Upload, send
 from distloop.checkpoints.store import Checkpoints
-from distloop.monitoring.run_lock import LockLost
+from distloop.workdir.run_lock import LockLost
 from tests.bucket.unreliable import URL, Unreliable, bucket, empty, sealed_steps
 
 

@@ -11,9 +11,9 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.monitoring import run_lock
-from distloop.monitoring.ledger import read_starts
-from distloop.monitoring.run_lock import RunLock
+from distloop.workdir import run_lock
+from distloop.workdir.ledger import read_starts
+from distloop.workdir.run_lock import RunLock
 from tests.problems import (
     Lazy,
     assert_equal,

@@ -72,9 +72,7 @@ def test_the_length_of_a_pass_is_known_without_reading(dataset, expected):
 @pytest.mark.parametrize(
     ("batch_size", "microbatches", "virtual_replicas"), [(8, 1, 0), (8, 3, 0), (8, 1, 8), (3, 1, 0)]
 )
-def test_no_replica_has_more_rows_of_any_batch_than_is_known_before(
-    batch_size, microbatches, virtual_replicas
-):
+def test_no_replica_has_more_rows_of_any_batch_than_is_known_before(batch_size, microbatches, virtual_replicas):
     strategy = adding_by_collectives(4)
     settings = {"microbatches": microbatches, "virtual_replicas": virtual_replicas}
     info = inspect(numbers(8 * batch_size - 1, batch_size), strategy, **settings)

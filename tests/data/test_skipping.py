@@ -13,7 +13,7 @@ import tensorflow as tf
 import distloop
 from distloop.data import iterators
 from distloop.data.iterators import Behind, fresh_copy, read_again
-from distloop.distributed.preemption import EXIT_CODE, Interrupted, StopRequests
+from distloop.workers.preemption import EXIT_CODE, Interrupted, StopRequests
 from tests.problems import classification, classifier, numbers, on
 
 ONE = tf.distribute.get_strategy()

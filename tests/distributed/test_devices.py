@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from distloop.distributed import devices, environment
+from distloop.distributed import devices
 from distloop.settings.config import Config
+from distloop.workers import environment
 from tests import forked
 
 GPUS = [tf.config.PhysicalDevice(f"/physical_device:GPU:{i}", "GPU") for i in range(2)]

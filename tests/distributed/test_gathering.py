@@ -7,7 +7,7 @@ import tensorflow as tf
 
 import distloop
 from distloop import testing
-from distloop.distributed import gathering, workers
+from distloop.distributed import collectives, gathering
 from distloop.errors import as_user_error
 from tests import forked
 from tests.problems import assert_close, classification, mirrored, on, refused, weights
@@ -47,7 +47,7 @@ def train_and_evaluate(**settings):
     trainer.fit(data(), steps=7)
     trainer.fit(distloop.make_dataset(classification(11), 8), steps=9)  # of 8 rows and of 3, less than replicas
     results = weights(trainer), trainer.evaluate(data(seed=1))
-    if workers.num_workers(trainer.strategy) > 1:
+    if collectives.num_workers(trainer.strategy) > 1:
         unknown_size = data().concatenate(data())
         refused(lambda: trainer.evaluate(unknown_size), "gather_rows", "let batch(size) be its last step")
     return results

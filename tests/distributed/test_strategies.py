@@ -12,9 +12,9 @@ import pytest
 import tensorflow as tf
 
 from distloop.distributed import strategies
-from distloop.distributed.environment import Cluster
 from distloop.distributed.strategies import TreeSum, tree_sum
 from distloop.settings.config import Config
+from distloop.workers.environment import Cluster
 from tests import forked
 
 

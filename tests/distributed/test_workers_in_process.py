@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from distloop.distributed import workers
+from distloop.distributed import collectives
 from distloop.distributed.strategies import make_strategy
 from tests.problems import on
 
@@ -15,24 +15,24 @@ from tests.problems import on
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_a_single_process_is_the_chief_with_all_replicas_and_no_heartbeat(replicas):
     strategy = make_strategy(on(replicas))
-    assert workers.num_workers(strategy) == 1
-    assert workers.worker_index(strategy) == 0
-    assert workers.num_local_replicas(strategy) == replicas
-    assert workers.is_chief(strategy)
-    assert workers.heartbeat_of(strategy) is None
-    workers.report_phase(strategy, "evaluating")  # to nobody
+    assert collectives.num_workers(strategy) == 1
+    assert collectives.worker_index(strategy) == 0
+    assert collectives.num_local_replicas(strategy) == replicas
+    assert collectives.is_chief(strategy)
+    assert collectives.heartbeat_of(strategy) is None
+    collectives.report_phase(strategy, "evaluating")  # to nobody
 
 
 def test_one_worker_meets_itself_and_sums_its_replicas_once():
-    strategy, vote = make_strategy(on(2)), workers.Vote(step=3, has_ended=True)
-    assert workers.exchange(strategy, vote) == [vote] and workers.gather(strategy, 3.5) == [3.5]
-    total = tf.function(lambda value: workers.sum_over_workers(strategy, value))(tf.constant([1.0, 2.0]))
+    strategy, vote = make_strategy(on(2)), collectives.Vote(step=3, has_ended=True)
+    assert collectives.exchange(strategy, vote) == [vote] and collectives.gather(strategy, 3.5) == [3.5]
+    total = tf.function(lambda value: collectives.sum_over_workers(strategy, value))(tf.constant([1.0, 2.0]))
     np.testing.assert_array_equal(total, [1.0, 2.0])
 
 
 @pytest.mark.parametrize("value", [None, 1.5, "text", {"rows": [1, 2]}])
 def test_one_worker_exchanges_values_with_itself(value):
-    one = workers.Workers(make_strategy(on(2)))
+    one = collectives.Workers(make_strategy(on(2)))
     assert (one.index, one.count, one.is_chief) == (0, 1, True)
     one.barrier()
     assert one.gather(value) == [value] and one.broadcast(value) == value
@@ -42,7 +42,7 @@ def test_one_worker_exchanges_values_with_itself(value):
 
 
 def exchanged(value):
-    return workers.decode(workers.encode(value))
+    return collectives.decode(collectives.encode(value))
 
 
 @pytest.mark.parametrize(
@@ -79,4 +79,4 @@ def test_scalars_of_numpy_stay_scalars_and_keep_their_bits():
 )
 def test_other_values_are_refused_in_a_sentence(value):
     with pytest.raises(ValueError, match=r"of type \w+ was given to exchange between workers; they exchange None, .*"):
-        workers.encode(value)
+        collectives.encode(value)

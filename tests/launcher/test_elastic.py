@@ -58,7 +58,7 @@ class World:
         assert not self.script
         return code
 
-    def start(self, membership, places, notes):
+    def start(self, membership, places, messages):
         self.started.append((membership.number, len(places), membership.cause))
         self.places.append(list(places))
         return [None] * len(places)
@@ -67,16 +67,16 @@ class World:
 class Group:
     """Plays the next membership of a world's script."""
 
-    def __init__(self, world, workers, signals, grace_secs, notes, leaves_at):
-        self.world, self.notes, self.leaves_at = world, notes, leaves_at
+    def __init__(self, world, workers, signals, grace_secs, messages, leaves_at):
+        self.world, self.messages, self.leaves_at = world, messages, leaves_at
 
     def wait(self):
         world, (secs, told, outcome) = self.world, self.world.script.pop(0)
         for name, value in told.items():
-            setattr(self.notes, name, value)
-        if self.notes.step is not None:
-            self.notes.began_at = world.clock.now + world.start_secs
-            self.notes.start_secs = world.start_secs
+            setattr(self.messages, name, value)
+        if self.messages.step is not None:
+            self.messages.began_at = world.clock.now + world.start_secs
+            self.messages.start_secs = world.start_secs
         world.leaves_at.append(self.leaves_at() - world.clock.now)
         world.clock.now += secs
         return outcome

@@ -13,9 +13,9 @@ import time
 import pytest
 
 from distloop import launch as launcher
-from distloop.distributed import heartbeat, output
-from distloop.distributed.preemption import EXIT_CODE
 from distloop.launcher import elastic, processes
+from distloop.workers import heartbeat, output
+from distloop.workers.preemption import EXIT_CODE
 
 pytestmark = pytest.mark.slow
 
@@ -149,7 +149,7 @@ def test_stdout_and_stderr_stay_apart_and_whole_and_every_byte_comes_through(lau
 
 def patched(**constants):
     """Returns the launcher's command with other constants in its modules."""
-    lines = ["import sys", "from distloop import launch", "from distloop.distributed import output"]
+    lines = ["import sys", "from distloop import launch", "from distloop.workers import output"]
     lines.append("from distloop.launcher import elastic, processes")
     for name, value in constants.items():
         module = next(module for module in (launcher, elastic, output, processes) if hasattr(module, name))
@@ -247,8 +247,10 @@ def test_a_closed_terminal_is_a_sigterm_for_the_workers(start, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_the_launcher_ends_an_elastic_run(number, start, tmp_path):
-    tells = "sys.path.insert(0, os.environ['PYTHONPATH']); from distloop.distributed import notes"
-    program = CATCHES.replace('print("saved', f'{tells}; notes.tell(leaves=True); print("saved').replace("\n    ", "\n")
+    sends = "sys.path.insert(0, os.environ['PYTHONPATH']); from distloop.workers import messages"
+    program = CATCHES.replace('print("saved', f'{sends}; messages.send(leaves=True); print("saved').replace(
+        "\n    ", "\n"
+    )
     heard = functools.partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)
     process = start(program, "--workers=1:2", preexec_fn=heard)
     read_each(tmp_path, "ready")
@@ -260,9 +262,9 @@ def test_a_signal_to_the_launcher_ends_an_elastic_run(number, start, tmp_path):
 def test_a_signal_while_new_workers_start_ends_an_elastic_run_as_one_that_saved(start, tmp_path):
     program = """
         sys.path.insert(0, os.environ["PYTHONPATH"])
-        from distloop.distributed import notes
-        if notes.find_membership().number == 1:
-            notes.tell(begins=5)
+        from distloop.workers import messages
+        if messages.find_membership().number == 1:
+            messages.send(begins=5)
             os.kill(os.getpid(), signal.SIGKILL)
         note(f"starting{index}", 1)
         time.sleep(60)

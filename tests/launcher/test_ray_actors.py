@@ -18,8 +18,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 SECS = 60
 PRELUDE = """
 import json, os, signal, sys, time
-from distloop.distributed import notes
-told, task = notes.find_membership(), json.loads(os.environ["TF_CONFIG"])
+from distloop.workers import messages
+told, task = messages.find_membership(), json.loads(os.environ["TF_CONFIG"])
 index, addresses = task["task"]["index"], task["cluster"]["worker"]
 here = os.path.dirname(__file__)
 
@@ -86,7 +86,7 @@ def test_a_node_that_goes_and_one_that_comes_change_the_number_of_workers(start,
         "--workers=1:2 --grace_secs=2",
         """
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
-        notes.tell(begins=10 * told.number)
+        messages.send(begins=10 * told.number)
         note()
         if told.number == 1 and index == 0:
             time.sleep(1)

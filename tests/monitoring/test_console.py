@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import distloop
-from distloop.monitoring.console import Console, say, show_parts, show_split
+from distloop.log import say
+from distloop.monitoring.console import Console, show_parts, show_split
 from distloop.monitoring.timing import Clock
 from tests.problems import classification, classifier, on
 

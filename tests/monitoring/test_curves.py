@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from distloop.monitoring.curves import History, Picture
-from distloop.monitoring.run_files import Series
+from distloop.workdir.run_files import Series
 
 
 def recorded():

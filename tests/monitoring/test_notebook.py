@@ -5,8 +5,9 @@ import types
 
 import pytest
 
-from distloop.monitoring import notebook, timing
-from distloop.monitoring.console import Console
+from distloop.monitoring import console as console_module
+from distloop.monitoring import timing
+from distloop.monitoring.console import Console, is_notebook, make_console
 
 
 @pytest.fixture
@@ -24,8 +25,8 @@ def outputs(monkeypatch):
 
 
 def test_a_run_in_a_cell_is_one_output_of_its_last_lines(outputs, capsys, monkeypatch):
-    monkeypatch.setattr(notebook, "_DRAW_SECS", 0.0)
-    console = notebook.make_console(300, 0, evals=["test"], may_draw=True)
+    monkeypatch.setattr(console_module, "_CELL_SECS", 0.0)
+    console = make_console(300, 0, evals=["test"], may_draw=True)
     for step in range(20, 320, 20):
         console.show_progress(step - 10, "tracing")
         console.write(step, {"loss": 1 / step, "steps_per_sec": 9.0, "test/loss": 0.5})
@@ -41,7 +42,7 @@ def test_a_run_in_a_cell_is_one_output_of_its_last_lines(outputs, capsys, monkey
 
 
 def test_drawings_are_half_a_second_apart(outputs):
-    console = notebook.make_console(300, 0, may_draw=True)
+    console = make_console(300, 0, may_draw=True)
     for step in range(100):
         console.write(step, {"loss": 1.0})
     assert len(outputs[0]) < 10 and len(outputs) == 1
@@ -49,6 +50,6 @@ def test_drawings_are_half_a_second_apart(outputs):
 
 def test_without_a_kernel_the_console_is_the_terminals(monkeypatch):
     monkeypatch.delitem(sys.modules, "IPython", raising=False)
-    assert not notebook.is_active() and type(notebook.make_console(3, 0, may_draw=True)) is Console
+    assert not is_notebook() and type(make_console(3, 0, may_draw=True)) is Console
     monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: None))
-    assert not notebook.is_active()
+    assert not is_notebook()

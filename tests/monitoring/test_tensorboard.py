@@ -18,8 +18,8 @@ from tensorboard.plugins.hparams import metadata as hparams
 import distloop
 from distloop.checkpoints.store import Checkpoints
 from distloop.monitoring import tensorboard
-from distloop.monitoring.records import GROUPS
 from distloop.monitoring.tensorboard import SummaryWriter
+from distloop.workdir.records import GROUPS
 from tests import problems
 from tests.event_files import read_scalars, steps_in_tensorboard, train_with_media
 

@@ -3,7 +3,9 @@
 import pytest
 
 from distloop.monitoring import timing
-from distloop.monitoring.timing import Clock, bottleneck, show_secs, unix_time
+from distloop.monitoring.timing import Clock, bottleneck, show_secs
+from distloop.workdir import records
+from distloop.workdir.records import unix_time
 
 
 @pytest.fixture
@@ -115,7 +117,7 @@ def test_durations_have_hours_minutes_and_seconds():
 
 def test_the_time_of_rows_goes_on_where_the_clock_is_set_back_and_follows_it_where_it_is_set_forward(monkeypatch):
     unix, seconds = [1e9], [50.0]
-    monkeypatch.setattr(timing, "_unix_at_zero", -float("inf"))
+    monkeypatch.setattr(records, "_unix_at_zero", -float("inf"))
     monkeypatch.setattr(timing.time, "time", lambda: unix[0])
     monkeypatch.setattr(timing.time, "monotonic", lambda: seconds[0])
     found = [unix_time()]

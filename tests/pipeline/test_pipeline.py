@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import distloop
 from distloop.data.shards import Batch
-from distloop.distributed import workers
+from distloop.distributed import collectives
 from distloop.model.saved_state import SavedState
 from distloop.monitoring.profiler import busy_shares
 from distloop.training import overview
@@ -223,7 +223,7 @@ def on_two_workers(directory):
     products = [place(op) for op in operations(trainer) if op.type == "MatMul"]
     found = {"held": np.array(sum(held(trainer), [])), "products": np.array(products)}
     found |= {f"trained/{name}": value for name, value in trained(trainer).items()}
-    np.savez(f"{directory}/{workers.worker_index(trainer.strategy)}.npz", **found)
+    np.savez(f"{directory}/{collectives.worker_index(trainer.strategy)}.npz", **found)
 
 
 @pytest.mark.wide

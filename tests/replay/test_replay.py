@@ -13,7 +13,7 @@ import tensorflow as tf
 
 import distloop
 from distloop.checkpoints.checkpoint import load
-from distloop.monitoring.run_lock import RunLock
+from distloop.workdir.run_lock import RunLock
 from tests import forked
 from tests.problems import assert_close, assert_equal, classification, classifier, mostly_wide, on, refused, weights
 

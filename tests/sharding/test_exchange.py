@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.distributed import tensorflow_internals, workers
+from distloop.distributed import collectives, tensorflow_internals
 from distloop.distributed.strategies import make_strategy
 from distloop.sharding import sharding
 from tests import forked
@@ -26,7 +26,7 @@ def tensors(worker, dtype):
 def exchange():
     """Returns the sums and values that a worker gets, by dtype."""
     strategy = make_strategy(distloop.Config(device="cpu"))
-    worker, between = workers.worker_index(strategy), sharding.Exchange(strategy)
+    worker, between = collectives.worker_index(strategy), sharding.Exchange(strategy)
 
     @tf.function(autograph=False)
     def exchanged():

@@ -9,15 +9,16 @@ import keras
 import pytest
 
 import distloop
-from distloop.distributed import notes, workers
+from distloop.distributed import collectives
 from distloop.training.agreement import require_same_run
+from distloop.workers import messages
 from tests import forked
 from tests.problems import classification, classifier, mirrored, mostly_wide, on
 
 
 def test_a_run_is_described_by_its_end_its_lists_and_each_variable_with_what_trains_it(monkeypatch):
     compared = {}
-    monkeypatch.setattr(workers, "require_same", lambda strategy, what, facts: compared.update(facts))
+    monkeypatch.setattr(collectives, "require_same", lambda strategy, what, facts: compared.update(facts))
 
     def act(report):
         return None
@@ -86,7 +87,7 @@ def test_models_whose_variables_differ_between_workers_end_in_a_sentence():
 
 @pytest.fixture
 def launcher():
-    launcher = notes.Notes()
+    launcher = messages.Inbox()
     yield launcher
     launcher.close()
 
@@ -96,7 +97,7 @@ def enter(launcher, monkeypatch):
     """Returns a function that lets this process be the only worker of a launcher."""
 
     def enter(**changes):
-        membership = notes.Membership(1, "a", 1, 4, "", 0, launcher.pipe)._replace(**changes)
+        membership = messages.Membership(1, "a", 1, 4, "", 0, launcher.pipe)._replace(**changes)
         monkeypatch.setenv(*next(iter(membership.variables().items())))
 
     return enter
@@ -168,7 +169,7 @@ def test_a_change_of_workers_is_noted_with_its_cause_and_what_it_cost(enter, lau
     enter()
     fit(data(), steps=3, **settings)
     shutil.rmtree(tmp_path / "checkpoints" / "3")
-    monkeypatch.setattr(notes, "_marks", {})  # as in a new process
+    monkeypatch.setattr(messages, "_marks", {})  # as in a new process
     now = time.time()
     enter(number=2, cause="worker 1 fell", fell_at=now - 9, ended_at=now - 6, started_at=now - 5)
     fit(data(), steps=3, **settings)
@@ -186,7 +187,7 @@ def test_workers_that_do_not_divide_the_virtual_replicas_tell_their_launcher_whi
     launcher, enter, monkeypatch, devices_each, sizes
 ):
     enter()
-    monkeypatch.setattr(workers, "num_local_replicas", lambda strategy: devices_each)  # 1: as on three workers
+    monkeypatch.setattr(collectives, "num_local_replicas", lambda strategy: devices_each)  # 1: as on three workers
     with pytest.raises(ValueError, match="virtual_replicas=4 was given for 3 replicas"):
         distloop.Trainer(classifier(), on(1, virtual_replicas=4), strategy=mirrored(3))
     launcher.read()

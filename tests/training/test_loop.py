@@ -7,9 +7,9 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.distributed.preemption import StopRequests
-from distloop.monitoring.records import append_row
 from distloop.training.compiled_loop import CompiledLoop
+from distloop.workdir.records import append_row
+from distloop.workers.preemption import StopRequests
 from tests.problems import (
     assert_equal,
     classification,

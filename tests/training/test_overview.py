@@ -13,8 +13,8 @@ from tensorboard.plugins.graph.keras_util import keras_model_to_graph_def
 
 import distloop
 from distloop import fit
-from distloop.monitoring import ledger
 from distloop.training import overview
+from distloop.workdir import ledger
 from tests import problems
 
 SPEC = {"x": tf.TensorSpec([None, 8]), "label": tf.TensorSpec([None], tf.int32), "weight": tf.TensorSpec([None])}

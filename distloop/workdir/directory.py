@@ -1,0 +1,206 @@
+"""Run directory: the workdir of a run: its path, its lock, and the seam to one at a URL.
+
+    config = with_absolute_paths(config)            # "runs/a" becomes "/home/me/runs/a"
+    directory = directory_of(config, workers)
+    with directory:                                 # on every worker; the chief takes the lock
+        train()                                     # in config.local_workdir, as in any directory
+    with local_copy("s3://bucket/run") as path:     # a local path stays as it is
+        load_newest(path)
+
+No other module of the loop knows that the part `bucket` is there.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+from distloop import urls
+from distloop.installed import import_part
+from distloop.settings.config import Config
+from distloop.urls import is_url, without_credentials
+from distloop.workdir import run_lock
+
+
+class Directory:
+    """The workdir of a run, which the chief locks for all workers; on a disk, `share` has nothing to do.
+
+    It may be entered several times, one inside the other.
+
+    Attributes:
+        finish: waits until nothing is being written; called before the lock is released.
+        saved: returns the names of the run's checkpoints, to notice those that another process has made since this
+            one held the lock last; None: it is not noticed.
+    """
+
+    def __init__(self, config: Config, workers: Any):
+        """Touches no disk, and sends no request.
+
+        Args:
+            config: `workdir` is read; if it is empty, there is nothing to lock.
+            workers: the `Workers` of the run.
+        """
+        self._url, self._root, self._workers = config.workdir, config.local_workdir, workers
+        self._is_writer = bool(config.workdir) and workers.is_chief
+        self._lock = run_lock.RunLock(self._root)
+        self.finish: Callable[[], None] = lambda: None
+        self.saved: Callable[[], Collection[str]] | None = None
+        self._seen: set[str] | None = None  # the names when this process noted them last
+        self._depth, self._held = 0, contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        """Takes the lock, and brings the files that the run goes on from to `config.local_workdir`.
+
+        All workers call it.
+
+        Raises:
+            ValueError: if another process writes to it, has saved since this one held the lock last, or it cannot be
+                read or written.
+        """
+        if self._depth == 0 and self._root:
+            with contextlib.ExitStack() as stack:
+                self._agree((lambda: self._begin(stack)) if self._is_writer else None)
+                self._held = stack.pop_all()
+        self._depth += 1
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        """Waits until all files are written or uploaded, and releases the lock. All workers call it.
+
+        Raises:
+            OSError: if something could not be written or uploaded, unless another error ends the block.
+        """
+        try:
+            self.finish()
+        except OSError:
+            if error is None:
+                raise
+        finally:
+            self._depth -= 1
+            if self._depth == 0:
+                with contextlib.suppress(run_lock.LockLost, OSError):
+                    self.verify()
+                    self.note_saved()
+                self._held.__exit__(kind, error, trace)
+
+    def _begin(self, stack: contextlib.ExitStack) -> None:
+        """Takes the lock, on the chief; what ends with the block is entered into a stack."""
+        stack.enter_context(self._lock)
+        others: list[str] = []
+        with contextlib.suppress(OSError):  # a disk that cannot be read says so later
+            if self.saved is not None and self._seen is not None:
+                others = sorted(set(self.saved()) - self._seen)
+        if others:
+            raise ValueError(
+                f"Another process has saved {', '.join(others)} under workdir={self._url!r} since this one looked "
+                "last, and nothing was written: call restore() to go on from its newest checkpoint, or give another "
+                "workdir."
+            )
+
+    def _agree(self, act: Callable[[], Any] | None) -> Any:
+        """Does what this worker has to do, and returns the result; if that fails on any worker, all raise."""
+        result, failure = None, None
+        try:
+            if act is not None:
+                result = act()
+        except ValueError as error:
+            failure = error
+        except OSError as error:
+            failure = ValueError(
+                f"workdir={self._url!r} cannot be used ({error}): give a bucket that is there, and credentials in the "
+                "way of its package, or a directory on a disk."
+            )
+            failure.__cause__ = error
+        if any(self._workers.gather(failure is not None)):
+            raise failure or ValueError(f"workdir={self._url!r} cannot be used; another worker says why.")
+        return result
+
+    def note_saved(self) -> None:
+        """Notes the names of the run's checkpoints: this process knows of them."""
+        if self._is_writer and self.saved is not None:
+            with contextlib.suppress(OSError):
+                self._seen = set(self.saved())
+
+    def verify(self) -> None:
+        """Checks that the chief still holds the lock, as `RunLock.verify`; other workers write nothing."""
+        if self._is_writer:
+            self._lock.verify()
+
+    def share(self, step: int) -> None:
+        """Brings a checkpoint that the chief has chosen to the hosts that lack it. All workers call it."""
+
+    @contextlib.contextmanager
+    def reading(self, path: str, *, best: bool = False) -> Iterator[str]:
+        """Yields a local path with what is at a path or URL, as `local_copy`. All workers call it.
+
+        Raises:
+            ValueError: if it cannot be read.
+        """
+        with contextlib.ExitStack() as stack:
+            try:
+                local = stack.enter_context(local_copy(path, best=best))
+            except OSError as error:
+                raise ValueError(f"{path!r} cannot be read ({error}): correct it, or try again later.") from error
+            yield local
+
+
+def directory_of(config: Config, workers: Any) -> Directory:
+    """Returns the directory of a run; sends no request.
+
+    Args:
+        config: of the run.
+        workers: the `Workers` of the run.
+    """
+    if config.workdir == config.local_workdir:
+        return Directory(config, workers)
+    directory: Directory = _bucket("bucket_workdir", config.workdir).Workdir(config, workers)
+    return directory
+
+
+@contextlib.contextmanager
+def local_copy(path: str, *, best: bool = False) -> Iterator[str]:
+    """Yields a local path with what is at a URL, for as long as the block runs; a local path stays as it is.
+
+    Args:
+        path: of a workdir, of which the newest whole checkpoint comes; a checkpoint; an `.npz`, `.keras` or
+            `.weights.h5` file; or the prefix of a TensorFlow checkpoint.
+        best: whether the best checkpoints of a workdir come, with their list, in place of the newest.
+
+    Raises:
+        OSError: if it cannot be read.
+    """
+    if not is_url(path):
+        yield path
+        return
+    with _bucket("tree", path).fetched(path, best=best) as local:
+        yield local
+
+
+def send(path: str, url: str) -> None:
+    """Writes a file, or the directory of an export, to a URL, for good; what a directory was before is deleted.
+
+    Raises:
+        ValueError: if the URL cannot be written to.
+    """
+    _bucket("upload", url).send(path, url)
+
+
+def fetch_reports(path: str, root: str) -> str:
+    """Returns a local path with what a report reads of a run, or of the runs in a directory.
+
+    Args:
+        path: of a workdir, or of a directory of them; of a URL, the files are brought below `root`.
+        root: a local directory.
+
+    Raises:
+        ValueError: if a URL cannot be read, or is no run.
+    """
+    return str(_bucket("tree", path).fetch_reports(path, root)) if is_url(path) else path
+
+
+def _bucket(module: str, url: str) -> Any:
+    return import_part(f"bucket.{module}", f"the URL {without_credentials(url)!r}")
+
+
+def with_absolute_paths(config: Config) -> Config:
+    """Returns settings with which a program that changes its directory goes on in the same workdir."""
+    return dataclasses.replace(config, workdir=urls.absolute(config.workdir), init_from=urls.absolute(config.init_from))
