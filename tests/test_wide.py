@@ -15,12 +15,12 @@ def test_cases_are_counted_by_folder_and_file_and_what_failed_or_did_not_run_is_
     for name in ["files a-f", "files g-z", "campaigns", "folders a-d.cut", "folders e-z", "collectives"]:
         (tmp_path / f"{name}.xml").write_text(RAN)
     text = wide.render(tmp_path)
-    assert "20\ntests in 6 minutes, 8 failed, 4 were skipped" in text
-    assert "| `tests/data` | the folder `distloop/data` | 12 | 4 | 4 | 16 |\n" in text
-    assert "| `tests/test_laws.py` | " in text and " | 8 | 4 | 0 | 12 |\n" in text
+    assert "25\ntests in 8 minutes, 10 failed, 5 were skipped" in text
+    assert "| `tests/data` | the folder `distloop/data` | 15 | 5 | 5 | 20 |\n" in text
+    assert "| `tests/test_laws.py` | " in text and " | 10 | 5 | 0 | 15 |\n" in text
     again = "5 tests of `tests/data`, `tests/test_laws.py` in 2 minutes, 2 failed, 1 were skipped."
     assert again in " ".join(text.split())
-    assert text.count("- `tests/data/test_order.py::test_b`\n") == text.count("- `tests/test_laws.py::test_d`\n") == 5
+    assert text.count("- `tests/data/test_order.py::test_b`\n") == text.count("- `tests/test_laws.py::test_d`\n") == 6
     assert text.endswith("\nNot run:\n\n- folders a-d, not all tests of it\n")
 
 

@@ -1,6 +1,7 @@
 """Commands as a scheduler starts them: each in a container that knows which processes it has left behind.
 
-    command = Command(["-m", "tests.campaigns.nemesis.program", "--workdir=/tmp/run"], variables, output=Output("/tmp/out"))
+    program = ["-m", "tests.campaigns.nemesis.program", "--workdir=/tmp/run"]
+    command = Command(program, environment, output=Output("/tmp/out"))
     command.kill(command.main, signal.SIGTERM)
     ended = command.wait(timeout_secs=30)           # Ended(code, at, gone_at, leftovers); None: it has not ended
 
