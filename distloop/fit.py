@@ -17,12 +17,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from distloop.actions import built_in
 from distloop.actions.action import Action, Report, member, metrics_to_restore, started
 from distloop.actions.action import run as run_actions
-from distloop.actions.built_in import CheckReplicas, DataSeen, Goodput, PipelineUsage, Utilization
 from distloop.actions.evaluate import Evaluate, earlier_rows
-from distloop.actions.gradient_noise import GradientNoise
-from distloop.actions.memory import MemoryUse
 from distloop.actions.save import SaveCosts, make_save, require_metrics
 from distloop.actions.stop_early import SyncStop
 from distloop.actions.write import JsonWriter, Write
@@ -98,11 +96,11 @@ class Fit:
         self._has_finished, self._is_training, self._history = False, False, History()
         self._say = speaker(self._is_chief, self.config.console)
         workdir, verify = self.config.local_workdir, self.checkpoints.directory.verify
-        self._goodput = Goodput(workdir, self.clock.seconds, self._is_chief, verify)
-        self._notes: list[Action] = [MemoryUse(workdir), self._goodput] if workdir else []
+        self._goodput = built_in.Goodput(workdir, self.clock.seconds, self._is_chief, verify)
+        self._notes: list[Action] = [built_in.MemoryUse(workdir), self._goodput] if workdir else []
         self._plan = Plan(self.units, is_chief=self._is_chief)
         every, updates = self.config.gradient_noise_every, [update.name for update in self.state.spec.updates]
-        self._noise = [GradientNoise(every, updates)] if every else []
+        self._noise = [built_in.GradientNoise(every, updates)] if every else []
         periods = [getattr(self.config, name) for name in _PERIODS]
         self._plan.check([*periods, *(action.every for action in [*self.evaluations, *self.actions])])
 
@@ -268,9 +266,9 @@ class Fit:
     def _all_actions(self, write: Write, profile: Profile) -> list[Action]:
         """Returns the actions in the order in which numbers flow: measure, decide, write, save."""
         operations = self._flops_per_example, overview.peak_flops(self.state, self.config)
-        actions: list[Action] = [Utilization(*operations, self.state.strategy), DataSeen(self.source)]
-        actions += [PipelineUsage(self.state.placement.devices, profile), *self._notes, *self._noise]
-        checks = [CheckReplicas(every)] if (every := self.config.check_replicas_every) else []
+        actions: list[Action] = [built_in.Utilization(*operations, self.state.strategy), built_in.DataSeen(self.source)]
+        actions += [built_in.PipelineUsage(self.state.placement.devices, profile), *self._notes, *self._noise]
+        checks = [built_in.CheckReplicas(every)] if (every := self.config.check_replicas_every) else []
         actions += [*checks, *self.evaluations, *self.actions, *filter(None, [self._loop.histograms])]
         if calls := [*self.evaluations, *self.actions]:
             actions.append(SyncStop(self.state.strategy, calls, self._plan))

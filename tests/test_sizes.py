@@ -14,7 +14,7 @@ MAX_GUIDE_LINES = 285
 MAX_FOLDER_FILES = 16
 
 # Lines of code, without docstrings, comments, imports and blank lines. A commit may lower a number, and raise none.
-MAX_LOOP_FILES, MAX_LOOP_LINES = 137, 17258  # the package without its parts
+MAX_LOOP_FILES, MAX_LOOP_LINES = 136, 17253  # the package without its parts
 MAX_PART_LINES = {
     "audit": 1107,
     "bucket": 566,

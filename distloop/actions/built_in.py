@@ -1,6 +1,6 @@
-"""Built-in actions: data that a run has seen, goodput, use of devices, and a comparison of replicas.
+"""Built-in actions: data that a run has seen, goodput, memory, use of devices, gradient noise, equal replicas.
 
-`Fit` makes them; the memory of a run is in `memory`.
+`Fit` makes them.
 """
 
 import contextlib
@@ -12,19 +12,22 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from distloop.actions import memory
 from distloop.actions.action import Action, Report
 from distloop.data.numbered import NumberedDataset
 from distloop.data.source import Source
 from distloop.distributed import collectives, devices, strategies
+from distloop.model import memory
 from distloop.model.saved_state import ReplicaComparison
 from distloop.monitoring.profiler import Profile, busy_shares
+from distloop.optimizers.gradient_noise import SQUARE, TRACE
 from distloop.workdir import ledger
 from distloop.workdir.records import unix_time
 from distloop.workdir.run_lock import LockLost
 from distloop.workers import environment
 
 _NOTE_SECS = 1.0  # the least time between two notes of the progress
+SCALE = "gradient_noise_scale"
+_DECAY = 0.9  # of the moving averages of gradient noise, from one measurement to the next
 _MACHINE_SECS = 1.0  # the least time between two questions to the machine, which take longer than a small step
 
 
@@ -107,6 +110,33 @@ class Goodput(Action):
             with contextlib.suppress(OSError):  # of a full disk, on which a run may train
                 ledger.note_progress(self._workdir, **progress)
                 self._noted_at = time.monotonic()
+
+
+class MemoryUse(Action):
+    """Writes `memory.json` before the first step; it is called at no boundary.
+
+    What `--memory` estimated in the same workdir, such as the activations, stays in it.
+    """
+
+    every = 0
+    phase = "logging"
+    chief_only = True
+
+    def __init__(self, workdir: str):
+        """Stores the workdir of the run."""
+        self._workdir = workdir
+
+    def __call__(self, report: Report) -> None:
+        """Does nothing."""
+
+    def on_start(self, report: Report) -> None:
+        """Writes what is held."""
+        held, earlier = memory.held_by_device(report.state), ledger.read_memory(self._workdir) or {}
+        for device, parts in held.items():
+            known = earlier.get(device, {})
+            parts |= {part: known[part] for part in ledger.ESTIMATED if part in known}
+        if held != earlier:
+            ledger.write_memory(self._workdir, held)
 
 
 class Utilization(Action):
@@ -206,6 +236,43 @@ class PipelineUsage(Action):
             if device in shares:
                 metrics[f"stage_{stage}/device_busy_share"] = shares[device]
         return metrics
+
+
+class GradientNoise(Action):
+    """Reports the gradient noise scale of each update, from moving averages of its two estimates."""
+
+    phase = "logging"
+    only_writes = True
+    name = "GradientNoise"
+
+    def __init__(self, every: int | str, updates: Sequence[str]):
+        """Stores when it is due, and the names of the updates; "" for a single one."""
+        self.every = every
+        self._prefixes = [f"{name}/" if name else "" for name in updates]
+        self._averages: dict[str, float] = {}  # each with a weight that grows to 1
+
+    def get_state(self) -> dict[str, float]:
+        """Returns the moving averages."""
+        return dict(self._averages)
+
+    def set_state(self, state: dict[str, float]) -> None:
+        """Goes on with moving averages."""
+        self._averages = dict(state)
+
+    def __call__(self, report: Report) -> dict[str, Any]:
+        """Returns the scales; of an update without a measurement since the last row, none."""
+        scales = {}
+        for prefix in self._prefixes:
+            trace, square = (report.metrics.get(f"{prefix}{name}", float("nan")) for name in (TRACE, SQUARE))
+            if trace - trace != 0 or square - square != 0:  # not finite
+                continue
+            for name, value in ((TRACE, trace), (SQUARE, square)):
+                before = self._averages.get(f"{prefix}{name}", 0.0)
+                self._averages[f"{prefix}{name}"] = _DECAY * before + (1 - _DECAY) * value
+            square = self._averages[f"{prefix}{SQUARE}"]
+            if square > 0:
+                scales[f"{prefix}{SCALE}"] = self._averages[f"{prefix}{TRACE}"] / square
+        return scales
 
 
 class CheckReplicas(Action):

@@ -28,11 +28,11 @@ from distloop.data.iterators import fresh_copy
 from distloop.data.source import Data
 from distloop.distributed import collectives, devices
 from distloop.log import log
+from distloop.model.memory import explain_pass
 from distloop.model.saved_state import relative_difference
 from distloop.model.spec import Update
 from distloop.trainer import Trainer
 from distloop.training import step_operations
-from distloop.training.out_of_memory import explain_pass
 from distloop.variables import named_variables
 
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 import tensorflow as tf
 
 import distloop
-from distloop.actions.memory import query_gpus
+from distloop.model.memory import query_gpus
 from distloop.settings import config
 from distloop.urls import without_credentials
 from distloop.workdir.records import show_bytes

@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from distloop.actions import memory
-from distloop.actions.memory import embedding_tables, held_by_device, known_bytes, variable_bytes
 from distloop.audit.tracing import as_replica, compiled, reached
 from distloop.data import shards
 from distloop.data.source import Data, Source
@@ -24,6 +22,8 @@ from distloop.distributed import collectives, strategies
 from distloop.graph_functions import BACKWARD_SCOPE, RECOMPUTED_SCOPE, called_graphs
 from distloop.keras_models.fit_arguments import FitData, read_arguments
 from distloop.log import say
+from distloop.model import memory
+from distloop.model.memory import embedding_tables, held_by_device, known_bytes, variable_bytes
 from distloop.model.spec import Update
 from distloop.model.state import TrainState
 from distloop.optimizers.gradients import Rows, values_of

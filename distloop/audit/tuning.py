@@ -16,7 +16,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from distloop.actions import memory
 from distloop.actions.action import Action, Report, StopTraining
 from distloop.data import shards
 from distloop.data.arrays import as_dataset
@@ -24,6 +23,7 @@ from distloop.data.source import Data, Source
 from distloop.distributed import collectives, strategies
 from distloop.distributed.devices import HOST
 from distloop.log import speaker
+from distloop.model import memory
 from distloop.model.saved_state import SavedState
 from distloop.model.state import TrainState
 from distloop.monitoring.tensorboard import SummaryWriter

@@ -26,11 +26,11 @@ from distloop.evaluation.prediction import Predictor
 from distloop.graph_functions import NO_LIMIT_SECS, TimeLimit, compiled, graph_function, has_clock, with_called
 from distloop.model import broadcasts, metrics
 from distloop.model.keras_metrics import Join, KerasMetrics, check_arguments
+from distloop.model.memory import explain_pass
 from distloop.model.spec import LossFn
 from distloop.model.state import TrainState
 from distloop.settings.config import Config
 from distloop.training.differentiation import tally_outputs
-from distloop.training.out_of_memory import explain_pass
 from distloop.training.step_operations import unsaved_draws_refused
 from distloop.training.virtual_replicas import join_rows, run_forward
 from distloop.workers.preemption import StopRequests

@@ -21,10 +21,10 @@ from distloop.distributed import collectives, gathering
 from distloop.distributed.devices import HOST
 from distloop.errors import raise_as_user_error, require
 from distloop.graph_functions import TimeLimit, compiled
+from distloop.model.memory import explain_pass
 from distloop.model.state import TrainState
 from distloop.model.user_functions import as_tensor
 from distloop.settings.precision import HALF_DTYPES
-from distloop.training.out_of_memory import explain_pass
 from distloop.training.virtual_replicas import join_rows, run_forward
 from distloop.workers.preemption import StopRequests
 

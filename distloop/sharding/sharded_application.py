@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from distloop.actions.memory import held_by_device
 from distloop.distributed import collectives, strategies, tensorflow_internals
 from distloop.graph_functions import graph_function
 from distloop.model import variable_writes
+from distloop.model.memory import held_by_device
 from distloop.model.spec import Update
 from distloop.model.state import TrainState
 from distloop.optimizers import gradients

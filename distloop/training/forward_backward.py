@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import tensorflow as tf
 
-from distloop.actions import gradient_noise
 from distloop.data.shards import Batch, BatchLayout, batch_size, take_shard
 from distloop.distributed import gathering, strategies, tensorflow_internals
 from distloop.errors import explaining_merge_call
@@ -27,6 +26,7 @@ from distloop.model.placement import Sums
 from distloop.model.spec import Update
 from distloop.model.state import TrainState
 from distloop.model.variable_writes import WrittenValues
+from distloop.optimizers import gradient_noise
 from distloop.optimizers.gradients import Segment
 from distloop.training.differentiation import Differentiation, Trace, divisor_of
 from distloop.training.virtual_replicas import Compute, Part, Turns

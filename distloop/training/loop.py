@@ -21,12 +21,12 @@ from distloop.distributed import collectives, strategies
 from distloop.errors import as_user_error, raise_as_user_error
 from distloop.graph_functions import NO_LIMIT_SECS, has_clock
 from distloop.log import say
+from distloop.model import memory
 from distloop.model.saved_state import ReplicaComparison
 from distloop.model.state import TrainState
 from distloop.monitoring.profiler import Profile
 from distloop.monitoring.timing import Clock
 from distloop.settings.durations import Plan
-from distloop.training import out_of_memory
 from distloop.training.compiled_loop import CompiledLoop
 from distloop.training.diagnosis import explain, explain_compile_error
 from distloop.training.step import TrainStep, loss_weight
@@ -252,7 +252,7 @@ class TrainLoop:
             if not isinstance(error, tf.errors.OpError):
                 raise
             if isinstance(error, tf.errors.ResourceExhaustedError):
-                raise out_of_memory.explain_step(error, self._state, step + 1, self._step.microbatches) from error
+                raise memory.explain_step(error, self._state, step + 1, self._step.microbatches) from error
             if (explained := as_user_error(error) or explain_compile_error(self._step, error)) is not None:
                 raise explained from error
             raise_as_user_error(error)

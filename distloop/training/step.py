@@ -24,13 +24,13 @@ from typing import Any, NamedTuple, Protocol
 
 import tensorflow as tf
 
-from distloop.actions import gradient_noise
 from distloop.data import shards
 from distloop.data.shards import Batch, BatchLayout
 from distloop.distributed import collectives, gathering, strategies
 from distloop.distributed.devices import HOST
 from distloop.model import metrics, variable_writes
 from distloop.model.state import TrainState
+from distloop.optimizers import gradient_noise
 from distloop.optimizers.gradients import Clipping, Packing, Segment, norm_and_scale
 from distloop.optimizers.loss_scale import MAX_OVERFLOWS_AT_FLOOR, LossScaleOptimizer
 from distloop.training.application import make_application

@@ -6,9 +6,9 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.actions import memory
 from distloop.audit.memory_estimate import Peak, peak_of
 from distloop.distributed import strategies
+from distloop.model import memory
 from distloop.workdir import ledger, run_files
 from tests.problems import assert_equal, classification, classifier, everything, on
 

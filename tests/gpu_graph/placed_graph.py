@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from distloop.actions.memory import known_bytes
 from distloop.audit.gpu_kernels import SHAPES, find_kernel, is_compiled, is_on_gpu
 from distloop.audit.tracing import reached
 from distloop.errors import innermost_line
 from distloop.graph_functions import called_graphs
+from distloop.model.memory import known_bytes
 
 HOST, FIRST_GPU = "host", "GPU:0"
 DEVICE = "_distloop_device"  # the attribute of a variable's handle that names the device which was asked for

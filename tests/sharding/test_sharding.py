@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.actions.memory import held_by_device
+from distloop.model.memory import held_by_device
 from distloop.model.saved_state import SavedState
 from distloop.optimizers import keras_hooks
 from distloop.sharding import variable_parts

@@ -6,8 +6,8 @@ import pytest
 import tensorflow as tf
 
 import distloop
+from distloop.model import memory
 from distloop.model.state import TrainState
-from distloop.training import out_of_memory
 from tests.problems import classification, classifier, mostly_wide, on
 
 OOM = (
@@ -24,7 +24,7 @@ def test_the_sentence_says_what_was_in_memory_and_what_to_try(monkeypatch):
     used = {"current": 70_120_000_000, "peak": 78_900_000_000}
     monkeypatch.setattr(tf.config.experimental, "get_memory_info", lambda device: {"GPU:1": used}[device])
     state = TrainState(classifier(), tf.distribute.get_strategy())
-    text = str(out_of_memory.explain_step(exhausted(), state, 12, microbatches=2))
+    text = str(memory.explain_step(exhausted(), state, 12, microbatches=2))
     assert text.startswith(
         "GPU:1 ran out of memory in step 12 or soon after (70.1 GB in use, 78.9 at most), for a tensor of shape "
         "[4096,1024] and type float; weights take "

@@ -8,9 +8,10 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.actions import memory
 from distloop.actions.action import Report
-from distloop.actions.memory import MemoryUse, held_by_device
+from distloop.actions.built_in import MemoryUse
+from distloop.model import memory
+from distloop.model.memory import held_by_device
 from distloop.model.state import TrainState
 from distloop.workdir import ledger
 from tests import forked
@@ -51,7 +52,7 @@ def test_variables_count_where_they_are_placed():
 def test_the_peak_includes_memory_that_was_freed(tmp_path):
     program = """
 import numpy as np
-from distloop.actions import memory
+from distloop.model import memory
 from tests import forked
 print(memory.peaks()["host_memory_gb"])
 taken = np.ones(2_000_000_000, np.uint8)

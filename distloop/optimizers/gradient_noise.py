@@ -9,20 +9,16 @@ gradient g, the batch W = sum(w) and G. With N = sum(w * |g|^2), both without bi
     trace  = (N - W * |G|^2) / (R - 1)       # of the covariance of the gradient of a weight of 1, such as an example
     square = |G|^2 - trace / W               # the squared norm of the true gradient
 
-The simple noise scale is trace / square, each smoothed before the division.
+The simple noise scale is trace / square, each smoothed before the division: `actions.built_in.GradientNoise`.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
-from distloop.actions.action import Action, Report
 from distloop.optimizers.gradients import Rows, Segment
 
 NAMES = TRACE, SQUARE = "gradient_trace", "gradient_square"  # of the tallies
-SCALE = "gradient_noise_scale"
-_DECAY = 0.9  # of the moving averages, from one measurement to the next
 
 
 def of_part(segments: Sequence[Segment], weight: tf.Tensor) -> tf.Tensor:
@@ -62,40 +58,3 @@ def _values_once(segment: Segment) -> tf.Tensor:
         return segment
     _, indices = tf.unique(segment.numbers)
     return tf.math.unsorted_segment_sum(segment.values, indices, tf.size(segment.numbers))
-
-
-class GradientNoise(Action):
-    """Reports the gradient noise scale of each update, from moving averages of its two estimates."""
-
-    phase = "logging"
-    only_writes = True
-    name = "GradientNoise"
-
-    def __init__(self, every: int | str, updates: Sequence[str]):
-        """Stores when it is due, and the names of the updates; "" for a single one."""
-        self.every = every
-        self._prefixes = [f"{name}/" if name else "" for name in updates]
-        self._averages: dict[str, float] = {}  # each with a weight that grows to 1
-
-    def get_state(self) -> dict[str, float]:
-        """Returns the moving averages."""
-        return dict(self._averages)
-
-    def set_state(self, state: dict[str, float]) -> None:
-        """Goes on with moving averages."""
-        self._averages = dict(state)
-
-    def __call__(self, report: Report) -> dict[str, Any]:
-        """Returns the scales; of an update without a measurement since the last row, none."""
-        scales = {}
-        for prefix in self._prefixes:
-            trace, square = (report.metrics.get(f"{prefix}{name}", float("nan")) for name in (TRACE, SQUARE))
-            if trace - trace != 0 or square - square != 0:  # not finite
-                continue
-            for name, value in ((TRACE, trace), (SQUARE, square)):
-                before = self._averages.get(f"{prefix}{name}", 0.0)
-                self._averages[f"{prefix}{name}"] = _DECAY * before + (1 - _DECAY) * value
-            square = self._averages[f"{prefix}{SQUARE}"]
-            if square > 0:
-                scales[f"{prefix}{SCALE}"] = self._averages[f"{prefix}{TRACE}"] / square
-        return scales

@@ -8,9 +8,10 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.actions import gradient_noise
 from distloop.actions.action import Report
-from distloop.actions.gradient_noise import SCALE, SQUARE, TRACE, GradientNoise
+from distloop.actions.built_in import SCALE, GradientNoise
+from distloop.optimizers import gradient_noise
+from distloop.optimizers.gradient_noise import SQUARE, TRACE
 from tests.problems import classification, classifier, mostly_wide, on, refused
 
 ROWS = 24

@@ -1,7 +1,9 @@
-"""Memory: the bytes that variables hold and the process took, and the action that notes them.
+"""Memory: the bytes that variables hold and the process took, and the error of a device that has no more.
 
     held_by_device(state)      # {"CPU:0": {"weights": 41_000_000, "optimizer slots": 82_000_000}, ...}
     peaks()                    # {"host_memory_gb": 1.2}
+    except tf.errors.ResourceExhaustedError as error:
+        raise explain_step(error, state, 12, microbatches=1) from error
 
 What a step needs besides variables is estimated by the part `audit`.
 """
@@ -9,6 +11,7 @@ What a step needs besides variables is estimated by the part `audit`.
 import contextlib
 import os
 import pathlib
+import re
 import resource
 import subprocess
 import sys
@@ -17,12 +20,15 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from distloop.actions.action import Action, Report
 from distloop.distributed import devices
+from distloop.model.state import TrainState
+from distloop.settings.precision import BFLOAT16, HALF_DTYPES
 from distloop.variables import layers_by_path, tensorflow_variable
 from distloop.workdir import ledger
 
 _MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024  # the unit of ru_maxrss
+_TENSOR = re.compile(r"allocating tensor with shape\s*\[([\d,]*)\] and type (\w+)")
+_DEVICE = re.compile(r"device:((?:GPU|TPU|CPU):\d+)")
 
 
 def held_by_device(state: Any) -> dict[str, dict[str, int]]:
@@ -139,28 +145,46 @@ def available_gb() -> float:
     return max(0, available) / 1e9
 
 
-class MemoryUse(Action):
-    """Writes `memory.json` before the first step; it is called at no boundary.
+def explain_step(
+    error: tf.errors.OpError, state: TrainState, step: int, microbatches: int
+) -> tf.errors.ResourceExhaustedError:
+    """Returns the error of a train step with one sentence: what was in memory, and the settings to try.
 
-    What `--memory` estimated in the same workdir, such as the activations, stays in it.
+    `step` is the number of the step that failed, or of the one that its loop began with.
     """
+    advice = f"microbatches={2 * microbatches} or more (it is {microbatches})"
+    advice += f", {_half_precision(state)}a smaller batch, or optimizers with fewer slots"
+    return _explain(error, state, f"in step {step} or soon after", "activations and gradients", advice)
 
-    every = 0
-    phase = "logging"
-    chief_only = True
 
-    def __init__(self, workdir: str):
-        """Stores the workdir of the run."""
-        self._workdir = workdir
+def explain_pass(
+    error: tf.errors.OpError, state: TrainState, doing: str, batch_size: int | None = None
+) -> tf.errors.ResourceExhaustedError:
+    """Returns the error of a pass that changes no weight with one sentence: what was in memory, and what to try.
 
-    def __call__(self, report: Report) -> None:
-        """Does nothing."""
+    `doing` says what was done, as in "evaluating". The batch size of the data may be unknown.
+    """
+    advice = f"smaller batches, which change no result, or {_half_precision(state)}more devices"
+    batches = f" batches of {batch_size} rows" if batch_size else ""
+    return _explain(error, state, f"while {doing}{batches}", "activations and outputs", advice)
 
-    def on_start(self, report: Report) -> None:
-        """Writes what is held."""
-        held, earlier = held_by_device(report.state), ledger.read_memory(self._workdir) or {}
-        for device, parts in held.items():
-            known = earlier.get(device, {})
-            parts |= {part: known[part] for part in ledger.ESTIMATED if part in known}
-        if held != earlier:
-            ledger.write_memory(self._workdir, held)
+
+def _explain(
+    error: tf.errors.OpError, state: TrainState, when: str, rest: str, advice: str
+) -> tf.errors.ResourceExhaustedError:
+    message = error.message or ""
+    device = match[1] if (match := _DEVICE.search(message)) else "the device"
+    tensor = f", for a tensor of shape [{match[1]}] and type {match[2]}" if (match := _TENSOR.search(message)) else ""
+    most = max(held_by_device(state).values(), key=lambda parts: sum(parts.values()), default={})
+    held = ", ".join(f"{name} take {size / 1e9:.2g} GB" for name, size in most.items())
+    sentence = (
+        f"{device} ran out of memory {when}{describe_use(device)}{tensor}; {held}, {rest} the rest: try "
+        f"{advice}."
+    )
+    return tf.errors.ResourceExhaustedError(None, None, sentence)
+
+
+def _half_precision(state: TrainState) -> str:
+    """Returns the advice to compute in half precision; empty if a layer does."""
+    layers = (layer for layers in state.layers_of_update.values() for layer in layers)
+    return "" if any(layer.compute_dtype in HALF_DTYPES for layer in layers) else f"precision={BFLOAT16.name}, "
