@@ -12,7 +12,7 @@ from distloop.audit import tryouts
 from distloop.audit.tuning import BatchTrial
 from distloop.keras_models.fit_arguments import read_arguments
 from distloop.model.saved_state import SavedState
-from tests import compiled_models
+from tests.keras_models import compiled_models
 from tests.problems import classification, classifier, on
 
 X, Y = (classification(16)[name] for name in ("x", "label"))

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from distloop.data.examples import as_example, describe, pad_row, pad_rows
-from tests.python_batches import Tensor
+from tests.data.python_batches import Tensor
 
 
 class Pair(NamedTuple):

@@ -9,8 +9,8 @@ import tensorflow as tf
 import distloop
 from distloop.data import feeds
 from distloop.data.source import Source
+from tests.data.python_batches import ONE, Numbers, Tensor, batch, failure, taken, three
 from tests.problems import batch_taker, classifier, mirrored, on, refused
-from tests.python_batches import ONE, Numbers, Tensor, batch, failure, taken, three
 
 
 class Broken(Numbers):

@@ -9,8 +9,8 @@ import tensorflow as tf
 
 from distloop.data.make_dataset import make_dataset, trace
 from distloop.data.numbered import NumberedDataset
+from tests.data.python_batches import Rows, Tensor
 from tests.problems import refused
-from tests.python_batches import Rows, Tensor
 
 SPEC = {"x": tf.TensorSpec([2], tf.float32)}
 

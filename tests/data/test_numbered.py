@@ -13,9 +13,9 @@ from distloop.data.iterators import fresh_copy
 from distloop.data.numbered import NumberedDataset, Share, convert_numbered
 from distloop.data.shards import shard_bounds
 from distloop.data.source import Source
-from tests import record_shards
+from tests.data.python_batches import Rows
 from tests.problems import mirrored
-from tests.python_batches import Rows
+from tests.records import record_shards
 
 
 def rows_of_two():

@@ -9,7 +9,7 @@ import tensorflow as tf
 from distloop.data import rows as rows_module
 from distloop.data.rows import ArrayRows, SourceRows
 from distloop.errors import as_user_error
-from tests.python_batches import Rows
+from tests.data.python_batches import Rows
 
 
 def read(reader, rows, seeds=None, part=lambda batch: batch):

@@ -15,7 +15,7 @@ import tensorflow as tf
 from tensorflow.python.ops import custom_gradient
 
 import distloop
-from tests.compiled_models import X, Y
+from tests.keras_models.compiled_models import X, Y
 from tests.problems import mostly_wide, on
 
 

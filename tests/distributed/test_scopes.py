@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from tests.compiled_models import X, Y, compiled, net
+from tests.keras_models.compiled_models import X, Y, compiled, net
 from tests.problems import mostly_wide, on
 
 DATA = {"x": X, "y": Y}

@@ -12,7 +12,15 @@ import tensorflow as tf
 
 from distloop.exports.export import call_on_ones, output_difference, prepare_path
 from distloop.model.saved_state import relative_difference
-from tests.export_trainers import ROWS, assert_weights, dataset, dead_process, export_keras_file, make_trainer, serve
+from tests.exports.export_trainers import (
+    ROWS,
+    assert_weights,
+    dataset,
+    dead_process,
+    export_keras_file,
+    make_trainer,
+    serve,
+)
 from tests.problems import full_disk, mostly_wide, refused
 
 FORMATS = ["model", "model.keras", "model.tflite", "model.npz", "model.safetensors"]

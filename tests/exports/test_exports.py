@@ -10,7 +10,7 @@ import tensorflow as tf
 import distloop
 from distloop.actions.action import Report, run
 from distloop.exports.export_action import Export
-from tests.export_trainers import dataset, make_trainer, serve
+from tests.exports.export_trainers import dataset, make_trainer, serve
 
 STATE = types.SimpleNamespace(strategy=tf.distribute.get_strategy(), spec=types.SimpleNamespace(predict_fn=len))
 

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from tests.export_trainers import (
+from tests.exports.export_trainers import (
     ROWS,
     assert_weights,
     averages,

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from tests.export_trainers import ROWS, dataset, make_trainer, serve, signatures_of
+from tests.exports.export_trainers import ROWS, dataset, make_trainer, serve, signatures_of
 from tests.problems import assert_equal, everything, mostly_wide, on
 
 pytestmark = pytest.mark.slow

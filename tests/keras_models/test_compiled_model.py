@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import distloop
-from tests.compiled_models import (
+from tests.keras_models.compiled_models import (
     X,
     Y,
     assert_same_weights,

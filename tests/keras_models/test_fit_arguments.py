@@ -9,9 +9,19 @@ import distloop
 from distloop.data.source import Source
 from distloop.keras_models.fit_arguments import read_arguments
 from distloop.training.run_length import batches_per_epoch
-from tests.compiled_models import LABEL, ONE_HOT, SAMPLE_WEIGHT, X, assert_same_weights, batches, compiled, copy_of, net
+from tests.data.python_batches import ONE, endless, taken, three
+from tests.keras_models.compiled_models import (
+    LABEL,
+    ONE_HOT,
+    SAMPLE_WEIGHT,
+    X,
+    assert_same_weights,
+    batches,
+    compiled,
+    copy_of,
+    net,
+)
 from tests.problems import classification, classifier, on, refused
-from tests.python_batches import ONE, endless, taken, three
 
 ARRAYS = (X, LABEL)
 CLASS_WEIGHT = {0: 0.25, 2: 4.0}

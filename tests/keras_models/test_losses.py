@@ -8,7 +8,7 @@ import tensorflow as tf
 import distloop
 from distloop.keras_models.losses import loss_values, resolve_loss, weigh
 from distloop.model.metrics import weigh as tally
-from tests.compiled_models import LABEL, assert_same_weights, batches, compiled, copy_of, net
+from tests.keras_models.compiled_models import LABEL, assert_same_weights, batches, compiled, copy_of, net
 from tests.problems import on
 
 RNG = np.random.default_rng(2)

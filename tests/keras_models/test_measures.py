@@ -7,7 +7,7 @@ import tensorflow as tf
 
 import distloop
 from distloop.keras_models.measures import make_measures
-from tests.compiled_models import LABEL, ONE_HOT, SAMPLE_WEIGHT, X, Y, compiled, measured, net, values_of
+from tests.keras_models.compiled_models import LABEL, ONE_HOT, SAMPLE_WEIGHT, X, Y, compiled, measured, net, values_of
 from tests.problems import mirrored, mostly_wide, on
 
 M = keras.metrics

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from tests.compiled_models import X, Y, assert_trains_on_as_keras_does, batches, compiled, net
+from tests.keras_models.compiled_models import X, Y, assert_trains_on_as_keras_does, batches, compiled, net
 from tests.problems import on
 
 pytestmark = pytest.mark.slow

@@ -7,7 +7,7 @@ import pytest
 import distloop
 from distloop.keras_models.model_copies import copy_model
 from distloop.model.dtype_policy import policy
-from tests.compiled_models import X, Y, batches, compiled
+from tests.keras_models.compiled_models import X, Y, batches, compiled
 from tests.problems import mostly_wide, on
 
 layers = keras.layers

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from tests.compiled_models import (
+from tests.keras_models.compiled_models import (
     BINARY,
     LABEL,
     ONE_HOT,

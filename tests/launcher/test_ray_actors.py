@@ -1,4 +1,4 @@
-"""Workers in Ray's actors, with a stand-in for Ray; on a real one: tests/test_elastic_runs.py."""
+"""Workers in Ray's actors, with a stand-in for Ray; on a real one: tests/launcher/test_elastic_runs.py."""
 
 import json
 import os

@@ -13,7 +13,7 @@ from distloop import testing
 from distloop.model.layers import SEED_STRIDE, keep_losses_apart
 from distloop.model.spec import ModelSpec
 from distloop.model.state import TrainState
-from tests.compiled_models import X, Y, batches
+from tests.keras_models.compiled_models import X, Y, batches
 from tests.problems import classification, mirrored, mostly_wide, on
 
 

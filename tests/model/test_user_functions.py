@@ -18,7 +18,7 @@ from distloop.model.user_functions import (
     refusing_new_variables,
     report_unread,
 )
-from tests.compiled_models import X, Y, compiled
+from tests.keras_models.compiled_models import X, Y, compiled
 from tests.problems import classification, mirrored, on, refused
 
 

@@ -21,7 +21,7 @@ from distloop.monitoring import tensorboard
 from distloop.monitoring.tensorboard import SummaryWriter
 from distloop.workdir.records import GROUPS
 from tests import problems
-from tests.event_files import read_scalars, steps_in_tensorboard, train_with_media
+from tests.monitoring.event_files import read_scalars, steps_in_tensorboard, train_with_media
 
 
 def fit(workdir, steps, actions=(), **settings):

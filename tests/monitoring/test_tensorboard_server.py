@@ -19,7 +19,7 @@ from PIL import Image
 
 import distloop
 from tests import forked
-from tests.event_files import train_with_media
+from tests.monitoring.event_files import train_with_media
 from tests.problems import mostly_wide
 
 

@@ -14,7 +14,7 @@ import tensorflow as tf
 import distloop
 from distloop.records import record_files, record_index
 from distloop.records.record_index import Files, expand, index_path
-from tests.record_shards import contents, corrupt, position_of, write
+from tests.records.record_shards import contents, corrupt, position_of, write
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import distloop
 from distloop import atomic_files
 from distloop.records import record_index
 from distloop.records.record_index import Files, index_path, open_index, scan_shard
-from tests.record_shards import contents, corrupt, position_of, write
+from tests.records.record_shards import contents, corrupt, position_of, write
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from tests.event_files import steps_in_tensorboard
+from tests.monitoring.event_files import steps_in_tensorboard
 from tests.problems import local_values, on
 
 pytestmark = [pytest.mark.slow, pytest.mark.wide]

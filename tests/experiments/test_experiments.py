@@ -16,7 +16,7 @@ from tests.problems import FILES_OF_A_RUN, files_of, json_lines, mostly_wide
 
 pytestmark = pytest.mark.slow
 
-FOLDER = pathlib.Path(__file__).parent.parent / "experiments"
+FOLDER = pathlib.Path(__file__).parents[2] / "experiments"
 OF_TEXT = ["--width=16", "--context=32", "--limit_eval_batches=2"]
 # Name -> what it prints at its end, and flags that make it small.
 EXPERIMENTS = {
@@ -183,7 +183,7 @@ if __name__ == "__main__":
 def test_the_promised_program_runs_as_written(tmp_path, monkeypatch):
     export = tmp_path / "export"
     (tmp_path / "promised.py").write_text(PROGRAM.replace("EXPORT", repr(str(export))))
-    monkeypatch.setenv("PYTHONPATH", os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    monkeypatch.setenv("PYTHONPATH", str(FOLDER.parent))
     flags = [f"--workdir={tmp_path / 'run'}", "--strategy=mirrored", "--num_devices=2", "--steps=150"]
     out = run(tmp_path / "promised.py", *flags)
     assert float(out.split("'accuracy': ")[1].split("}")[0].split(",")[0]) >= 0.95

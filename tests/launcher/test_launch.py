@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import pathlib
 import subprocess
 import sys
 import textwrap
@@ -94,8 +95,7 @@ def test_modules_run_like_scripts_each_on_its_own_cores(tmp_path):
     program = "import os, sys\nprint(__name__, __package__, sys.argv[1:], len(os.sched_getaffinity(0)))"
     (tmp_path / "package" / "module.py").write_text(program)
     command = [sys.executable, "-m", "distloop.launch", "--workers=2", "-m", "package.module", "--workers=3"]
-    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    environ = {**os.environ, "PYTHONPATH": root}
+    environ = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parents[2])}
     result = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stderr) == (0, "")
     count = environment.count_cores() // 2 or environment.count_cores()

@@ -14,7 +14,7 @@ from distloop.settings import config
 from distloop.workers.heartbeat import EXIT_CODE as OTHER_FAILED
 from distloop.workers.preemption import EXIT_CODE
 
-HERE = pathlib.Path(__file__).resolve().parent.parent / "experiments" / "cluster"
+HERE = pathlib.Path(__file__).resolve().parents[2] / "experiments" / "cluster"
 SBATCH, ELASTIC_SBATCH = HERE / "slurm.sbatch", HERE / "slurm_elastic.sbatch"
 
 # From the manual pages sbatch(1) and srun(1) of Slurm 22.05.
