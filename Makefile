@@ -37,9 +37,10 @@ test: $(READY)
 wide: $(READY)
 	$(BIN)/python -m tests.wide $(FLAGS) -- $(SIDE_BY_SIDE) --durations=25
 
-# What to run before a commit: lint, types and the fast tests, which wait for no other process: one process for each core.
+# What to run before a commit: lint, types, and the tests that the change reaches, by the imports; the change of a branch:
+# make check SINCE=main. One process for each core.
 check: lint
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) --numprocesses=2 -m "not slow" $(FLAGS)
+	$(BIN)/python -m tests.reach $(if $(SINCE),--since=$(SINCE)) -- $(SIDE_BY_SIDE) --numprocesses=2 $(FLAGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

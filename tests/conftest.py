@@ -4,6 +4,7 @@ TensorFlow's collectives would clash between strategies over the same devices; t
 """
 
 import gc
+import itertools
 import os
 import threading
 
@@ -19,6 +20,7 @@ is_ending = threading.Event()
 
 def pytest_addoption(parser):
     parser.addoption("--wide", action="store_true", help="run the tests marked wide too, as `make wide` does")
+    parser.addoption("--slow_in", help="files whose slow tests run, joined by `:`, as `make check` chooses them")
     parser.addoption("--gpu", action="store_true", help="run what asks for virtual CPUs on four parts of the first GPU")
     parser.addoption("--collectives", action="store_true", help="let virtual CPUs add as GPUs do")
 
@@ -101,6 +103,11 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if marker := item.get_closest_marker("not_by_collectives"):
                 item.add_marker(pytest.mark.skip(reason=marker.args[0]))
+    if config.getoption("slow_in") is not None:
+        chosen = config.getoption("slow_in").split(":")
+        is_left_out = [bool(item.get_closest_marker("slow")) and str(item.path) not in chosen for item in items]
+        config.hook.pytest_deselected(items=list(itertools.compress(items, is_left_out)))
+        items[:] = [item for item, is_out in zip(items, is_left_out, strict=True) if not is_out]
     if not config.getoption("wide"):
         wide = [item for item in items if item.get_closest_marker("wide")]
         config.hook.pytest_deselected(items=wide)

@@ -2,10 +2,8 @@
 
 import ast
 import collections
-import functools
 import graphlib
 import os
-import pathlib
 import re
 import subprocess
 import sys
@@ -13,9 +11,8 @@ import sys
 import pytest
 
 import distloop
+from tests.imports import MODULES, PACKAGE, ROOT, imports_of, modules_imported, names_of, tree_of
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-PACKAGE = ROOT / "distloop"
 EXPERIMENTS = sorted((ROOT / "experiments").rglob("*.py"))
 
 # Imports point down this list, which is the map in WORKSPACE.md; within a folder they run in no circle.
@@ -53,12 +50,6 @@ ORDER = [
 RANKS = {name: rank for rank, names in enumerate(reversed(ORDER)) for name in names}
 
 
-def module_of(path):
-    parts = path.relative_to(PACKAGE).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
-
-
-MODULES = {module_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 WITHOUT_TENSORFLOW = {
     "__init__",
     "launch",
@@ -75,39 +66,6 @@ WITHOUT_TENSORFLOW |= {"urls", *(f"bucket.{name}" for name in "remote_directory 
 JUNK_DRAWERS = {"utils", "util", "common", "base", "core", "helpers", "helper", "manager", "handler", "wrapper", "misc"}
 
 each_module = pytest.mark.parametrize("module", MODULES)
-
-
-@functools.cache
-def tree_of(path):
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
-@functools.cache
-def imports_of(path):
-    """Lists the dotted names that a file imports, `from a import b` as a.b, wherever in the file it does so."""
-    found = []
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            found += [f"{'.' * node.level}{node.module or ''}.{alias.name}" for alias in node.names]
-    return found
-
-
-@functools.cache
-def names_of(path):
-    """Lists every name and attribute that a file's code uses; docstrings and comments do not count."""
-    nodes = list(ast.walk(tree_of(path)))
-    return {n.id for n in nodes if isinstance(n, ast.Name)} | {n.attr for n in nodes if isinstance(n, ast.Attribute)}
-
-
-def modules_imported(module):
-    """Lists the modules of the package that a module imports, as `MODULES` names them."""
-    for name in imports_of(MODULES[module]):
-        assert not name.startswith("."), f"{module} imports {name}: write distloop.<module>"
-        package, _, rest = name.partition(".")
-        if package == "distloop" and rest:
-            yield next(m for m in (rest, rest.rpartition(".")[0]) if m in MODULES)
 
 
 @pytest.mark.slow
