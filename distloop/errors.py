@@ -216,7 +216,7 @@ def user_line(frames: Iterable[Any] | None) -> str | None:
 
 
 def innermost_line(frames: Iterable[Any] | None) -> str | None:
-    """Returns the innermost line outside TensorFlow, Keras, NumPy and absl, distloop's as `distloop/fit.py:12`."""
+    """Returns the innermost line outside TensorFlow, Keras, NumPy and absl, distloop's as `distloop/trainer.py:12`."""
     for frame in reversed(list(frames or [])):
         path = os.path.abspath(frame.filename)
         if not path.startswith(_LIBRARIES[1:]) and not frame.filename.startswith("<"):

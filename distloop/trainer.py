@@ -13,7 +13,6 @@ from typing_extensions import Unpack
 
 from distloop.actions.action import Action, check_actions
 from distloop.actions.evaluate import Evaluation
-from distloop.assembly import make_state, make_train_loop, make_training_source
 from distloop.checkpoints import sidecar
 from distloop.checkpoints.resume import RunCheckpoints
 from distloop.data.arrays import with_labels
@@ -23,21 +22,21 @@ from distloop.errors import with_short_tracebacks
 from distloop.evaluation.evaluation import EvalLoop, make_evaluations
 from distloop.evaluation.prediction import Predictor
 from distloop.evaluation.prediction_files import write_outputs
-from distloop.fit import Fit
 from distloop.installed import import_part
 from distloop.keras_models.compiled_model import weights_returned
-from distloop.keras_models.fit_arguments import KerasArguments, read_arguments
-from distloop.keras_models.other_calls import explain_call
+from distloop.keras_models.fit_arguments import KerasArguments, explain_call, read_arguments
 from distloop.log import speaker
 from distloop.model import dtype_policy
 from distloop.model.spec import ModelSpec, check_model_fn
 from distloop.monitoring.curves import History
 from distloop.monitoring.timing import Clock
 from distloop.monitoring.writers import Writer, check_writers
+from distloop.run import run_length
+from distloop.run.assembly import make_state, make_train_loop, make_training_source
+from distloop.run.fit import Fit
+from distloop.run.overview import ForwardPass
 from distloop.settings.config import Config
-from distloop.training import run_length
 from distloop.training.loop import TrainLoop
-from distloop.training.overview import ForwardPass
 from distloop.urls import expand
 from distloop.workdir.directory import with_absolute_paths
 

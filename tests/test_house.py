@@ -22,8 +22,7 @@ ORDER = [
     # parts, which can be taken away: tests/test_without_parts.py
     "audit bucket mixtures records recompute replay pipeline sharding tables trackers exports".split(),
     ["trainer"],
-    ["fit"],
-    ["assembly"],
+    ["run"],
     ["checkpoints"],
     ["keras_models"],
     ["evaluation"],

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.training import overview
+from distloop.run import overview
 from tests import forked
 from tests.problems import (
     FILES_OF_A_RUN,

@@ -27,9 +27,9 @@ from distloop.data import iterators
 from distloop.distributed import collectives, devices, strategies, tensorflow_internals
 from distloop.model.saved_state import SavedState
 from distloop.optimizers import gradients
+from distloop.run import overview
 from distloop.sharding import variable_parts
 from distloop.tables import sparse_packing
-from distloop.training import overview
 from distloop.training.compiled_loop import CompiledLoop
 from distloop.workdir import run_lock
 from distloop.workdir.records import OF_THE_MACHINE

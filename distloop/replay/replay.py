@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from distloop.assembly import make_step
 from distloop.checkpoints.checkpoint import DamagedError
 from distloop.checkpoints.resume import RunCheckpoints
 from distloop.checkpoints.warm_start import warm_start
@@ -35,13 +34,14 @@ from distloop.monitoring.profiler import Profile
 from distloop.optimizers import learning_rates
 from distloop.replay.look import Look, Replay
 from distloop.replay.recorded_run import RecordedRun, find_difference, read_run
+from distloop.run import run_length
+from distloop.run.assembly import make_step
+from distloop.run.overview import ForwardPass
 from distloop.settings import durations
 from distloop.settings.config import Config
 from distloop.settings.durations import Units
 from distloop.trainer import Trainer
-from distloop.training import run_length
 from distloop.training.loop import Diverged, Host, TrainLoop
-from distloop.training.overview import ForwardPass
 from distloop.variables import named_variables
 from distloop.workdir import records
 from distloop.workdir.directory import fetch_reports

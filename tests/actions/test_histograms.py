@@ -75,7 +75,7 @@ def test_gradients_are_of_the_last_step_and_updates_since_the_previous_histogram
 
     model_fn = problems.classifier(optimizer=lambda: keras.optimizers.SGD(0.5))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("distloop.assembly.WeightHistograms", Watch)
+        patch.setattr("distloop.run.assembly.WeightHistograms", Watch)
         train(tmp_path, model_fn, replicas, steps=7, actions=[look], histograms_every=3)
     assert [step for step, _ in seen] == [3, 6, 7]
     for step, found in seen:

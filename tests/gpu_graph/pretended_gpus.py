@@ -19,13 +19,13 @@ from keras.src.backend.common import global_state
 from tensorflow.python.eager import context
 from tensorflow.python.ops import resource_variable_ops
 
-from distloop.assembly import make_train_loop, make_training_source
 from distloop.data.source import Data, Source
 from distloop.distributed import devices, strategies
 from distloop.evaluation.evaluation import EvalLoop
 from distloop.evaluation.prediction import Predictor
 from distloop.keras_models.fit_arguments import read_arguments
 from distloop.model.spec import ModelSpec
+from distloop.run.assembly import make_train_loop, make_training_source
 from distloop.settings.config import Config
 from distloop.trainer import Trainer
 from distloop.training.compiled_loop import graph_of

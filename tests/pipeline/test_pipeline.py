@@ -15,7 +15,7 @@ from distloop.data.shards import Batch
 from distloop.distributed import collectives
 from distloop.model.saved_state import SavedState
 from distloop.monitoring.profiler import busy_shares
-from distloop.training import overview
+from distloop.run import overview
 from distloop.variables import tensorflow_variable
 from tests import forked
 from tests.problems import assert_close, assert_equal, classification, mostly_wide, refused

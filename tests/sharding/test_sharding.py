@@ -9,8 +9,8 @@ import distloop
 from distloop.model.memory import held_by_device
 from distloop.model.saved_state import SavedState
 from distloop.optimizers import keras_hooks
+from distloop.run import overview
 from distloop.sharding import variable_parts
-from distloop.training import overview
 from tests.problems import (
     assert_equal,
     classification,

@@ -11,9 +11,9 @@ import tensorflow as tf
 import distloop
 from distloop.model.saved_state import SavedState
 from distloop.optimizers import gradients, slot_placement
+from distloop.run import overview
 from distloop.sharding import sharded_application
 from distloop.tables import sparse_packing
-from distloop.training import overview
 from tests.problems import assert_close, assert_equal, local_values, mostly_wide, on, refused
 
 ROWS = 40  # of a table

@@ -8,10 +8,10 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.assembly import make_training_source
 from distloop.data.shards import Batch, BatchLayout
 from distloop.graph_functions import MOST_TRACES, Traces, compiled
 from distloop.keras_models.fit_arguments import read_arguments
+from distloop.run.assembly import make_training_source
 from distloop.training.compiled_loop import CompiledLoop
 from distloop.training.step import TrainStep
 from tests.problems import classification, classifier, on, refused

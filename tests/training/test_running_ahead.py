@@ -6,8 +6,8 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.assembly import make_training_source
 from distloop.keras_models.fit_arguments import read_arguments
+from distloop.run.assembly import make_training_source
 from distloop.training.compiled_loop import CompiledLoop
 from distloop.training.step import TrainStep
 from tests.problems import assert_equal, classification, classifier, everything, mostly_wide, on

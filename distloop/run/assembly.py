@@ -21,9 +21,9 @@ from distloop.model import dtype_policy, user_functions
 from distloop.model.spec import ModelSpec
 from distloop.model.state import TrainState
 from distloop.optimizers.gradients import Clipping
+from distloop.run import agreement, overview
 from distloop.settings.config import Config
 from distloop.settings.precision import PRECISIONS
-from distloop.training import agreement, overview
 from distloop.training.loop import TrainLoop
 from distloop.training.step import TrainStep
 

@@ -43,11 +43,11 @@ from distloop.monitoring.tensorboard import SummaryWriter
 from distloop.monitoring.timing import Clock
 from distloop.monitoring.writers import RunFile, Writer
 from distloop.optimizers import learning_rates
+from distloop.run import agreement, overview, run_length
+from distloop.run.agreement import require_same_run, require_same_trainable
 from distloop.settings import flags
 from distloop.settings.config import Config
 from distloop.settings.durations import Plan, Units
-from distloop.training import agreement, overview, run_length
-from distloop.training.agreement import require_same_run, require_same_trainable
 from distloop.training.loop import Diverged, Host, TrainLoop
 from distloop.workdir import ledger
 from distloop.workdir.records import unix_time

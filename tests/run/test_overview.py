@@ -12,8 +12,7 @@ import tensorflow as tf
 from tensorboard.plugins.graph.keras_util import keras_model_to_graph_def
 
 import distloop
-from distloop import fit
-from distloop.training import overview
+from distloop.run import fit, overview
 from distloop.workdir import ledger
 from tests import problems
 

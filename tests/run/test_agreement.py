@@ -10,7 +10,7 @@ import pytest
 
 import distloop
 from distloop.distributed import collectives
-from distloop.training.agreement import require_same_run
+from distloop.run.agreement import require_same_run
 from distloop.workers import messages
 from tests import forked
 from tests.problems import classification, classifier, mirrored, mostly_wide, on

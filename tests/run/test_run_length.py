@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import distloop
+from distloop.run import run_length
 from distloop.settings.durations import Period
-from distloop.training import run_length
 from tests.problems import classification, classifier, on
 
 SOURCE = types.SimpleNamespace(
