@@ -16,7 +16,7 @@ from distloop import installed
 # The module of each public name. A name is imported when it is first used, so that what needs no TensorFlow, such as
 # the launcher, starts at once.
 _MODULES = {
-    "Action": "actions.action",
+    "Action": "training.action",
     "ActivationHistograms": "actions.histograms",
     "Audio": "monitoring.media",
     "BatchTest": "audit.tuning",
@@ -38,12 +38,12 @@ _MODULES = {
     "ModelSpec": "model.spec",
     "PRCurve": "monitoring.media",
     "RateTest": "audit.tuning",
-    "Report": "actions.action",
+    "Report": "training.action",
     "Evaluation": "actions.evaluate",
     "SaveBest": "actions.save",
     "when_better": "actions.save",
     "StopEarly": "actions.stop_early",
-    "StopTraining": "actions.action",
+    "StopTraining": "training.action",
     "Summary": "actions.summary",
     "Text": "monitoring.media",
     "Trainer": "trainer",
@@ -86,9 +86,6 @@ installed.require_supported()
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2" if os.path.exists("/proc/driver/nvidia/version") else "3")
 
 if TYPE_CHECKING:  # the same names for type checkers, which do not run the code below
-    from distloop.actions.action import Action as Action
-    from distloop.actions.action import Report as Report
-    from distloop.actions.action import StopTraining as StopTraining
     from distloop.actions.evaluate import Evaluation as Evaluation
     from distloop.actions.histograms import ActivationHistograms as ActivationHistograms
     from distloop.actions.keras_callback import from_callback as from_callback
@@ -138,6 +135,9 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not run the code
     from distloop.trackers.trackers import MLflowWriter as MLflowWriter
     from distloop.trackers.trackers import WandbWriter as WandbWriter
     from distloop.trainer import Trainer as Trainer
+    from distloop.training.action import Action as Action
+    from distloop.training.action import Report as Report
+    from distloop.training.action import StopTraining as StopTraining
     from distloop.training.gradient_step import GradientStep as GradientStep
     from distloop.training.gradient_step import OwnStep as OwnStep
     from distloop.variables import digest as digest

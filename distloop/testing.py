@@ -33,7 +33,6 @@ import numpy as np
 import tensorflow as tf
 
 from distloop import launch
-from distloop.actions.action import Action, Report
 from distloop.data.iterators import fresh_copy
 from distloop.data.source import Data
 from distloop.distributed import collectives, strategies
@@ -41,6 +40,7 @@ from distloop.model.saved_state import SavedState, relative_difference
 from distloop.model.spec import GradientFn, ModelSpec
 from distloop.settings.config import Config
 from distloop.trainer import Trainer
+from distloop.training.action import Action, Report
 from distloop.variables import is_seed, portable_names, tensorflow_variable
 from distloop.workdir.records import ABOUT_THE_RUN, OF_THE_MACHINE
 

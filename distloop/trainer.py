@@ -11,7 +11,6 @@ from typing import Any
 import tensorflow as tf
 from typing_extensions import Unpack
 
-from distloop.actions.action import Action, check_actions
 from distloop.actions.evaluate import Evaluation
 from distloop.checkpoints import sidecar
 from distloop.checkpoints.resume import RunCheckpoints
@@ -36,6 +35,7 @@ from distloop.run.assembly import make_state, make_train_loop, make_training_sou
 from distloop.run.fit import Fit
 from distloop.run.overview import ForwardPass
 from distloop.settings.config import Config
+from distloop.training.action import Action, check_actions
 from distloop.training.loop import TrainLoop
 from distloop.urls import expand
 from distloop.workdir.directory import with_absolute_paths

@@ -1,4 +1,4 @@
 """Actions: functions called between two compiled loops.
 
-Read first: `action`, `evaluate`, `save`.
+Read first: `evaluate`, `save`, `write`.
 """

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from distloop.actions.action import Action, member, name_of
 from distloop.log import log, shown
+from distloop.training.action import Action, member, name_of
 
 _MAX_BITS = 10_000  # Python converts larger integers neither to text nor back
 _RUN = "_distloop_run"  # an attribute of each action with a state: the key of its run

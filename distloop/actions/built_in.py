@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from distloop.actions.action import Action, Report
 from distloop.data.numbered import NumberedDataset
 from distloop.data.source import Source
 from distloop.distributed import collectives, devices, strategies
@@ -20,6 +19,7 @@ from distloop.model import memory
 from distloop.model.saved_state import ReplicaComparison
 from distloop.monitoring.profiler import Profile, busy_shares
 from distloop.optimizers.gradient_noise import SQUARE, TRACE
+from distloop.training.action import Action, Report
 from distloop.workdir import ledger
 from distloop.workdir.records import unix_time
 from distloop.workdir.run_lock import LockLost

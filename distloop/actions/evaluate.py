@@ -10,13 +10,13 @@ from typing import Any
 import keras
 import numpy as np
 
-from distloop.actions.action import Action, Report
 from distloop.data.feeds import Feed
 from distloop.data.source import Data, Source
 from distloop.errors import first_line, require_call
 from distloop.log import shown
 from distloop.settings import durations
 from distloop.settings.durations import Plan
+from distloop.training.action import Action, Report
 from distloop.workdir.records import read_metrics
 from distloop.workdir.run_files import Series
 from distloop.workers.preemption import StopRequests

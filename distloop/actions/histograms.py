@@ -23,12 +23,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from distloop.actions.action import Action, Report
 from distloop.data.opening import open_batches
 from distloop.graph_functions import graph_function
 from distloop.monitoring.media import Histogram, Media
 from distloop.optimizers.gradients import Packing, Rows, Segment, scaled, values_of
 from distloop.optimizers.keras_hooks import ReplacedCalls
+from distloop.training.action import Action, Report
 from distloop.variables import layers_by_path, tensorflow_variable
 
 _MOST_ROWS = 100_000  # of a variable, up to which all count

@@ -14,11 +14,11 @@ from typing import Any
 
 import keras
 
-from distloop.actions.action import Action, Report, StopTraining
 from distloop.actions.action_state import plain
 from distloop.actions.save import choose_mode
 from distloop.log import shown
 from distloop.settings import durations
+from distloop.training.action import Action, Report, StopTraining
 
 # The replacement of each callback that distloop has its own setting for.
 _REPLACEMENTS = {

@@ -4,12 +4,12 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from distloop.actions.action import Action, Report, Saves, member, name_of, phase_of
 from distloop.actions.evaluate import Evaluate
 from distloop.errors import require_bool
 from distloop.log import log, shown
 from distloop.monitoring.timing import SaveTimes
 from distloop.settings.durations import Plan, whole_number
+from distloop.training.action import Action, Report, Saves, member, name_of, phase_of
 from distloop.workdir import records
 from distloop.workdir.records import closest, plain
 from distloop.workdir.run_files import better

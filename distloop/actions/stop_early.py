@@ -6,12 +6,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from distloop.actions.action import Action, Report, Saves, StopPoint, StopTraining
 from distloop.actions.save import SaveBest, choose_mode, refuse_positional
 from distloop.distributed import collectives
 from distloop.errors import require_bool
 from distloop.log import shown
 from distloop.settings.durations import Plan, finite_number, whole_number
+from distloop.training.action import Action, Report, Saves, StopTraining
+from distloop.training.boundary import StopPoint
 
 
 class StopEarly(Action):

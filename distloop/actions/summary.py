@@ -8,12 +8,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from distloop.actions.action import Action, Report
 from distloop.data.arrays import are_arrays
 from distloop.data.opening import open_batches
 from distloop.errors import require_call
 from distloop.graph_functions import graph_function
 from distloop.monitoring.media import Images, Media, Text, are_pictures
+from distloop.training.action import Action, Report
 from distloop.workdir.records import show_number
 
 

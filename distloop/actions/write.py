@@ -19,11 +19,11 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-from distloop.actions.action import Action, Report
 from distloop.atomic_files import make_directory, sync
 from distloop.log import log
 from distloop.monitoring.media import EncodedMedia
 from distloop.monitoring.tensorboard import SummaryWriter
+from distloop.training.action import Action, Report
 from distloop.workdir.records import drop_rows, format_row
 from distloop.workdir.run_lock import LockLost
 from distloop.workers.preemption import Interrupted

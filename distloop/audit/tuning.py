@@ -16,7 +16,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from distloop.actions.action import Action, Report, StopTraining
 from distloop.data import shards
 from distloop.data.arrays import as_dataset
 from distloop.data.source import Data, Source
@@ -31,6 +30,7 @@ from distloop.optimizers import learning_rates
 from distloop.optimizers.gradients import Clipping
 from distloop.settings.config import Config
 from distloop.trainer import Trainer
+from distloop.training.action import Action, Report, StopTraining
 from distloop.training.loop import Diverged, Host, TrainLoop
 from distloop.training.step import TrainStep
 

@@ -14,13 +14,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from distloop.actions.action import Action, member
 from distloop.checkpoints.checkpoint import Saved, is_checkpoint, load
 from distloop.checkpoints.store import Checkpoints, in_workdir, set_aside
 from distloop.distributed import collectives
 from distloop.log import log
 from distloop.model.state import TrainState
 from distloop.monitoring.writers import RunFile
+from distloop.training.action import Action, member
 from distloop.training.loop import Diverged
 
 BEST = "best"  # stands for the best checkpoint where `restore` takes a path

@@ -19,7 +19,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from distloop.actions.action import Action, Report
 from distloop.actions.action_state import RunStates
 from distloop.checkpoints.checkpoint import Saved
 from distloop.checkpoints.loading import (
@@ -37,7 +36,6 @@ from distloop.checkpoints.loading import (
 )
 from distloop.checkpoints.store import Checkpoints, follow, in_workdir
 from distloop.checkpoints.warm_start import warm_start
-from distloop.checkpoints.writing import DiskWatch
 from distloop.data.source import Source
 from distloop.distributed import collectives, devices
 from distloop.errors import first_line
@@ -48,10 +46,11 @@ from distloop.monitoring.timing import SaveTimes
 from distloop.settings import flags
 from distloop.settings.config import Config
 from distloop.settings.durations import Period
+from distloop.training.action import Action, Report
 from distloop.training.loop import Diverged, TrainLoop
 from distloop.urls import expand
 from distloop.variables import WEIGHT_FILES
-from distloop.workdir.directory import Directory, directory_of
+from distloop.workdir.directory import Directory, DiskWatch, directory_of
 from distloop.workdir.records import append_row
 
 _WITHIN_A_STEP = "An error came within a step or an evaluation, of which some variables have values and others not"

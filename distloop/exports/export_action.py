@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from distloop import atomic_files
-from distloop.actions.action import Action, Report
 from distloop.actions.save import BestSoFar, check_keep
 from distloop.distributed import collectives
 from distloop.errors import first_line
 from distloop.exports.export import check_suffix
 from distloop.log import log
+from distloop.training.action import Action, Report
 from distloop.urls import absolute, expand, require_disk
 from distloop.variables import WEIGHT_FILES
 

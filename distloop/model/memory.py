@@ -178,8 +178,7 @@ def _explain(
     most = max(held_by_device(state).values(), key=lambda parts: sum(parts.values()), default={})
     held = ", ".join(f"{name} take {size / 1e9:.2g} GB" for name, size in most.items())
     sentence = (
-        f"{device} ran out of memory {when}{describe_use(device)}{tensor}; {held}, {rest} the rest: try "
-        f"{advice}."
+        f"{device} ran out of memory {when}{describe_use(device)}{tensor}; {held}, {rest} the rest: try {advice}."
     )
     return tf.errors.ResourceExhaustedError(None, None, sentence)
 

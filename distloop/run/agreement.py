@@ -15,12 +15,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from distloop.actions.action import Action
 from distloop.data.source import Source
 from distloop.distributed import collectives
 from distloop.distributed.strategies import Indivisible
 from distloop.model.state import TrainState
 from distloop.settings.config import Config
+from distloop.training.action import Action
 from distloop.variables import named_variables
 from distloop.workdir.records import append_row, last_row
 from distloop.workers import messages

@@ -18,8 +18,6 @@ from dataclasses import replace
 from typing import Any
 
 from distloop.actions import built_in
-from distloop.actions.action import Action, Report, member, metrics_to_restore, started
-from distloop.actions.action import run as run_actions
 from distloop.actions.evaluate import Evaluate, earlier_rows
 from distloop.actions.save import SaveCosts, make_save, require_metrics
 from distloop.actions.stop_early import SyncStop
@@ -48,6 +46,8 @@ from distloop.run.agreement import require_same_run, require_same_trainable
 from distloop.settings import flags
 from distloop.settings.config import Config
 from distloop.settings.durations import Plan, Units
+from distloop.training.action import Action, Report, member, metrics_to_restore
+from distloop.training.boundary import run_actions, started
 from distloop.training.loop import Diverged, Host, TrainLoop
 from distloop.workdir import ledger
 from distloop.workdir.records import unix_time

@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from distloop.actions.action import Action, Report, member, run_between_loops
-from distloop.actions.action import run as run_actions
 from distloop.data.source import Source
 from distloop.distributed import collectives, strategies
 from distloop.errors import as_user_error, raise_as_user_error
@@ -27,6 +25,8 @@ from distloop.model.state import TrainState
 from distloop.monitoring.profiler import Profile
 from distloop.monitoring.timing import Clock
 from distloop.settings.durations import Plan
+from distloop.training.action import Action, Report, member
+from distloop.training.boundary import run_actions, run_between_loops
 from distloop.training.compiled_loop import CompiledLoop
 from distloop.training.diagnosis import explain, explain_compile_error
 from distloop.training.step import TrainStep, loss_weight

@@ -9,7 +9,7 @@ import pytest
 
 import distloop
 from distloop.actions import action_state
-from distloop.actions.action import Action
+from distloop.training.action import Action
 from tests.problems import refused
 
 

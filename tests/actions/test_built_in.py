@@ -12,12 +12,12 @@ import tensorflow as tf
 
 import distloop
 from distloop import report
-from distloop.actions.action import Report
 from distloop.actions.built_in import DataSeen, Goodput, PipelineUsage, Utilization
 from distloop.data.source import Source
 from distloop.distributed import devices
 from distloop.model import memory
 from distloop.model.saved_state import checksum
+from distloop.training.action import Report
 from distloop.workdir import ledger
 from distloop.workers import environment
 from tests.problems import classification, classifier, on, rows_of

@@ -6,8 +6,8 @@ import pytest
 
 import distloop
 from distloop.actions import action_state
-from distloop.actions.action import Report
 from distloop.actions.evaluate import Evaluate
+from distloop.training.action import Report
 from tests.problems import on
 
 

@@ -9,10 +9,10 @@ import tensorflow as tf
 
 import distloop
 from distloop.actions import histograms
-from distloop.actions.action import Report
 from distloop.actions.histograms import WeightHistograms, recorded_outputs
 from distloop.optimizers import gradients
 from distloop.tables.sparse_packing import SparsePacking
+from distloop.training.action import Report
 from tests import problems
 from tests.problems import mostly_wide
 

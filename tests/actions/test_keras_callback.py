@@ -9,8 +9,8 @@ import pytest
 
 import distloop
 from distloop.actions import keras_callback
-from distloop.actions.action import Report
 from distloop.settings.durations import Period, Units
+from distloop.training.action import Report
 from tests.problems import classification, classifier, on, refused
 
 

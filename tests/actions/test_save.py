@@ -5,11 +5,12 @@ import math
 
 import pytest
 
-from distloop.actions.action import Report, Saves, run
 from distloop.actions.action_state import RunStates
 from distloop.actions.save import Save, SaveBest, SaveCosts
 from distloop.actions.stop_early import StopEarly
 from distloop.monitoring.timing import SaveTimes
+from distloop.training.action import Report, Saves
+from distloop.training.boundary import run_actions
 
 
 def noted_saves():
@@ -24,7 +25,8 @@ def save_steps(rows, every=100, **settings):
     best = SaveBest("score", **{"mode": "min", **settings})
     best.set_saves(saves)
     for step, score in rows:
-        run([best, Save(saves, every)], Report(step, 1000, {"loss": 1.0} | ({"score": score} if score else {}), None))
+        numbers = {"loss": 1.0} | ({"score": score} if score else {})
+        run_actions([best, Save(saves, every)], Report(step, 1000, numbers, None))
     return saved
 
 
@@ -55,14 +57,14 @@ def test_the_checkpoint_holds_what_later_actions_did_at_the_boundary():
     count.every = 1
     best = SaveBest("score", mode="min")
     best.set_saves(Saves(lambda report, best_steps: log.append("save")))
-    run([best, count], Report(2, 10, {"score": 0.5}, None))
+    run_actions([best, count], Report(2, 10, {"score": 0.5}, None))
     assert log == ["later action", "save"]
 
 
 def test_without_a_workdir_the_best_steps_are_known_and_a_line_says_that_nothing_is_kept(caplog):
     best = SaveBest("score", mode="min")
     best.set_saves(None)
-    run([best], Report(2, 10, {"score": 0.5}, None))
+    run_actions([best], Report(2, 10, {"score": 0.5}, None))
     assert best.best == [(0.5, 2)]
     assert "SaveBest(score) needs a workdir" in caplog.text and "Nothing is kept" in caplog.text
 
@@ -80,7 +82,7 @@ def test_stop_early_keeps_the_best_beside_those_of_save_best():
     for action in actions:
         action.set_saves(saves)
     for step, score in [(2, 0.5), (4, 0.3), (6, 0.4), (8, 0.6)]:
-        _, reason = run(actions, Report(step, 1000, {"score": score}, None))
+        _, reason = run_actions(actions, Report(step, 1000, {"score": score}, None))
     assert saved == [(2, [2]), (4, [4, 2]), (6, [4, 6])] and "no better than 0.3" in reason
     again = StopEarly("score", mode="min", restore_best=True)
     again.set_state(stop.get_state())
@@ -118,5 +120,5 @@ def test_what_a_save_took_is_reported_in_the_first_row_after_it():
     action = SaveCosts(times)
     for news in ({"save_pause": 0.5}, {"write": 2.0}, {}):
         vars(times).update(news)
-        rows.append(run([action], Report(2, 1000, {}, None))[0])
+        rows.append(run_actions([action], Report(2, 1000, {}, None))[0])
     assert rows == [{}, {"save_pause_secs": 0.5, "save_secs": 2.5}, {}]

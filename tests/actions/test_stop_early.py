@@ -7,12 +7,13 @@ import os
 import pytest
 
 import distloop
-from distloop.actions.action import Report, StopTraining, run
 from distloop.actions.save import SaveBest
 from distloop.actions.stop_early import StopEarly, SyncStop
 from distloop.distributed import collectives
 from distloop.distributed.collectives import Vote
 from distloop.settings.durations import Plan
+from distloop.training.action import Report, StopTraining
+from distloop.training.boundary import run_actions
 from tests import problems
 
 
@@ -134,7 +135,7 @@ def answering(monkeypatch, *votes):
 )
 def test_a_stop_on_one_worker_ends_the_run_on_all(monkeypatch, users, stops, reason, sent):
     found = answering(monkeypatch, *(Vote(has_ended=stop) for stop in stops))
-    assert run([users, SyncStop(None, [users], Plan())], report())[1] == reason
+    assert run_actions([users, SyncStop(None, [users], Plan())], report())[1] == reason
     assert [vote.has_ended for vote in found] == sent
 
 
@@ -145,7 +146,7 @@ def test_workers_call_the_same_actions_in_the_same_order(monkeypatch):
         note = functools.partial(action, called=(called := []))
         users = [note(0, name="first"), action(5, stops_here), note(7, name="second"), note(5, name="third")]
         sent = answering(monkeypatch, Vote(has_ended=True), Vote())
-        run([*users, SyncStop(None, users, Plan()), note(1000, name="save")], Report(10, 100, {}, None))
+        run_actions([*users, SyncStop(None, users, Plan()), note(1000, name="save")], Report(10, 100, {}, None))
         assert len(sent) == 1
         calls.append(called)
     assert calls[0] == calls[1] == ["third", "first", "second", "save"]

@@ -9,9 +9,10 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.actions.action import Report, run
 from distloop.actions.summary import Summary
 from distloop.monitoring.media import Text
+from distloop.training.action import Report
+from distloop.training.boundary import run_actions
 from tests import problems
 
 
@@ -26,7 +27,7 @@ def test_a_result_is_shown_under_the_name_and_refused_if_it_cannot_be():
         assert Summary("shown", lambda state, result=result: result)(report) == shown
     assert Summary("shown", lambda state: state.step)(report) == {"shown": 5.0}
     with pytest.raises(ValueError, match=r"The action 'shown' returned array.* under 'shown', which is no number"):
-        run([Summary("shown", lambda state: np.zeros([3]), every=1)], report)
+        run_actions([Summary("shown", lambda state: np.zeros([3]), every=1)], report)
 
 
 def show(action, loss_fn):

@@ -5,8 +5,8 @@ import math
 import pytest
 
 import distloop
-from distloop.actions.action import Report
 from distloop.actions.save import when_better
+from distloop.training.action import Report
 from tests.problems import classification, classifier, on, refused
 
 VALUES = {1: 0.5, 2: 0.4, 3: math.nan, 4: 0.7, 5: 0.7, 6: 0.9}

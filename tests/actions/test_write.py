@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from distloop.actions.action import Report, run
 from distloop.actions.write import Write
 from distloop.monitoring.media import Histogram, Text
 from distloop.monitoring.tensorboard import SummaryWriter
+from distloop.training.action import Report
+from distloop.training.boundary import run_actions
 
 
 def report(step=10, until=100, **metrics):
@@ -30,7 +31,7 @@ def test_write_hands_the_step_and_all_numbers_to_every_writer_at_every_boundary(
 
     evaluate.every = 10
     writers = [Writer(), Writer()]
-    run([evaluate, Write(writers)], report(step=10, loss=0.5))
+    run_actions([evaluate, Write(writers)], report(step=10, loss=0.5))
     assert [w.rows for w in writers] == [[(10, {"loss": 0.5, "test/loss": 0.25})]] * 2
 
 

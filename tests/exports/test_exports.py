@@ -8,8 +8,9 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.actions.action import Report, run
 from distloop.exports.export_action import Export
+from distloop.training.action import Report
+from distloop.training.boundary import run_actions
 from tests.exports.export_trainers import dataset, make_trainer, serve
 
 STATE = types.SimpleNamespace(strategy=tf.distribute.get_strategy(), spec=types.SimpleNamespace(predict_fn=len))
@@ -27,13 +28,13 @@ def report(step, state=STATE, **metrics):
 
 def run_at(action, *steps):
     for step in steps:
-        run([action], report(step))
+        run_actions([action], report(step))
 
 
 def run_with(action, values):
     """Runs at steps with the values of a metric; None: there is none."""
     for step, value in values.items():
-        run([action], report(step, **({} if value is None else {"test/accuracy": value})))
+        run_actions([action], report(step, **({} if value is None else {"test/accuracy": value})))
 
 
 def names_in(directory):

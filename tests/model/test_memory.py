@@ -8,11 +8,11 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.actions.action import Report
 from distloop.actions.built_in import MemoryUse
 from distloop.model import memory
 from distloop.model.memory import held_by_device
 from distloop.model.state import TrainState
+from distloop.training.action import Report
 from distloop.workdir import ledger
 from tests import forked
 

@@ -8,10 +8,10 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.actions.action import Report
 from distloop.actions.built_in import SCALE, GradientNoise
 from distloop.optimizers import gradient_noise
 from distloop.optimizers.gradient_noise import SQUARE, TRACE
+from distloop.training.action import Report
 from tests.problems import classification, classifier, mostly_wide, on, refused
 
 ROWS = 24

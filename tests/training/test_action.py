@@ -7,23 +7,21 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from distloop.actions.action import (
-    Action,
-    Report,
-    Saves,
-    StopPoint,
-    StopTraining,
-    check_actions,
-    member,
-    phase_of,
-    run,
-    started,
-)
 from distloop.actions.evaluate import Evaluate
 from distloop.actions.save import SaveBest
 from distloop.actions.stop_early import StopEarly
 from distloop.monitoring.media import Text
 from distloop.settings.durations import Plan
+from distloop.training.action import (
+    Action,
+    Report,
+    Saves,
+    StopTraining,
+    check_actions,
+    member,
+    phase_of,
+)
+from distloop.training.boundary import StopPoint, run_actions, started
 from distloop.workers.preemption import Interrupted
 from tests.problems import refused
 
@@ -53,7 +51,7 @@ def action(every, returned=None, seen=None):
 def test_an_action_is_due_at_multiples_of_its_period_or_at_each_boundary(every, due):
     for step, is_called in ((10, due), (100, True)):
         seen = []
-        run([action(every, seen=seen)], report(step))
+        run_actions([action(every, seen=seen)], report(step))
         assert bool(seen) is is_called
 
 
@@ -63,7 +61,7 @@ def test_an_action_is_due_at_multiples_of_its_period_or_at_each_boundary(every, 
 def test_numbers_join_the_report_of_the_next_action():
     seen = []
     returned = ({"a": 1.0}, None, {"b": 2.0})
-    metrics, reason = run([action(1, value, seen) for value in returned], report(loss=0.5))
+    metrics, reason = run_actions([action(1, value, seen) for value in returned], report(loss=0.5))
     assert [dict(r.metrics) for r in seen] == [{"loss": 0.5}, {"loss": 0.5, "a": 1.0}, {"loss": 0.5, "a": 1.0}]
     assert metrics == {"loss": 0.5, "a": 1.0, "b": 2.0} and reason is None
 
@@ -72,7 +70,7 @@ def test_numbers_of_all_kinds_become_floats_and_media_stay():
     text = Text("a")
     returned = {"a": tf.constant(1.5), "b": np.int64(2), "c": True, "d": keras.Variable(3.0), "e": text}
     seen = []
-    metrics, _ = run([action(1, returned), action(1, False), action(1, seen=seen)], report())
+    metrics, _ = run_actions([action(1, returned), action(1, False), action(1, seen=seen)], report())
     assert metrics == {"a": 1.5, "b": 2.0, "c": 1.0, "d": 3.0} and {*map(type, metrics.values())} == {float}
     assert seen[0].media == {"e": text} and seen[0].metrics == metrics
 
@@ -92,7 +90,7 @@ def test_numbers_of_all_kinds_become_floats_and_media_stay():
 )
 def test_an_action_that_returns_what_no_row_can_hold_is_named(returned, sentence):
     with pytest.raises(ValueError, match=f"^The action 'act' {sentence}"):
-        run([action(1, returned)], report())
+        run_actions([action(1, returned)], report())
 
 
 def test_an_action_sees_the_step_the_end_and_the_state_and_cannot_change_the_report_of_another():
@@ -101,7 +99,7 @@ def test_an_action_sees_the_step_the_end_and_the_state_and_cannot_change_the_rep
 
     scribble.every = 1
     seen = []
-    metrics, _ = run([scribble, action(1, seen=seen)], Report(4, 9, {"loss": 0.5}, state="state"))
+    metrics, _ = run_actions([scribble, action(1, seen=seen)], Report(4, 9, {"loss": 0.5}, state="state"))
     assert metrics == seen[0].metrics == {"loss": 0.5}
     assert (seen[0].step, seen[0].until, seen[0].state) == (4, 9, "state")
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -124,7 +122,7 @@ def test_a_stop_calls_what_is_due_at_the_end_alone_before_the_run_is_written():
 
     actions = [note("test", 0, {"test": 1.0}), note("val", 5, {"val": 1.0}), note("stop", None, StopTraining("enough"))]
     actions += [note("often", 5), note("export", 0, StopTraining("no more")), StopPoint(), note("write", None)]
-    metrics, reason = run([*actions, note("save", 1000)], report(step=10))
+    metrics, reason = run_actions([*actions, note("save", 1000)], report(step=10))
     assert (metrics, reason) == ({"val": 1.0, "test": 1.0}, "enough")
     assert log == [
         ("val", False, None, []),
@@ -165,7 +163,7 @@ def test_a_plain_function_has_the_defaults_of_the_protocol_and_own_members_go_be
 
 def test_a_boundary_ends_after_all_actions_and_for_those_that_were_due_alone():
     log = []
-    run([Recorder(log), Recorder(log, every=7), action(1, {"a": 1.0})], report(step=10))
+    run_actions([Recorder(log), Recorder(log, every=7), action(1, {"a": 1.0})], report(step=10))
     assert log == ["call", {"a": 1.0}]
 
 
@@ -210,7 +208,7 @@ class Life(Action):
 
 def live(*actions, **arguments):
     with started(actions, report, **arguments):
-        run(actions, report(), plan=Plan(**arguments))
+        run_actions(actions, report(), plan=Plan(**arguments))
 
 
 def test_an_action_is_started_and_ended_and_a_plain_function_needs_neither():
@@ -253,7 +251,7 @@ def test_the_chief_alone_calls_what_is_for_the_chief_and_that_returns_nothing():
     numbers = action(1, {"mine": 1.0})
     numbers.chief_only = True
     with pytest.raises(ValueError, match=r"is chief_only and returned \['mine'\], which other workers would not have"):
-        run([numbers], report())
+        run_actions([numbers], report())
 
 
 # Metrics that an action requires.
@@ -267,25 +265,25 @@ EVALUATE = Evaluate("test", lambda _: {"loss": 1.0}, every=10)
 def test_an_unknown_metric_is_refused_at_the_first_evaluation(make):
     for wrong, others in (("tst/loss", [EVALUATE]), ("test/los", [EVALUATE, action(10, {})])):
         actions = [*others, make(wrong, mode="min")]
-        run(actions, report(step=5, loss=1.0))
+        run_actions(actions, report(step=5, loss=1.0))
         with pytest.raises(ValueError, match=f"{make.__name__} was given the metric '{wrong}'; .*'loss', 'test/loss'"):
-            run(actions, report(step=10, loss=1.0))
+            run_actions(actions, report(step=10, loss=1.0))
 
 
 @each_watcher
 def test_a_metric_that_may_still_come_is_waited_for_and_missed_in_the_end_without_losing_the_run(make, caplog):
     actions = [EVALUATE, action(10, {}), make("score", mode="min")]
     for step in (10, 20):
-        run(actions, report(step, loss=1.0))
+        run_actions(actions, report(step, loss=1.0))
     assert not caplog.text
-    run(actions, report(step=100, loss=1.0))
+    run_actions(actions, report(step=100, loss=1.0))
     assert f"{make.__name__} was given the metric 'score'; there are ['loss', 'test/loss']: name one" in caplog.text
 
 
 def test_a_run_that_another_action_stops_between_two_measurements_just_ends():
     stop_early = StopEarly("test/loss")
-    run([EVALUATE, stop_early], report(step=10))
-    _, reason = run([EVALUATE, action(5, StopTraining("enough")), stop_early], report(step=15, loss=1.0))
+    run_actions([EVALUATE, stop_early], report(step=10))
+    _, reason = run_actions([EVALUATE, action(5, StopTraining("enough")), stop_early], report(step=15, loss=1.0))
     assert reason == "enough"
 
 

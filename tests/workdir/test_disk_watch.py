@@ -11,8 +11,8 @@ import pytest
 
 import distloop
 from distloop import atomic_files
-from distloop.checkpoints import writing
-from distloop.checkpoints.writing import EXIT_CODE, DiskWatch
+from distloop.workdir import directory
+from distloop.workdir.directory import EXIT_CODE, DiskWatch
 from tests.problems import classification, classifier, on
 
 
@@ -37,7 +37,7 @@ def ended(monkeypatch):
 def test_a_save_that_hangs_ends_the_process_with_a_reason_that_others_are_told(tmp_path):
     program = f"""
         import time
-        from distloop.checkpoints.writing import DiskWatch
+        from distloop.workdir.directory import DiskWatch
         watch = DiskWatch({str(tmp_path)!r}, 0.2, lambda reason: print("told", reason, flush=True))
         with watch.over("saving the checkpoint of step 5"):
             time.sleep(60)
@@ -64,7 +64,7 @@ def test_files_that_grow_are_progress_however_long_the_save_takes(tmp_path, ende
 
 def test_a_disk_on_which_not_even_sizes_can_be_read_does_not_answer(tmp_path, ended, monkeypatch):
     answers = threading.Event()
-    monkeypatch.setattr(writing, "_size", lambda _: answers.wait(20))
+    monkeypatch.setattr(directory, "_size", lambda _: answers.wait(20))
     with DiskWatch(str(tmp_path), 0.1, ended.append).over("saving"):
         assert ended.wait()
         answers.set()
