@@ -318,6 +318,23 @@ def test_the_page_on_watching_names_every_number_that_distloop_reports():
     assert [name for name in sorted(ABOUT_THE_RUN) if f"{name}`" not in text] == []
 
 
+MAX_CELL_WORDS = 20
+
+
+def cells(page):
+    """Returns the cells of the page's tables, each link as its text."""
+    rows = re.findall(r"^\|(.+)\|$", text_of(page), re.M)
+    return [re.sub(r"\]\([^)]+\)", "]", cell).strip() for row in rows for cell in row.split(" | ")]
+
+
+@pytest.mark.parametrize("name", ["data.md", "watching.md", "several_workers.md"])
+def test_a_page_that_teaches_shows_a_program_before_its_first_table_whose_cells_are_short(name):
+    page = ROOT / "docs" / name
+    assert [cell for cell in cells(page) if len(cell.split()) > MAX_CELL_WORDS] == []
+    text = text_of(page)
+    assert 0 < text.find("\n```python") < text.index("\n|")
+
+
 @pytest.mark.slow
 def test_the_examples_of_the_report_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
