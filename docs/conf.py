@@ -67,13 +67,13 @@ def as_link(name: re.Match[str]) -> str:
 
 
 def add_contents(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Adds the pages in the tables of the first page to the navigation, each under the same heading as there."""
-    if docname != root_doc:
+    """Adds the pages in the tables of two pages to the navigation, each under the same heading as there."""
+    if docname not in (root_doc, "docs/laws"):
         return
     for section in source[0].split("\n## ")[1:]:
         if pages := re.findall(r"\]\(([\w./]+)\) \|$", section, re.M):
             heading = section.partition("\n")[0]
-            source[0] += "\n".join(["\n```{toctree}", ":hidden:", f":caption: {heading}", "", *pages, "```\n"])
+            source[0] += "\n".join(["\n\n```{toctree}", ":hidden:", f":caption: {heading}", "", *pages, "```\n"])
 
 
 def without_help(app: Sphinx, docname: str, source: list[str]) -> None:

@@ -137,6 +137,18 @@ def test_the_file_of_the_first_hour_runs_with_flags(tmp_path):
     assert (tmp_path / "run" / "checkpoints" / "40").is_dir()
 
 
+@pytest.mark.slow
+def test_two_workers_print_the_lines_that_the_page_on_workers_shows(tmp_path):
+    page = ROOT / "docs" / "several_workers.md"
+    (program,) = blocks(page, "python no-run: a file of its own, train.py")
+    (tmp_path / "train.py").write_text(program)
+    command = re.search(r"^python -m distloop\.launch (--workers=2) train\.py (--device=cpu)$", text_of(page), re.M)
+    done = forked.launch([command[1], tmp_path / "train.py", command[2]], env=os.environ, timeout=120)
+    assert done.returncode == 0, done.stderr
+    shown = re.findall(r"^    (\[worker \d\] worker .+)$", text_of(page), re.M)
+    assert len(shown) == 2 and set(shown) <= set(done.stdout.splitlines())
+
+
 def test_the_first_program_is_the_same_on_every_page():
     first = blocks(README, "python")[0]
     assert blocks(ROOT / "docs" / "index.md", "python") == [first]
@@ -210,10 +222,19 @@ def test_tests_that_a_page_names_exist():
     assert sorted(name for name in named if f"def {name}(" not in tests) == []
 
 
-def test_the_index_lists_every_page():
-    text = text_of(ROOT / "docs" / "index.md")
-    paths = [os.path.relpath(page, ROOT / "docs") for page in PAGES if page != README]
-    assert [path for path in paths if path != "index.md" and f"({path}) |" not in text] == []
+def linked_pages(name):
+    """Returns the pages that a page of the documents lists in tables, as paths from `docs`, by heading."""
+    sections = text_of(ROOT / "docs" / name).split("\n## ")[1:]
+    tables = {section.partition("\n")[0]: re.findall(r"\]\(([\w./]+)\) \|$", section, re.M) for section in sections}
+    return {heading: pages for heading, pages in tables.items() if pages}
+
+
+def test_the_index_begins_with_six_pages_and_lists_every_page_but_the_evidence_which_the_laws_list():
+    index, laws = linked_pages("index.md"), linked_pages("laws.md")
+    assert [len(index[heading]) for heading in (next(iter(index)), "Evidence")] == [6, 1]
+    listed = [page for pages in (*index.values(), *laws.values()) for page in pages]
+    paths = {os.path.relpath(page, ROOT / "docs") for page in PAGES if page != README} | {"notebook.ipynb"}
+    assert sorted(listed) == sorted(paths - {"index.md"})
 
 
 def test_every_public_name_is_in_the_reference_once_with_an_example_that_runs():
