@@ -259,19 +259,6 @@ def test_errors_of_devices_and_workers_and_outside_compiled_functions_stay():
         assert errors.as_operation_error(kind(None, None, message)) is None
 
 
-@pytest.mark.parametrize(
-    ("call", "parts"),
-    [
-        (lambda trainer: trainer.evaluate(1, color=0), ["Trainer.evaluate was called otherwise", "(dataset, y=None)"]),
-        (lambda trainer: trainer.predict(), ["'dataset'", "call it as (dataset, *, signature=None"]),
-        (lambda trainer: trainer.predict(1, color=8), ["'color'", "(dataset, *, signature=None"]),
-    ],
-)
-def test_a_call_with_other_arguments_is_a_sentence_with_those_that_there_are(call, parts):
-    error = caught(lambda: call(distloop.Trainer(classifier(), on(1))), ValueError)
-    assert all(part in str(error) for part in parts)
-
-
 def test_a_type_error_of_a_users_function_stays():
     def model_fn():
         len(5)

@@ -264,14 +264,6 @@ def test_arrays_build_a_model_are_audited_and_have_a_learning_rate_found():
     np.testing.assert_array_equal(on_arrays.losses, on_dataset.losses)
 
 
-def test_a_list_of_batches_and_arrays_of_different_lengths_are_refused_by_fit_with_what_to_do():
-    trainer = distloop.Trainer(classifier(), on(1))
-    with pytest.raises(ValueError, match=r"is a list; distloop takes .* batches as lambda: iter\(batches\)"):
-        trainer.fit([classification(4), classification(4)], steps=1)
-    with pytest.raises(ValueError, match=r"Arrays of \[4, 5\] rows were given; they need the same number"):
-        trainer.fit({"x": np.zeros([4, 8], np.float32), "label": np.zeros([5], np.int64)}, steps=1)
-
-
 MASKED = np.ma.masked_less(np.arange(8.0, dtype=np.float32).reshape(4, 2), 3.0)
 WAYS = {
     "arrays": lambda x: as_dataset((np.zeros(4), x), 2),

@@ -110,24 +110,6 @@ NO_STRATEGY = r"is not a tf.distribute.Strategy object; name one in Config\(stra
 
 
 @pytest.mark.parametrize(
-    ("value", "sentence"),
-    [
-        ("mirrored", NO_STRATEGY),
-        (tf.distribute.MirroredStrategy, NO_STRATEGY),
-        (2, NO_STRATEGY),
-        (
-            object.__new__(tf.distribute.ParameterServerStrategy),
-            "ParameterServerStrategy .*: use a synchronous strategy",
-        ),
-    ],
-    ids=["text", "class", "number", "asynchronous"],
-)
-def test_values_other_than_objects_of_synchronous_strategies_are_refused(value, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        strategies.check_strategy(value)
-
-
-@pytest.mark.parametrize(
     ("make_strategy", "description"),
     [
         (lambda: make(strategy="none"), "1 replica (CPU:0)"),

@@ -29,28 +29,10 @@ def update(**settings):
     return Update("", lambda batch, training: {}, keras.optimizers.AdamW(0.1), **settings)
 
 
-INSTEAD = {
-    "clipnorm": (1.0, "clip_variable_norm=..."),
-    "clipvalue": (1.0, "clip_value=..."),
-    "global_clipnorm": (1.0, "clip_norm=..."),
-    "use_ema": (True, "average_decay=..."),
-    "gradient_accumulation_steps": (2, "microbatches=..."),
-    "loss_scale_factor": (2.0, "precision"),
-}
-
-
-@pytest.mark.parametrize("setting", INSTEAD)
-def test_a_setting_of_the_optimizer_that_belongs_to_distloop_is_refused(setting):
-    value, instead = INSTEAD[setting]
-    refused(lambda: spec_of(two_layers(), keras.optimizers.Adam(**{setting: value})), f"has {setting}={value}", instead)
-
-
-def test_floats_schedules_and_weight_decay_belong_to_the_optimizer_and_a_plain_callable_is_refused():
+def test_floats_schedules_and_weight_decay_belong_to_the_optimizer():
     for rate in (0.1, keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.5)):
         spec_of(two_layers(), keras.optimizers.SGD(rate))
     spec_of(two_layers(), keras.optimizers.AdamW(weight_decay=0.1))
-    with pytest.raises(ValueError, match="a plain callable as learning rate, .*LearningRateSchedule"):
-        spec_of(two_layers(), keras.optimizers.SGD(lambda: 0.1))
 
 
 @pytest.mark.skipif(not hasattr(keras.optimizers, "MultiOptimizer"), reason="new in Keras 3.15")
@@ -58,47 +40,6 @@ def test_an_optimizer_of_several_optimizers_is_refused():
     optimizer = keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.1)))
     with pytest.raises(ValueError, match="A Keras MultiOptimizer was given; .*one distloop.Update for each"):
         spec_of(two_layers(), optimizer)
-
-
-def test_a_loss_scale_optimizer_and_what_is_no_optimizer_are_refused():
-    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
-    with pytest.raises(ValueError, match="A Keras LossScaleOptimizer was given, .*: give the optimizer inside it"):
-        spec_of(two_layers(), optimizer)
-    for optimizer in ("adam", keras.optimizers.SGD):
-        with pytest.raises(ValueError, match="needs a keras.optimizers.Optimizer object"):
-            spec_of(two_layers(), optimizer)
-
-
-def test_a_spec_without_an_optimizer_or_a_loss_fn_is_refused():
-    with pytest.raises(ValueError, match=r"loss_fn='mse' was given; distloop needs a function of \(batch, training\)"):
-        ModelSpec(two_layers(), keras.optimizers.SGD(), "mse")
-    for arguments in ({}, {"optimizer": keras.optimizers.SGD()}, {"loss_fn": lambda batch, training: {}}):
-        with pytest.raises(ValueError, match="ModelSpec needs an optimizer and a loss_fn, or updates: give"):
-            ModelSpec(two_layers(), **arguments)
-
-
-def test_updates_and_the_arguments_of_a_single_one_are_refused():
-    loss_fn = loss_of(two_layers())
-    for extra, given in {"optimizer": keras.optimizers.SGD(), "loss_fn": loss_fn, "trainable": "head"}.items():
-        with pytest.raises(ValueError, match=f"given updates and also {extra}; .*: leave the others out"):
-            ModelSpec(None, updates=[Update("a", loss_fn, keras.optimizers.SGD())], **{extra: given})
-
-
-CALLS = {  # name: what is given, and the arguments that distloop calls it with
-    "loss_fn": (lambda batch: {}, "(batch, training)"),
-    "predict_fn": (lambda batch, training: batch, "(batch)"),
-    "batch_fn": (lambda batch, training, *, seed: batch, "(batch, training)"),
-    "gradient_fn": (lambda gradients, weights: gradients, "(gradients)"),
-    "step_fn": (lambda: {}, "(step)"),
-}
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_a_function_with_other_arguments_than_it_is_called_with_is_refused(name):
-    given, called_with = CALLS[name]
-    functions = {"loss_fn": lambda batch, training: {}, name: given}
-    make = lambda: ModelSpec(two_layers(), keras.optimizers.SGD(0.1), **functions)  # noqa: E731
-    refused(make, f"{name} takes (", f") and is called with {called_with} (", "let it take these")
 
 
 def test_functions_that_can_be_called_as_they_are_pass_whatever_else_they_take():

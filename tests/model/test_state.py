@@ -96,18 +96,12 @@ def test_an_update_trains_what_it_is_to_train(model_fn, update, expected):
 
 
 def test_what_cannot_be_trained_is_refused():
-    with pytest.raises(ValueError, match="'decoder' for the model is found in no .*encoder/kernel'.*: correct it"):
-        TrainState(lambda: spec_of(two_layers(), trainable="decoder"), ONE)
     with pytest.raises(ValueError, match="no trainable variable for the model: give a model that has some"):
         TrainState(frozen("encoder", "head"), ONE)
     with pytest.raises(ValueError, match="""of update "g", 'stranger', is not in ModelSpec's model: put every model"""):
         TrainState(two_updates(lambda models: [keras.Variable(0.0, name="stranger")], "^d/"), ONE)
     with pytest.raises(ValueError, match='no trainable variable for update "g"'):
         TrainState(two_updates([], "^d/"), ONE)
-    with pytest.raises(ValueError, match="model_fn returned a Sequential; .* a ModelSpec: return distloop.ModelSpec"):
-        TrainState(two_layers, ONE)
-    with pytest.raises(ValueError, match=r'holds a function under "f1"; it takes .*: return means'):
-        spec_of(two_layers(), metrics={"f1": keras.metrics.binary_accuracy})
 
 
 @STRATEGIES
@@ -136,13 +130,7 @@ def test_the_average_covers_what_is_trained_and_statistics_and_random_streams_ar
 
 
 @STRATEGIES
-def test_a_model_or_an_optimizer_made_outside_is_refused(strategy):
-    model = two_layers()
-    with pytest.raises(ValueError, match="model's variable 'net/encoder/kernel' was made outside .*from_keras"):
-        TrainState(lambda: spec_of(model), strategy)
-    optimizer = keras.optimizers.Adam()
-    with pytest.raises(ValueError, match="optimizer's variable '.*' was made outside model_fn, .*: make the optimizer"):
-        TrainState(lambda: spec_of(two_layers(), optimizer), strategy)
+def test_a_model_of_another_state_or_with_built_layers_is_refused(strategy):
     of_another_state = TrainState(lambda: spec_of(two_layers()), strategy).model
     lazy = Lazy()
     lazy(tf.zeros([1, 3]))  # builds its layers

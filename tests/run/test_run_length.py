@@ -38,24 +38,6 @@ def test_without_arguments_the_config_says_when():
 
 
 @pytest.mark.parametrize(
-    "steps, epochs, until",
-    [(None, None, None), (5, 2, None), (0, 0, None), (5, None, "2 h"), (None, 2, 7), (0, 0, "0 s")],
-)
-def test_exactly_one_of_steps_epochs_and_until_is_needed(steps, epochs, until):
-    with pytest.raises(ValueError, match=r"exactly one of them: give fit or replay steps=..., epochs="):
-        chosen(None, steps, epochs, until)
-
-
-@pytest.mark.parametrize("steps", [1.5, -1, True, "10"])
-@pytest.mark.parametrize("until", ["5 m", "25 %", -3, True])
-def test_steps_are_whole_numbers_and_until_is_a_duration_and_no_share_of_the_run(steps, until):
-    with pytest.raises(ValueError, match=r"it takes a whole number, 1 or more"):
-        chosen(steps=steps)
-    with pytest.raises(ValueError, match="fit was given until=.*; it takes a duration, such as '2 h', '3 epochs' or"):
-        chosen(until=until)
-
-
-@pytest.mark.parametrize(
     "length, every", [({"steps": 100}, 0), ({"epochs": 3}, 7), ({"until": "3 epochs"}, 7), ({"until": "2 h"}, 0)]
 )
 def test_a_run_of_epochs_is_evaluated_after_each_and_another_at_its_end(length, every):

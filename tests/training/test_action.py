@@ -296,12 +296,3 @@ def test_an_action_or_a_hook_with_other_arguments_is_refused():
     right = action(1)
     right.on_end = lambda: None
     refused(lambda: check_actions([right]), "on_end of the action 'act' takes () and is called with (report)")
-
-
-def test_an_action_without_a_period_or_whose_period_is_no_duration_is_refused():
-    with pytest.raises(ValueError, match="an action is a callable with an attribute `every`.*or give a Keras callback"):
-        check_actions([lambda report: None])
-    for every in ("5 m", -1, True, 2.5):
-        sentence = f"The action .*act.* has every={every!r}: give a number of steps, or a text"
-        with pytest.raises(ValueError, match=sentence):
-            check_actions([action(every)])

@@ -151,20 +151,6 @@ def test_weight_decay_follows_the_learning_rate_and_leaves_out_what_it_is_told(r
     np.testing.assert_allclose(after["net/hidden/kernel"], before["net/hidden/kernel"] * (1 - 0.1 * 0.2), rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("rules", "parts"),
-    [
-        (dict(learning_rates={"encoder": 0.1}), ("learning_rates", "'encoder'", "net/hidden/kernel", "correct it")),
-        (dict(learning_rates={"hidden": 0}), ("learning_rates", "positive", "trainable")),
-        (dict(no_decay="bias"), ("no_decay='bias'", "no weight_decay", "AdamW")),
-        (dict(gradient_fn=3), ("gradient_fn=3",)),
-        (dict(batch_fn="flip"), ("batch_fn='flip'",)),
-    ],
-)
-def test_rules_that_cannot_be_followed_are_refused(rules, parts):
-    refused(lambda: distloop.Trainer(make(**rules), on(1)), *parts)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("gradient_fn", "parts"),
@@ -178,9 +164,3 @@ def test_gradients_that_do_not_fit_are_refused(gradient_fn, parts):
     trainer = distloop.Trainer(make(gradient_fn=gradient_fn), on(2))
     refused(lambda: trainer.fit(data(), steps=1), *parts)
     assert trainer.step == 0
-
-
-def test_rules_beside_updates_are_refused():
-    updates = [distloop.Update("a", lambda batch, training: {}, keras.optimizers.SGD(0.1))]
-    make_spec = lambda: distloop.ModelSpec(None, updates=updates, gradient_fn=centered, no_decay="bias")  # noqa: E731
-    refused(make_spec, "updates and also gradient_fn and no_decay")

@@ -166,18 +166,6 @@ def test_a_name_that_was_not_reported_is_told_with_the_one_that_was():
         result.history["val_loss"]
 
 
-WEIGHTS = {"a text": {0: "a"}, "nothing": {0: None}, "no number": {0: float("nan")}, "less than 0": {0: -1.0}}
-
-
-@pytest.mark.parametrize("name", WEIGHTS)
-def test_a_class_weight_that_is_no_weight_is_refused_before_anything_happens(name, trainer):
-    before = trainer.step
-    value = next(iter(WEIGHTS[name].values()))
-    sentence = f"fit was given a class_weight of {value!r}; give finite numbers, 0 or more."
-    refused(lambda: trainer.fit(X, Y, epochs=99, class_weight=WEIGHTS[name]), sentence)
-    assert trainer.step == before
-
-
 @pytest.mark.slow
 def test_class_weights_that_no_loss_fn_reads_are_refused_before_the_first_step():
     def model_fn(reads_weights=False):
