@@ -156,14 +156,19 @@ def map_line(path: pathlib.Path, name: str, indent: int) -> str:
     head, _, rest = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))).partition("\n")
     text = re.sub(r"^[^:;,.]{1,40}: |; (without|no) TensorFlow\.", "", head).rstrip(".")
     text = text[0].upper() + text[1:]
-    if read_first := re.search(r"^Read first: (.+)\.$", rest, re.M):
-        text += f"; read first: {read_first[1]}"
     start = " " * indent + f"{name:{NAME_WIDTH - indent + 6}}"
     start = start if start.endswith(" ") else f"{start} "
-    while len(start + text) > MAP_WIDTH:
+    read_first = re.search(r"^Read first: (.+)\.$", rest, re.M)
+    files = read_first[1].split(", ") if read_first else []
+    least = re.split("[,:]", text)[0]  # of the text, which is cut for the files
+    while len(files) > 1 and len(start + least + "; read first: " + ", ".join(files)) > MAP_WIDTH:
+        files.pop()
+    end = f"; read first: {', '.join(files)}" if files else ""
+    width = MAP_WIDTH - len(start + end)
+    while len(text) > width:
         shorter = max((text.rpartition(mark)[0] for mark in (". ", "; ", ", ", ": ", " (")), key=len)
-        text = shorter if len(shorter) > 20 else text[: MAP_WIDTH - len(start)].rpartition(" ")[0]
-    return f"{start}{text}\n"
+        text = shorter if len(shorter) > 20 else text[:width].rpartition(" ")[0]
+    return f"{start}{text}{end}\n"
 
 
 if __name__ == "__main__":

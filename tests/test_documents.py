@@ -25,6 +25,7 @@ from distloop.workdir.records import ABOUT_THE_RUN
 from experiments import planning
 from tests import forked
 from tests.problems import mostly_wide
+from tests.test_house import ORDER
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 REFERENCE = sorted((ROOT / "docs" / "reference").glob("*.md"))
@@ -324,6 +325,27 @@ def test_written_pages_are_what_their_program_writes():
         assert text == program.render_reference(text), f"run `make docs`: {page.name}"
     guide = text_of(program.GUIDE)
     assert guide == program.render_map(guide), "run `make docs`: WORKSPACE.md"
+
+
+def test_the_map_has_the_loop_in_the_order_of_its_imports_and_then_the_parts():
+    names = re.findall(r"^      (\w+)", text_of(ROOT / "WORKSPACE.md").partition("    distloop/\n")[2], re.M)
+    of_loop = [name for rank in ORDER[3:] for name in rank]
+    first, last = names.index("trainer"), names.index("installed")
+    assert names[first : last + 1] == of_loop
+    assert set(names[last + 1 :]) >= {name for rank in ORDER[1:3] for name in rank}
+
+
+def test_the_tasks_of_a_new_contributor_open_six_files_at_most_which_exist():
+    section = text_of(ROOT / "WORKSPACE.md").partition("## First tasks\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (\w.+) \| (`.+) \|$", section, re.M)
+    tasks = {task: re.findall(r"`([\w/]+\.\w+)`", files) for task, files in rows}
+    assert len(tasks) == 5 and all(3 <= len(paths) <= 6 for paths in tasks.values()), tasks
+    assert [path for paths in tasks.values() for path in paths if not (ROOT / path).is_file()] == []
+
+
+def test_files_that_the_page_for_contributors_names_exist():
+    named = re.findall(r"`([\w/]+\.(?:py|md)|\w+/)`", text_of(ROOT / "WORKSPACE.md"))
+    assert [path for path in named if not (ROOT / path).exists() and not (ROOT / "distloop" / path).exists()] == []
 
 
 def test_the_reference_shows_signatures_without_a_build():
