@@ -123,28 +123,28 @@ def _start_in_ray(
     options: argparse.Namespace,
     cluster: ray_actors.Actors,
     membership: Membership,
-    places: Sequence[int],
+    slots: Sequence[int],
     inbox: Inbox,
 ) -> list[processes.Process]:
     """Starts the workers of a membership, each in an actor."""
-    addresses, cores = [cluster.address(place) for place in places], range(options.cores_per_worker or 0)
-    threads = _thread_variables(len(places), 1, cores) if cores else {}
+    addresses, cores = [cluster.address(slot) for slot in slots], range(options.cores_per_worker or 0)
+    threads = _thread_variables(len(slots), 1, cores) if cores else {}
     workers = []
-    for i, place in enumerate(places):
+    for i, slot in enumerate(slots):
         variables = {**_HUGE_PAGES, **threads, **_cluster_variables(options, i, addresses)}
-        workers.append(cluster.start(place, _command(options)[1:], membership._replace(worker=i), variables, inbox))
+        workers.append(cluster.start(slot, _command(options)[1:], membership._replace(worker=i), variables, inbox))
     return workers
 
 
 def _start(
-    options: argparse.Namespace, guard: processes.Guard, membership: Membership, places: Sequence[int], inbox: Inbox
+    options: argparse.Namespace, guard: processes.Guard, membership: Membership, slots: Sequence[int], inbox: Inbox
 ) -> list[processes.Process]:
     """Starts the workers of a membership, which share the machine."""
-    options = argparse.Namespace(**{**vars(options), "workers": len(places)})
+    options = argparse.Namespace(**{**vars(options), "workers": len(slots)})
     addresses, gpus = _choose_addresses(options), _choose_gpus(options)
     core_lists = _choose_cores(options, has_gpus=any(gpus))
     workers = []
-    for i in range(len(places)):
+    for i in range(len(slots)):
         membership = membership._replace(worker=options.first_index + i)
         variables = _environment(options, i, addresses, gpus[i], core_lists[i]) | membership.variables()
         process = processes.Process(

@@ -249,7 +249,7 @@ def summarize(model: Any) -> str:
 
 
 def mark_frozen(variables: Iterable[Any], trained: Container[int]) -> list[Any]:
-    """Returns the variables that no update of a run trains, and notes that at each.
+    """Returns the variables that no update of a run trains, and marks each as frozen.
 
     Args:
         variables: of the model.
@@ -262,7 +262,7 @@ def mark_frozen(variables: Iterable[Any], trained: Container[int]) -> list[Any]:
 
 
 def is_left_out(variable: Any) -> bool:
-    """Returns whether no update of the run trains a variable, as `mark_frozen` has noted."""
+    """Returns whether no update of the run trains a variable, as `mark_frozen` has marked."""
     return bool(getattr(variable, _IS_LEFT_OUT, False))
 
 

@@ -25,7 +25,7 @@ from distloop.workdir.records import unix_time
 from distloop.workdir.run_lock import LockLost
 from distloop.workers import environment
 
-_NOTE_SECS = 1.0  # the least time between two notes of the progress
+_RECORD_SECS = 1.0  # the least time between two records of the progress
 SCALE = "gradient_noise_scale"
 _DECAY = 0.9  # of the moving averages of gradient noise, from one measurement to the next
 _MACHINE_SECS = 1.0  # the least time between two questions to the machine, which take longer than a small step
@@ -68,7 +68,7 @@ class Goodput(Action):
             workdir: of the run.
             seconds: returns the seconds of this start by phase, as `Clock.seconds`.
             is_chief: whether this worker writes.
-            verify: called before a note; raises if this process may no longer write.
+            verify: called before a record; raises if this process may no longer write.
         """
         self._workdir, self._seconds, self._is_chief, self._verify = workdir, seconds, is_chief, verify
         self._start: dict[str, Any] = {}
@@ -81,15 +81,15 @@ class Goodput(Action):
         if not self._start:  # the disk is full
             return {}
         progress = self._progress(report.step)
-        if time.monotonic() > self._noted_at + _NOTE_SECS:
-            self._note(progress)
+        if time.monotonic() > self._noted_at + _RECORD_SECS:
+            self._record(progress)
         return {"goodput": ledger.goodput(ledger.account(self._start, progress))}
 
     @contextlib.contextmanager
     def between_starts(self, step: int) -> Iterator[None]:
         """Enters a scope in which the run goes back to a checkpoint, from a step; it counts as another start."""
         if self._start:
-            self._note(self._progress(step))
+            self._record(self._progress(step))
         yield
         self._start, self._secs_before = {}, self._seconds()
 
@@ -98,17 +98,17 @@ class Goodput(Action):
         self._start = self._start or ledger.last_start(self._workdir)
         if self._start:
             with contextlib.suppress(LockLost):  # which has ended the run, or the next write says so
-                self._note(self._progress(report.step))
+                self._record(self._progress(report.step))
 
     def _progress(self, step: int) -> dict[str, Any]:
         secs = {name: secs - self._secs_before.get(name, 0.0) for name, secs in self._seconds().items()}
         return {"time": unix_time(), "step": step, "secs": secs}
 
-    def _note(self, progress: Mapping[str, Any]) -> None:
+    def _record(self, progress: Mapping[str, Any]) -> None:
         if self._is_chief:
             self._verify()
             with contextlib.suppress(OSError):  # of a full disk, on which a run may train
-                ledger.note_progress(self._workdir, **progress)
+                ledger.record_progress(self._workdir, **progress)
                 self._noted_at = time.monotonic()
 
 

@@ -106,7 +106,7 @@ class Upload:
                 self.failure = str(error)
                 return
             except Exception as error:
-                self._note_refusal("", error)
+                self._log_refusal("", error)
             if self._state.uploaded != uploaded:
                 self._write_state()
             if self.failure and not self._refused:
@@ -151,7 +151,7 @@ class Upload:
         except Exception as error:  # a full disk too
             if isinstance(error, FileNotFoundError) and tree.stamp_of(os.path.join(self._root, path)) != stamp:
                 return  # the run has deleted it
-            self._note_refusal(path, error)
+            self._log_refusal(path, error)
             return
         self._state.uploaded[path] = stamp
         self._sent_at = time.monotonic()
@@ -199,7 +199,7 @@ class Upload:
             self._state.uploaded.pop(tree.folder_of(path), None)
         self._must_prune = False
 
-    def _note_refusal(self, path: str, error: Exception) -> None:
+    def _log_refusal(self, path: str, error: Exception) -> None:
         if not self.failure:
             text = "%s does not take the upload (%s); training goes on, and the upload tries again."
             log.warning(text, self._directory.url, error)

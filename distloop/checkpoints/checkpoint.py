@@ -1,7 +1,7 @@
 """One checkpoint: a directory of named tensors, which is loaded only if all checksums match.
 
     write_files("run/checkpoints/500.tmp", 500, {"model/dense/kernel": tensor, ...}, {"replicas": 2})
-    saved = load("run/checkpoints/500")                                             # Saved(path, step, values, notes)
+    saved = load("run/checkpoints/500")                                           # Saved(path, step, values, metadata)
 
 It holds `manifest.json`, and `variables.index` and `variables.data-*` in TensorFlow's own format, which
 `tf.train.load_checkpoint(".../variables")` reads by name. The manifest has a checksum of itself and one of the index,
@@ -46,7 +46,7 @@ class Saved(NamedTuple):
     path: str
     step: int
     values: dict[str, tf.Tensor]
-    notes: dict[str, Any]
+    metadata: dict[str, Any]
 
 
 class DamagedError(ValueError):
@@ -72,8 +72,8 @@ def plain_path(path: str) -> Iterator[str]:
         yield link
 
 
-def write_files(directory: str, step: int, values: Mapping[str, tf.Tensor], notes: Mapping[str, Any]) -> None:
-    """Creates a directory with the files of a checkpoint: tensors that will not change, and notes as JSON has them."""
+def write_files(directory: str, step: int, values: Mapping[str, tf.Tensor], metadata: Mapping[str, Any]) -> None:
+    """Creates a directory with the files of a checkpoint: tensors that will not change, and metadata for JSON."""
     os.mkdir(directory)
     with plain_path(directory) as plain, tf.device(HOST):
         tf.raw_ops.SaveV2(
@@ -88,7 +88,7 @@ def write_files(directory: str, step: int, values: Mapping[str, tf.Tensor], note
         "entries": {name: {"shape": list(v.shape), "dtype": v.dtype.name} for name, v in values.items()},
         "files": {name: os.path.getsize(os.path.join(directory, name)) for name in sorted(os.listdir(directory))},
         "index": _index_checksum(directory),
-        "notes": dict(notes),
+        "notes": dict(metadata),
     }
     with open(os.path.join(directory, _MANIFEST), "w", encoding="utf-8") as file:
         lines = [f"{json.dumps(n)}: {json.dumps(v)}" for n, v in {**manifest, "checksum": _checksum(manifest)}.items()]

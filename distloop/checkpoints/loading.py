@@ -192,7 +192,7 @@ def has_later(strategy: tf.distribute.Strategy, checkpoints: Checkpoints, step: 
 
 def require_same_virtual_replicas(saved: Saved, state: TrainState) -> Saved:
     """Returns a checkpoint; refuses to train on from one of another number of virtual replicas. Old ones have none."""
-    trained, given = saved.notes.get("virtual_replicas", 0), state.virtual_replicas
+    trained, given = saved.metadata.get("virtual_replicas", 0), state.virtual_replicas
     if trained != given:
         raise ValueError(
             f"The checkpoint {saved.path!r} was trained with virtual_replicas={trained}, and {given} were given, with "

@@ -65,7 +65,7 @@ class RunCheckpoints:
         disk_watch: ends the process when the disk no longer answers.
         directory: the workdir, whose lock is held until the last save has ended.
         stop_reason: why an action has ended the run that `fit` was given; None: no action has.
-        settings: of the last `fit`, which a checkpoint notes.
+        settings: of the last `fit`, which a checkpoint records.
     """
 
     def __init__(self, state: TrainState, config: Config):
@@ -180,7 +180,8 @@ class RunCheckpoints:
         """
         saved, is_other_data = self._saved, self._source is not source
         self._source, self._loop, self._run = source, loop, run
-        self.action_states.attach(actions, saved and saved.notes["actions"], is_written=self._checkpoints is not None)
+        states, is_written = saved and saved.metadata["actions"], self._checkpoints is not None
+        self.action_states.attach(actions, states, is_written=is_written)
         self.stop_reason, is_done = None, False
         if saved is None:
             self._data_from = int(self._state.step) if is_other_data else self._data_from
@@ -189,29 +190,29 @@ class RunCheckpoints:
             if not (is_done := self._attach_loop(saved)):  # else the position may be in the data of the next `fit`
                 self._attach_data(saved, is_other=is_other_data)
         self._saved, self.is_new = saved if is_done else None, False
-        return saved and saved.notes["window"]
+        return saved and saved.metadata["window"]
 
     def _attach_loop(self, saved: Saved) -> bool:
         """Restores what the loop counts; returns whether nothing is left to train for this `fit`."""
         assert self._loop is not None
-        loop, run, notes = self._loop, self._run, saved.notes
-        loop.reported, loop.tokens = notes.get("reported", {}), notes.get("tokens", math.nan)
-        loop.secs = max(loop.secs, notes.get("secs", 0.0))
+        loop, run, metadata = self._loop, self._run, saved.metadata
+        loop.reported, loop.tokens = metadata.get("reported", {}), metadata.get("tokens", math.nan)
+        loop.secs = max(loop.secs, metadata.get("secs", 0.0))
         is_over = run.is_over(saved.step, loop.secs, loop.tokens)
         is_its_own = _end_of(saved) == run and run != self._ended  # the checkpoint is not of an earlier or later `fit`
         if is_its_own or not is_over or saved.step == run.steps:
-            loop.open_boundary = notes.get("open_boundary")
-        self.stop_reason = notes["stop_reason"] if is_its_own else None
+            loop.open_boundary = metadata.get("open_boundary")
+        self.stop_reason = metadata["stop_reason"] if is_its_own else None
         return bool(self.stop_reason) or (is_over and loop.open_boundary is None)
 
     def _attach_data(self, saved: Saved, *, is_other: bool) -> None:
         """Restores the position in the data; other data than that of a `fit` before starts at its beginning."""
         assert self._source is not None
-        position = saved.notes["input"]
+        position = saved.metadata["input"]
         if is_other and _end_of(saved) == self._ended:
             self._data_from = saved.step
         else:
-            self._data_from = saved.notes.get("data_from", 0)
+            self._data_from = saved.metadata.get("data_from", 0)
             if self._source.is_astray or self._source.save_position() != position:
                 self._source.restore_position(position)
         if self._checkpoints is not None and has_later(self._state.strategy, self._checkpoints, saved.step):
@@ -239,21 +240,23 @@ class RunCheckpoints:
             raise ValueError("save has nothing to write before fit has run: call fit first.")
         if not self._state.may_be_saved:
             raise ValueError(f"{_WITHIN_A_STEP}: call restore or fit first, which go back to a checkpoint.")
-        step, values, notes = self._content(report)
+        step, values, metadata = self._content(report)
         if self._is_chief:
             with contextlib.suppress(OSError):  # of a disk that cannot be read: the save fails, and that is logged
                 self.directory.verify()
-            self._checkpoints.save(step, values, notes, best_steps)
+            self._checkpoints.save(step, values, metadata, best_steps)
 
     def _content(self, report: Report | None) -> tuple[int, dict[str, tf.Tensor], dict[str, Any]]:
-        """Returns step, values and notes of a checkpoint of now; the values are the chief's alone."""
+        """Returns step, values and metadata of a checkpoint of now; the values are the chief's alone."""
         assert self._source is not None and self._loop is not None
         collectives.report_phase(self._state.strategy, "saving")
-        saved = self._saved  # restored since: the parts get their state from it at the next fit
-        notes = saved.notes if saved else _notes(self._source, self._loop, self.action_states, self._run, report)
+        if self._saved:  # restored since: the parts get their state from it at the next fit
+            metadata = self._saved.metadata
+        else:
+            metadata = _metadata(self._source, self._loop, self.action_states, self._run, report)
         values = self._saved_state.snapshot(is_needed=self._is_chief)
-        notes = {"data_from": self._data_from} | notes | _circumstances(self._state, self.settings)
-        return int(self._state.step), values, notes
+        metadata = {"data_from": self._data_from} | metadata | _circumstances(self._state, self.settings)
+        return int(self._state.step), values, metadata
 
     def last_step(self) -> int | None:
         """Returns the step of the last checkpoint, once it is written; None: there is none."""
@@ -295,7 +298,7 @@ class RunCheckpoints:
         saved = None
         if (choice := self._rollback.choose(diverged.step, diverged.batch, self._source.skipped_batches)) is not None:
             left_out, skipped = choice
-            saved = self._load_newest(self._checkpoints, lambda it: self._is_before(left_out, it.notes))
+            saved = self._load_newest(self._checkpoints, lambda it: self._is_before(left_out, it.metadata))
         if choice is None or saved is None:
             _write_incident(self._state, self._config, {**incident, "action": "raise"})
             raise gave_up(diverged, self._rollback.num_tries, self._config.workdir) from diverged
@@ -304,18 +307,18 @@ class RunCheckpoints:
         if self._is_chief:
             say(f"{diverged} Going back to step {saved.step}, and on without batch {left_out} (counted from 0).")
             self._checkpoints.drop_later(saved.step)
-        self._source.restore_position(saved.notes["input"])  # in batches of the present size, as those to leave out
+        self._source.restore_position(saved.metadata["input"])  # in batches of the present size, as those to leave out
         self._source.skipped_batches = set(skipped)
-        saved.notes["input"] = self._source.save_position()
+        saved.metadata["input"] = self._source.save_position()
         self._restore(saved)
 
-    def _is_before(self, batch: int, notes: Mapping[str, Any]) -> bool:
-        """Returns whether a checkpoint was saved before a batch of the present data, by its notes."""
-        return notes["input"]["batches"] <= batch and notes.get("data_from", 0) == self._data_from
+    def _is_before(self, batch: int, metadata: Mapping[str, Any]) -> bool:
+        """Returns whether a checkpoint was saved before a batch of the present data, by its metadata."""
+        return metadata["input"]["batches"] <= batch and metadata.get("data_from", 0) == self._data_from
 
     def _restore(self, saved: Saved) -> None:
         """Restores a checkpoint, at once or when the model is built."""
-        self.directory.note_saved()
+        self.directory.record_saved()
         self._saved, self.is_new, self._shows_best = saved, False, False
         if not self._state.is_built:
             return
@@ -324,7 +327,7 @@ class RunCheckpoints:
             raise is_of_another_model(saved, different)
         self._saved_state.restore(saved.values)
         if self._state.average is not None:
-            self._state.average.set_state(saved.notes.get("average"))
+            self._state.average.set_state(saved.metadata.get("average"))
         self._say(f"step {saved.step} restored from {saved.path}")
 
 
@@ -356,15 +359,15 @@ def _write_incident(state: TrainState, config: Config, incident: Mapping[str, An
 
 
 def _end_of(saved: Saved) -> Period:
-    """Returns the length of the run that saved a checkpoint, as far as the checkpoint notes it."""
-    secs, tokens = saved.notes.get("until_secs", 0.0), saved.notes.get("until_tokens", 0.0)
-    return Period(0 if secs or tokens else saved.notes.get("until") or 0, secs, tokens)
+    """Returns the length of the run that saved a checkpoint, as far as the checkpoint records it."""
+    secs, tokens = saved.metadata.get("until_secs", 0.0), saved.metadata.get("until_tokens", 0.0)
+    return Period(0 if secs or tokens else saved.metadata.get("until") or 0, secs, tokens)
 
 
-def _notes(
+def _metadata(
     source: Source, loop: TrainLoop, action_states: RunStates, run: Period, report: Report | None
 ) -> dict[str, Any]:
-    """Returns what a checkpoint notes of its run; the last step may not be known yet."""
+    """Returns what a checkpoint records of its run; the last step may not be known yet."""
     is_at_end = report is not None and report.step >= report.until and not report.stop_reason
     reported = loop.reported if report is None else report.metrics
     return {
@@ -383,7 +386,7 @@ def _notes(
 
 
 def _circumstances(state: TrainState, config: Config) -> dict[str, Any]:
-    """Returns what a checkpoint notes of the process that saved it."""
+    """Returns what a checkpoint records of the process that saved it."""
     return {
         "average": state.average.get_state() if state.average is not None else None,
         "replicas": state.strategy.num_replicas_in_sync,

@@ -3,7 +3,7 @@
     checkpoints = Checkpoints("run/checkpoints", keep=3)
     checkpoints.save(500, {"model/dense/kernel": tensor, ...}, {"replicas": 2})      # in the background
     checkpoints.wait()
-    saved = checkpoints.load_newest()                                                # Saved(path, step, values, notes)
+    saved = checkpoints.load_newest()                                              # Saved(path, step, values, metadata)
 
 A checkpoint is a directory named by its step. It is written to a temporary path and renamed when every file is on the
 disk, so it is whole or absent. The one that was saved last has the largest step: later ones, of a run that has gone
@@ -130,7 +130,7 @@ class Checkpoints:
         self,
         step: int,
         values: Mapping[str, tf.Tensor],
-        notes: Mapping[str, Any],
+        metadata: Mapping[str, Any],
         best_steps: Mapping[str, list[int]] | None = None,
     ) -> None:
         """Writes a checkpoint in the background, after the previous one.
@@ -138,17 +138,17 @@ class Checkpoints:
         Args:
             step: of the values; an existing checkpoint of this step is replaced.
             values: tensors that will not change.
-            notes: a dict that JSON can represent.
+            metadata: a dict that JSON can represent.
             best_steps: by metric, the steps to keep once the checkpoint is whole; those of other metrics stay.
         """
         self.join()
-        notes = json.loads(json.dumps(notes))  # a copy, with the checksum of what the file will hold
+        metadata = json.loads(json.dumps(metadata))  # a copy, with the checksum of what the file will hold
 
         def write() -> None:
             began_at = time.monotonic()
             try:
                 with self._watch(f"saving the checkpoint of step {step}"):
-                    self._write(step, values, notes, best_steps or {})
+                    self._write(step, values, metadata, best_steps or {})
             except Exception as error:  # a full disk raises many kinds of errors
                 self._failure = error
                 sentence = "The checkpoint of step %d could not be written (%s); training goes on; earlier ones stay."
@@ -243,17 +243,17 @@ class Checkpoints:
             raise DamagedError(f"The checkpoint {saved.path!r} is damaged (it holds step {saved.step}).")
         return saved
 
-    def _write(self, step: int, values: Mapping[str, tf.Tensor], notes: Mapping[str, Any], best_steps: _Best) -> None:
+    def _write(self, step: int, values: Mapping[str, tf.Tensor], metadata: Mapping[str, Any], best: _Best) -> None:
         """Writes a checkpoint whole or not at all, and the steps of the best ones that are there."""
         self._verify()
         make_directory(self.directory)
         remove_leftovers(self.directory)
         with replacing(self._path(step), verify=self._verify) as temporary:
-            write_files(temporary, step, values, notes)
+            write_files(temporary, step, values, metadata)
             self._rename_later(step, _ABANDONED)
         self.seen[step] = _Seen(_sizes_and_times(self._path(step)), True)
         listed = self.best_steps
-        best = _best_there({**listed, **best_steps}, listed, self.steps)
+        best = _best_there({**listed, **best}, listed, self.steps)
         if best != listed:
             path = self._path(BEST_FILE)
             with replacing(path, verify=self._verify) as name, open(name, "w", encoding="utf-8") as file:
@@ -378,7 +378,7 @@ def follow(checkpoints: Checkpoints, done: Collection[int], poll_secs: float, ti
 def _is_last(path: str, step: int) -> bool:
     """Returns whether a checkpoint is the last one of its run."""
     try:
-        notes = read_manifest(path)["notes"]
+        metadata = read_manifest(path)["notes"]
     except (OSError, ValueError, KeyError):
         return False
-    return bool(notes["stop_reason"]) or step >= (notes["until"] or math.inf)
+    return bool(metadata["stop_reason"]) or step >= (metadata["until"] or math.inf)

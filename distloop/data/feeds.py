@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from distloop.data.columns import unmasked
 from distloop.data.examples import common_spec, describe
-from distloop.data.py_dataset import PyDatasetBatches, note_training
+from distloop.data.py_dataset import PyDatasetBatches, mark_as_trained_on
 from distloop.data.rows import ENDLESS
 from distloop.errors import EMPTY_DATASET, carry
 from distloop.log import log
@@ -140,7 +140,7 @@ class Feed:
 
     def begin_training(self) -> None:
         """Notes that a run trains on the data; call it before any batch is read for training."""
-        self._was_trained_on = self._orders_itself is not None and note_training(self._orders_itself)
+        self._was_trained_on = self._orders_itself is not None and mark_as_trained_on(self._orders_itself)
 
     def require_first_run(self) -> None:
         """Raises a ValueError if an earlier run has changed the order of the data."""

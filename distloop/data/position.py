@@ -1,4 +1,4 @@
-"""What a position in data depends on, as noted in checkpoints, and its conversion to changed data.
+"""What a position in data depends on, as recorded in checkpoints, and its conversion to changed data.
 
     facts = facts_of(num_batches=100, batch_size=32)            # of a tf.data.Dataset or batches that Python makes
     position = convert_batches({"batches": 250, **facts_then}, facts)

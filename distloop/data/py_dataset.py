@@ -4,7 +4,7 @@
     batches.read(first=1000, state=None, repeat=True)           # from batch 1000 on, over all epochs
 
 A PyDataset may draw the order of an epoch in `on_epoch_begin` or `on_epoch_end`. What was drawn cannot be drawn again,
-so this module notes which data was trained on, loaders with a generator of their own included.
+so this module records which data was trained on, loaders with a generator of their own included.
 """
 
 import contextlib
@@ -25,8 +25,8 @@ _NUM_PEEKED = 2  # batches from which the element spec is made
 _trained_on: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def note_training(data: Any) -> bool:
-    """Notes that a run trains on some data; returns whether one did before. Data without a hash is not noted."""
+def mark_as_trained_on(data: Any) -> bool:
+    """Records that a run trains on some data; returns whether one did before. Data without a hash is not recorded."""
     is_known = is_trained_on(data)
     with contextlib.suppress(TypeError):
         _trained_on.add(data)

@@ -173,4 +173,4 @@ class Export(Action):
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Restores a state that `get_state` returned."""
-        self._best.value, self.written = state["best"], list(state.get("written", []))  # older versions noted none
+        self._best.value, self.written = state["best"], list(state.get("written", []))  # older versions kept none

@@ -225,11 +225,11 @@ class GroupEnd(NamedTuple):
     code: int  # of the worker that failed first, else 75 or 76 if one ended so, else 0; 128 + n if killed for signal n
     is_crash: bool  # a worker failed, and nobody asked it to end
     is_last: bool = False  # the launcher got a signal to end
-    fallen: Sequence[int] = ()  # indices of the workers that failed by themselves, and not because another one had
+    failed: Sequence[int] = ()  # indices of the workers that failed by themselves, and not because another one had
     cause: str = ""  # which worker failed first, and how
-    has_left_for_more: bool = False  # the launcher asked the processes to leave, as there are places for more
-    fell_at: float = 0.0  # when the first one ended; Unix, seconds
-    leavers: Sequence[int] = ()  # indices of the workers that somebody else than the launcher asked to leave
+    has_left_for_more: bool = False  # the launcher asked the processes to leave, as there are slots for more
+    first_ended_at: float = 0.0  # when the first one ended; Unix, seconds
+    leaving: Sequence[int] = ()  # indices of the workers that somebody else than the launcher asked to leave
 
 
 class Group:
@@ -250,18 +250,18 @@ class Group:
             signals: to the launcher.
             grace_secs: time from SIGTERM to SIGKILL for processes that are stopped.
             inbox: with the messages of the processes, read as they come.
-            leaves_at: returns when they are to save and leave; asked again after each note.
+            leaves_at: returns when they are to save and leave; asked again after each message.
         """
         self._processes, self._signals, self._grace_secs = processes, signals, grace_secs
         self._inbox, self._leaves_at = inbox, leaves_at
-        self._fallen: list[Process] = []
-        self._fell_at = 0.0
+        self._failed: list[Process] = []  # by themselves, not because another one had
+        self._first_ended_at = 0.0
         self._next_signal_kills = False  # SIGINT or SIGTERM has come once
         self._was_signalled = False  # the launcher, by any signal
         self._ends_are_expected = False  # a signal has come, or a worker saved and left: no end is a crash any more
         self._has_left_for_more = False
         self._second_signal = 0
-        self._failed: Process | None = None  # the first one
+        self._first_failed: Process | None = None
         self._follower: Process | None = None  # the first one that ended because another one had failed
         self._cause = ""  # which worker failed first, and how
         self._verdict = ""  # why the workers were stopped
@@ -273,23 +273,23 @@ class Group:
             self._handle_events(running)
             self._handle_deadlines()
         self._handle_signals()
-        if self._follower and not self._failed:  # no other one failed
+        if self._follower and not self._first_failed:  # no other one failed
             self._blame(self._follower, [])
         if self._verdict:
             log(self._verdict)
-        leavers = [process for process in self._processes if process.index in self._inbox.leavers]
-        code = self._failed.code if self._failed else max(process.code or 0 for process in self._processes)
+        leaving = [process for process in self._processes if process.index in self._inbox.leaving]
+        code = self._first_failed.code if self._first_failed else max(process.code or 0 for process in self._processes)
         if self._was_signalled and self._inbox.step is None and code in [128 + number for number in _STOP_SIGNALS]:
             code = SAVED_EXIT_CODE  # they were starting, and had nothing to save yet
         return GroupEnd(
             128 + self._second_signal if self._second_signal else code or 0,
-            is_crash=bool(self._failed) and not self._ends_are_expected,
+            is_crash=bool(self._first_failed) and not self._ends_are_expected,
             is_last=self._was_signalled,
-            fallen=[i for i, process in enumerate(self._processes) if process in self._fallen],
+            failed=[i for i, process in enumerate(self._processes) if process in self._failed],
             cause=self._cause,
             has_left_for_more=self._has_left_for_more,
-            fell_at=self._fell_at,
-            leavers=[self._processes.index(process) for process in leavers if not process.was_signalled],
+            first_ended_at=self._first_ended_at,
+            leaving=[self._processes.index(process) for process in leaving if not process.was_signalled],
         )
 
     def _running(self) -> list[Process]:
@@ -306,22 +306,22 @@ class Group:
             self._handle_end(process)
 
     def _leave_at(self) -> float:
-        is_ending = self._ends_are_expected or self._failed or self._follower
+        is_ending = self._ends_are_expected or self._first_failed or self._follower
         return math.inf if is_ending else self._leaves_at()
 
     def _handle_deadlines(self) -> None:
         if time.monotonic() >= self._leave_at():
             self._ends_are_expected = self._has_left_for_more = True
-            log("there are places for more workers, these are asked to save and leave.")
+            log("there are slots for more workers, these are asked to save and leave.")
             for process in self._running():
                 process.signal_once(signal.SIGTERM)
         if time.monotonic() >= self._stop_at:
-            if self._follower and not self._failed:
-                self._fallen += self._running()  # the others have noticed that these hang
+            if self._follower and not self._first_failed:
+                self._failed += self._running()  # the others have noticed that these hang
                 for process in self._running():
                     process.is_shown = False
                 self._blame(self._follower, self._running())
-            elif not self._failed:
+            elif not self._first_failed:
                 self._ends_are_expected = True  # the ends that follow are no crashes
             self._stop()
         if time.monotonic() >= self._kill_at:
@@ -347,18 +347,18 @@ class Group:
     def _handle_end(self, process: Process) -> None:
         """Shows how a process ended, and stops the others if it failed."""
         others = self._running()
-        self._fell_at = self._fell_at or time.time()
+        self._first_ended_at = self._first_ended_at or time.time()
         if process.code not in (0, SAVED_EXIT_CODE, FOLLOWER_EXIT_CODE) and not process.was_signalled:
-            self._fallen.append(process)
-        is_failure = process.code not in (0, SAVED_EXIT_CODE) and self._failed is None
+            self._failed.append(process)
+        is_failure = process.code not in (0, SAVED_EXIT_CODE) and self._first_failed is None
         is_crash = is_failure and not self._ends_are_expected
         is_follower = is_crash and process.code == FOLLOWER_EXIT_CODE and bool(others)  # the failed one still runs
         if is_failure and not is_follower:
-            self._failed = process
+            self._first_failed = process
         if is_crash and not is_follower:
             for other in others:  # their lines from now on follow from the crash
                 other.is_shown = False
-        if process.code or self._failed or self._ends_are_expected:
+        if process.code or self._first_failed or self._ends_are_expected:
             log(f"worker {process.index} ended {process.how}.")
         if is_follower:
             self._follower = self._follower or process
@@ -371,7 +371,7 @@ class Group:
 
     def _blame(self, process: Process, others: Sequence[Process]) -> None:
         """Takes a process for the first one that failed, and stops the others."""
-        self._failed = process
+        self._first_failed = process
         first = " first" if len(self._processes) > 1 else ""
         failure = f"failed{first}, {process.how}"
         if process.code == FOLLOWER_EXIT_CODE:

@@ -4,8 +4,8 @@
         cluster.gather(least=1, signals=signals)
         code = elastic.run(settings, start, signals, cluster.there)     # start calls cluster.start for each worker
 
-An actor is a place: it reserves its resources for as long as the run lasts, and runs one worker after the other, each
-in a process of its own. Ray tells when a node has gone or come; an actor that is lost is asked for again. The workers'
+An actor is a slot: it reserves its resources for as long as the run lasts, and runs one worker after the other, each
+in a process of its own. Ray knows when a node has gone or come; an actor that is lost is asked for again. The workers'
 lines, messages and ends come with the answers to `report`, of which one is always under way.
 """
 
@@ -22,13 +22,13 @@ from distloop.launcher import processes
 from distloop.workers import environment, output
 from distloop.workers.messages import Inbox, Membership
 
-_REPORT_SECS = 0.5  # that an actor waits for something to tell
+_REPORT_SECS = 0.5  # that an actor waits for something to report
 _IDLE_SECS = 0.1  # without a worker, so that one soon starts
 _GATHER_SECS = 10.0  # for which nobody came, before a run starts with fewer than the most workers
 
 
 class ActorReport(NamedTuple):
-    """What an actor has to tell.
+    """What is new in an actor.
 
     Attributes:
         address: where its next worker can listen.
@@ -43,7 +43,7 @@ class ActorReport(NamedTuple):
     end: tuple[int, str] | None
 
 
-class Place:
+class SlotActor:
     """A Ray actor in which one worker after the other runs."""
 
     def __init__(self) -> None:
@@ -116,34 +116,34 @@ class Place:
 class _Worker(processes.Process):
     """A worker in an actor, as `processes.Group` knows it."""
 
-    def __init__(self, index: int, cluster: "Actors", place: int, inbox: Inbox):
-        self.index, self._cluster, self.place, self.inbox = index, cluster, place, inbox
+    def __init__(self, index: int, cluster: "Actors", slot: int, inbox: Inbox):
+        self.index, self._cluster, self.slot, self.inbox = index, cluster, slot, inbox
         self.code, self.how, self.was_signalled = None, "", False
         self.end: tuple[int, str] | None = None
         self.is_shown = True
 
     def signal_once(self, number: int) -> None:
         if not self.was_signalled:
-            self._cluster.actors[self.place].signal.remote(int(number))
+            self._cluster.actors[self.slot].signal.remote(int(number))
         self.was_signalled = True
 
     def kill(self) -> None:
         self.was_signalled = True
         if self.end is None:
-            self._cluster.kill(self.place)
+            self._cluster.kill(self.slot)
 
     def has_ended(self) -> bool:
-        with self._cluster.lock:  # after which no note comes
+        with self._cluster.lock:  # after which no message comes
             if self.end:
                 self.code, self.how = self.end
         return self.code is not None
 
 
 class Actors:
-    """The actors of a run, and what they tell.
+    """The actors of a run, and what they report.
 
     Attributes:
-        actors: by place.
+        actors: by slot.
         lock: held while what an actor sent is taken.
     """
 
@@ -151,7 +151,7 @@ class Actors:
         """Connects to Ray, and asks for actors.
 
         Args:
-            most: number of actors; each has a place once Ray has room for it.
+            most: number of actors; each has a slot once Ray has room for it.
             cpus: of each actor, as Ray counts them.
             gpus: of each actor, if the cluster has any.
 
@@ -170,11 +170,12 @@ class Actors:
             ) from error
         gpus = gpus if ray.cluster_resources().get("GPU") else 0
         self._ray, self.lock = ray, threading.Lock()
-        self._remote = ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=0, scheduling_strategy="SPREAD")(Place)
+        resources = {"num_cpus": cpus, "num_gpus": gpus}
+        self._remote = ray.remote(**resources, max_restarts=0, scheduling_strategy="SPREAD")(SlotActor)
         self.actors = [self._remote.remote() for _ in range(most)]
         self._reports = [actor.report.remote() for actor in self.actors]  # under way
-        self._addresses = [""] * most  # empty: the actor has no place
-        self._workers: dict[int, _Worker] = {}  # that run, by place
+        self._addresses = [""] * most  # empty: the actor has no slot
+        self._workers: dict[int, _Worker] = {}  # that run, by slot
         self._is_over = threading.Event()
         self._watching = threading.Thread(target=self._watch, name="distloop-ray", daemon=True)
 
@@ -190,65 +191,65 @@ class Actors:
         self._ray.shutdown()
 
     def there(self) -> list[int]:
-        """Returns the places that Ray has given."""
-        return [place for place, address in enumerate(self._addresses) if address]
+        """Returns the slots that Ray has given."""
+        return [slot for slot, address in enumerate(self._addresses) if address]
 
     def gather(self, least: int, signals: processes.Signals) -> bool:
-        """Waits until all places are there, or enough and no more come; returns whether a signal came meanwhile."""
+        """Waits until all slots are there, or enough and no more come; returns whether a signal came meanwhile."""
         count, changed_at = 0, time.monotonic()
         while count < len(self.actors):
             if signals.wait(_IDLE_SECS):
                 return True
             if count != (count := len(self.there())):
                 changed_at = time.monotonic()
-                processes.log(f"Ray has {count} of {len(self.actors)} places.")
+                processes.log(f"Ray has {count} of {len(self.actors)} slots.")
             if count >= least and time.monotonic() > changed_at + _GATHER_SECS:
                 return False
         return False
 
-    def address(self, place: int) -> str:
-        """Returns where a worker in a place can listen; of a place that has just been lost, an address of nobody."""
-        return self._addresses[place] or "192.0.2.1:9"
+    def address(self, slot: int) -> str:
+        """Returns where a worker in a slot can listen; of a slot that has just been lost, an address of nobody."""
+        return self._addresses[slot] or "192.0.2.1:9"
 
     def start(
-        self, place: int, arguments: Sequence[str], membership: Membership, variables: dict[str, str], inbox: Inbox
+        self, slot: int, arguments: Sequence[str], membership: Membership, variables: dict[str, str], inbox: Inbox
     ) -> processes.Process:
-        """Starts a worker in a place, as `Place.start`; its messages come to `inbox`."""
-        worker = _Worker(membership.worker, self, place, inbox)
+        """Starts a worker in a slot, as `SlotActor.start`; its messages come to `inbox`."""
+        worker = _Worker(membership.worker, self, slot, inbox)
         with self.lock:
-            self._workers[place] = worker
-            self.actors[place].start.remote(list(arguments), membership, variables, os.getcwd())
+            self._workers[slot] = worker
+            self.actors[slot].start.remote(list(arguments), membership, variables, os.getcwd())
         return worker
 
-    def kill(self, place: int) -> None:
+    def kill(self, slot: int) -> None:
         """Ends an actor, whose guard kills its worker; another one takes its place."""
-        self._ray.kill(self.actors[place])
+        self._ray.kill(self.actors[slot])
 
     def _watch(self) -> None:
-        """Takes what the actors tell."""
+        """Takes what the actors report."""
         while not self._is_over.is_set():
             self._ray.wait(self._reports, num_returns=1, timeout=_REPORT_SECS)
             done, _ = self._ray.wait(self._reports, num_returns=len(self._reports), timeout=0)
             for answer in done:
                 self._take(self._reports.index(answer), answer)
 
-    def _take(self, place: int, answer: Any) -> None:
+    def _take(self, slot: int, answer: Any) -> None:
         """Takes one answer, and asks again; for another actor in place of one that is lost."""
         try:
             report = self._ray.get(answer)
         except self._ray.exceptions.RayError:
-            self.kill(place)  # if it is not gone
+            self.kill(slot)  # if it is not gone
             report = ActorReport("", [], [], (128 + signal.SIGKILL, "as Ray has lost its actor"))
-            self.actors[place] = self._remote.remote()
-        worker = self._workers.get(place)
+            self.actors[slot] = self._remote.remote()
+        worker = self._workers.get(slot)
         for line in report.lines if worker is not None and worker.is_shown else ():
             output.write(*line)
         with self.lock:
-            self._addresses[place] = report.address
+            self._addresses[slot] = report.address
             if worker is not None:
                 for message in (*report.messages, {}):  # the last one wakes the launcher
                     worker.inbox.send(**message)
                 worker.end = report.end
                 if report.end:
-                    del self._workers[place]
-        self._reports[place] = self.actors[place].report.remote()
+                    del self._workers[slot]
+        self._reports[slot] = self.actors[slot].report.remote()

@@ -101,7 +101,7 @@ class Console:
     def remember(self, rows: Iterable[Mapping[str, float]]) -> None:
         """Adds the rows that earlier processes of the run wrote, for the best values."""
         for row in rows:
-            self._note(int(row["step"]), row)
+            self._store(int(row["step"]), row)
 
     def write(self, step: int, metrics: Mapping[str, float], when: float | None = None) -> None:
         """Shows metrics.
@@ -111,7 +111,7 @@ class Console:
             metrics: name -> number; numbers about the run (`learning_rate`, `input_wait`, ...) are not shown.
             when: not shown.
         """
-        self._note(step, metrics)
+        self._store(step, metrics)
         about = [_place(step, self._steps)]
         speed, left = self._speed(step)
         is_old = time.monotonic() - self._opened_at >= timing.VERDICT_SECS
@@ -218,7 +218,7 @@ class Console:
         self._printed_at = time.monotonic()
         print_line("  ".join(words), self._console.file)
 
-    def _note(self, step: int, metrics: Mapping[str, float]) -> None:
+    def _store(self, step: int, metrics: Mapping[str, float]) -> None:
         """Stores metrics for the closing table."""
         self._step, self._last = step, metrics
         for name in metrics if self._evals else ():

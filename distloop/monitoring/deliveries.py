@@ -48,32 +48,32 @@ class _Delivery:
     """Hands rows, media and files to one writer, in the thread.
 
     Attributes:
-        note: in `writers.json`: `step`, of the last row that the writer has for sure; `id`, which its `open` returned;
+        entry: in `writers.json`: `step`, of the last row that the writer has for sure; `id`, which its `open` returned;
             `is_open`, whether it was opened, and not closed at the end of the run with all its files; `workdir`, where
             it was opened, and `directory`, as `identify_directory` has it.
         step: of the last row that it took.
         is_new: whether it was never opened for this run.
     """
 
-    def __init__(self, writer: Any, note: dict[str, Any], save: Callable[[], None]):
-        """Stores the writer, its note, and what writes the notes."""
-        self.name, self.note, self.step = name_of(writer), note, note["step"]
-        self.is_new = self.step < 0 and not note["is_open"]
+    def __init__(self, writer: Any, entry: dict[str, Any], save: Callable[[], None]):
+        """Stores the writer, its entry, and what writes all entries."""
+        self.name, self.entry, self.step = name_of(writer), entry, entry["step"]
+        self.is_new = self.step < 0 and not entry["is_open"]
         self._writer, self._save = writer, save
         self._is_open = self._is_failing = False
-        self._taken, self._noted_at = self.step, time.monotonic()  # the last row when notes were written, and when
+        self._taken, self._saved_at = self.step, time.monotonic()  # the last row when entries were written, and when
         self._media_step = -1  # of the last media
 
     def open(self, settings: Mapping[str, Any]) -> None:
         """Opens the writer."""
-        if self.note["id"] is None and hasattr(self._writer, "new_run_id"):
-            self.note["id"] = self._writer.new_run_id()
+        if self.entry["id"] is None and hasattr(self._writer, "new_run_id"):
+            self.entry["id"] = self._writer.new_run_id()
             self._save()
         if hasattr(self._writer, "open"):
-            self.note["id"] = self._writer.open(settings, self.note["id"])
+            self.entry["id"] = self._writer.open(settings, self.entry["id"])
         if (last_step := getattr(self._writer, "last_step", None)) is not None:
-            self.step = self._taken = self.note["step"] = int(last_step)
-        self._is_open = self.note["is_open"] = True
+            self.step = self._taken = self.entry["step"] = int(last_step)
+        self._is_open = self.entry["is_open"] = True
         self._save()
 
     def catch_up(self, settings: Mapping[str, Any], rows_after: Callable[[int], Sequence[_Row]]) -> None:
@@ -98,8 +98,8 @@ class _Delivery:
         if self._is_failing:
             log.warning("%s takes rows again.", self.name)
         self._is_failing = False
-        if self.step > self._taken and time.monotonic() - self._noted_at >= _BUFFER_SECS:
-            self.note["step"], self._taken, self._noted_at = self._taken, self.step, time.monotonic()
+        if self.step > self._taken and time.monotonic() - self._saved_at >= _BUFFER_SECS:
+            self.entry["step"], self._taken, self._saved_at = self._taken, self.step, time.monotonic()
             self._save()
 
     def _hand_over(self, row: _Row) -> None:
@@ -124,7 +124,7 @@ class _Delivery:
         if error is not None and hasattr(self._writer, "on_error"):
             self._try("did not take the error that ended the run", self._writer.on_error, error)
         if self._try("cannot be closed", self._writer.close):
-            self.note.update(step=self.step, is_open=not is_over)
+            self.entry.update(step=self.step, is_open=not is_over)
             self._save()
 
     def _try(self, failure: str, call: Callable[..., None], *arguments: Any, instead: str = "") -> bool:
@@ -141,7 +141,7 @@ class Deliveries:
     """Hands rows to writers, in a thread; also a file writer for `actions.write.Write`.
 
     Attributes:
-        path: the name of the file with the notes.
+        path: the name of the file with an entry for each writer.
     """
 
     path = "writers.json"
@@ -149,21 +149,21 @@ class Deliveries:
     def __init__(
         self, writers: Sequence[Any], workdir: str, given: str = "", left_files: Callable[[], Sequence[RunFile]] = tuple
     ):
-        """Reads the notes.
+        """Reads the entries.
 
         Args:
             writers: as `Writer`; their names differ.
-            workdir: empty: there are no notes.
+            workdir: empty: there are no entries.
             given: the workdir as it was given, which may be a URL, with its files at `workdir`; empty: as `workdir`.
             left_files: returns what the run has left when it is over, for the writers that lack it.
         """
         self._workdir, self._given, self._left_files = workdir, given or workdir, left_files
         self._path = os.path.join(workdir, self.path) if workdir and writers else ""
-        self._notes = _read_notes(self._path)
+        self._entries = _read_entries(self._path)
         for name in map(name_of, writers):
             new = {"step": -1, "id": None, "is_open": False, "workdir": "", "directory": ""}
-            self._notes.setdefault(name, new)
-        self._deliveries = [_Delivery(writer, self._notes[name_of(writer)], self._save) for writer in writers]
+            self._entries.setdefault(name, new)
+        self._deliveries = [_Delivery(writer, self._entries[name_of(writer)], self._save) for writer in writers]
         self._rows: list[_Row] = []  # the last ones, of a run without a workdir
         self._last_step = -1  # of all rows of the run
         self._media: dict[int, Mapping[str, Media]] = {}  # the last ones, by step
@@ -187,7 +187,7 @@ class Deliveries:
         self._last_step, self._settings = step, settings
         if is_over:
             lacking = [delivery for delivery in self._deliveries if self._rows_after(delivery.step)]
-            self._deliveries = [each for each in self._deliveries if each.note["is_open"] or each in lacking]
+            self._deliveries = [each for each in self._deliveries if each.entry["is_open"] or each in lacking]
         if not self._deliveries:
             yield self
             return
@@ -212,15 +212,15 @@ class Deliveries:
         """Raises a ValueError if a writer's run is that of another workdir, of which this one is a copy."""
         own = {"workdir": self._given, "directory": _identify(self._given)}
         for delivery in self._deliveries:
-            note = delivery.note
-            is_elsewhere = note["id"] is not None and note["directory"] not in ("", own["directory"])
-            if is_elsewhere and _identify(note["workdir"]) == note["directory"]:
+            entry = delivery.entry
+            is_elsewhere = entry["id"] is not None and entry["directory"] not in ("", own["directory"])
+            if is_elsewhere and _identify(entry["workdir"]) == entry["directory"]:
                 raise ValueError(
-                    f"workdir={self._given!r} is a copy of {note['workdir']!r}, whose run {note['id']!r} at "
+                    f"workdir={self._given!r} is a copy of {entry['workdir']!r}, whose run {entry['id']!r} at "
                     f"{delivery.name} gets the rows there: go on there, or remove {self._path!r}, with which the copy "
                     "begins a run of its own."
                 )
-            note |= own
+            entry |= own
 
     def _work(self) -> None:
         """Opens the writers, hands over rows when there may be some, and closes the writers; the thread."""
@@ -297,19 +297,19 @@ class Deliveries:
         return [row._replace(media=self._media.get(row.step, {})) for row in rows]
 
     def _save(self) -> None:
-        """Writes the notes; who writes rows notices a disk that fails."""
+        """Writes the entries; who writes rows notices a disk that fails."""
         if self._path:
             with contextlib.suppress(OSError):
-                replace_json(self._path, self._notes)
+                replace_json(self._path, self._entries)
 
 
-def _read_notes(path: str) -> dict[str, dict[str, Any]]:
-    """Returns the notes by the writers' names; older ones lack some entries."""
+def _read_entries(path: str) -> dict[str, dict[str, Any]]:
+    """Returns the entries by the writers' names; older ones lack some values."""
 
     def read(content: Any) -> dict[str, dict[str, Any]]:
-        for note in content.values():
-            note |= {"step": int(note["step"]), "id": note["id"], "is_open": bool(note.get("is_open"))}
-            note |= {name: str(note.get(name, "")) for name in ("workdir", "directory")}
+        for entry in content.values():
+            entry |= {"step": int(entry["step"]), "id": entry["id"], "is_open": bool(entry.get("is_open"))}
+            entry |= {name: str(entry.get(name, "")) for name in ("workdir", "directory")}
         return dict(content)
 
     return (read_json(path, read, instead="writers get all rows, also those that they have") if path else None) or {}

@@ -48,7 +48,7 @@ class Writer(Protocol):
     the rows of the last seconds come again, with the same step.
 
     Attributes:
-        name: the workdir notes under it which rows the writer has; two writers of a run need different ones. Empty:
+        name: the workdir records under it which rows the writer has; two writers of a run need different ones. Empty:
             the name of the class.
         last_step: after `open`: the step of the last row that the writer has, -1 if it has none; those after it come,
             and no others, as far as `metrics.jsonl` has them. None: unknown.
@@ -123,11 +123,11 @@ def check_writers(writers: Any) -> None:
     names = [name_of(writer) for writer in writers]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(
-            f"Two writers are called {twice[0]!r}, and the workdir notes by name which rows a writer has: give one of "
+            f"Two writers are called {twice[0]!r}, and the workdir knows by name which rows a writer has: give one of "
             "them another attribute `name`."
         )
 
 
 def name_of(writer: Any) -> str:
-    """Returns the name under which the workdir keeps notes of a writer."""
+    """Returns the name under which the workdir records what a writer has."""
     return str(getattr(writer, "name", "") or type(writer).__name__)

@@ -37,7 +37,7 @@ class MovingAverage(tf.Module):
         a += (w - a) / max(1, t)
 
     An optimizer's own count may be that of a program before the run, and leaves out steps that were skipped: the host
-    notes what it was when the average began.
+    records what it was when the average began.
 
     Attributes:
         first_step: of the run, whose weights are the first that count; 0: it is not known yet.
@@ -109,7 +109,7 @@ class MovingAverage(tf.Module):
                 f"where the run is, so weights in between were averaged or are gone: give a step after {step}, or "
                 f"'{self.first_step} steps'."
             )
-        if step >= first_step != self.first_step:  # of a checkpoint that does not note it
+        if step >= first_step != self.first_step:  # of a checkpoint that does not record it
             self._set_starts([first_step - 1 for _ in self._starts])
         self.first_step = first_step
 
@@ -129,12 +129,12 @@ class MovingAverage(tf.Module):
         return steps_left if steps_left > 0 else math.inf
 
     def get_state(self) -> dict[str, Any]:
-        """Returns what a checkpoint notes beside the averages."""
+        """Returns what a checkpoint records beside the averages."""
         starts = [int(tf.convert_to_tensor(start)) for _, start in self._starts]
         return {"first_step": self.first_step, "starts": starts}
 
     def set_state(self, state: Mapping[str, Any] | None) -> None:
-        """Restores what `get_state` returned; None: the checkpoint does not note it."""
+        """Restores what `get_state` returned; None: the checkpoint does not record it."""
         self.first_step = state["first_step"] if state else 0
         self._set_starts(state["starts"] if state else [])
 

@@ -114,10 +114,10 @@ def _settings(paths: Sequence[str], manifests: Sequence[Mapping[int, Any]]) -> d
         read = records.read_json(os.path.join(path, "config.json"), records.as_object, instead="it counts as empty")
         known = {name: value for name, value in (read or {}).items() if name not in _PLACES}
         known |= {"program": program} if (program := program_of(path)) else {}
-        notes = of_run[max(of_run)]["notes"] if of_run else {}
-        known |= {f"version of {name}": value for name, value in notes.get("versions", {}).items()}
-        known |= {"replicas": notes["replicas"]} if "replicas" in notes else {}
-        data = {name: value for name, value in notes.get("input", {}).items() if name not in _POSITION}
+        metadata = of_run[max(of_run)]["notes"] if of_run else {}
+        known |= {f"version of {name}": value for name, value in metadata.get("versions", {}).items()}
+        known |= {"replicas": metadata["replicas"]} if "replicas" in metadata else {}
+        data = {name: value for name, value in metadata.get("input", {}).items() if name not in _POSITION}
         facts.append(known | {f"data's {name}": value for name, value in data.items()})
     names = dict.fromkeys([*facts[0], *facts[1]])
     pairs = {name: (facts[0].get(name), facts[1].get(name)) for name in names}
@@ -149,10 +149,10 @@ def manifests_of(path: str) -> dict[int, Any]:
 
 
 def _as_manifest(value: Any) -> dict[str, Any]:
-    """Returns a manifest whose notes may be read."""
-    notes = records.as_object(value["notes"])
+    """Returns a manifest whose metadata may be read."""
+    metadata = records.as_object(value["notes"])
     for name in ("versions", "input"):
-        records.as_object(notes.get(name, {}))
+        records.as_object(metadata.get(name, {}))
     return records.as_object(value)
 
 

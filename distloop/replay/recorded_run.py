@@ -35,10 +35,10 @@ class RecordedRun:
     """What the files of a run tell of it.
 
     Attributes:
-        furthest: the last step of which its rows, or what it notes of its progress, tell.
+        furthest: the last step of which its rows, or its record of its progress, know.
         speed: steps a second, as of the last row; 0: unknown.
         incidents: the rows of `incidents.jsonl`.
-        checkpoints: the notes of each checkpoint, by step, in ascending order.
+        checkpoints: the metadata of each checkpoint, by step, in ascending order.
         settings: of `config.json`.
         began: the step at which its first process began; 0, or that of a checkpoint which was given to `restore`.
         rows: of `metrics.jsonl`, by step in ascending order, after the step that the replay starts from.
@@ -57,9 +57,9 @@ class RecordedRun:
         """The last step of which a file tells."""
         return max([self.furthest, *self.checkpoints, *(int(row["step"]) for row in self.incidents)])
 
-    def notes_after(self, step: int) -> dict[str, Any]:
-        """Returns the notes of the first checkpoint from a step on, else of the last one; empty: there is none."""
-        later = (notes for at, notes in self.checkpoints.items() if at >= step)
+    def metadata_after(self, step: int) -> dict[str, Any]:
+        """Returns the metadata of the first checkpoint from a step on, else of the last one; empty: there is none."""
+        later = (metadata for at, metadata in self.checkpoints.items() if at >= step)
         return next(later, self.checkpoints[max(self.checkpoints)] if self.checkpoints else {})
 
     def skipped_at(self, step: int) -> set[int]:
@@ -68,7 +68,7 @@ class RecordedRun:
         A step at which the run diverged is the one that failed, on the batch that was left out after it.
         """
         has_failed = any(int(row["step"]) == step for row in self.incidents)
-        later = next((notes for at, notes in self.checkpoints.items() if at >= step), None)
+        later = next((metadata for at, metadata in self.checkpoints.items() if at >= step), None)
         if later is not None and not has_failed:
             return set(later["input"]["skipped"])
         return {
@@ -91,7 +91,7 @@ def find_difference(
         state: of the replay.
         config: likewise.
     """
-    saved = run.notes_after(step)
+    saved = run.metadata_after(step)
     now, then, precision = state.strategy.num_replicas_in_sync, saved.get("replicas"), PRECISIONS[config.precision]
     is_cut_otherwise = then not in (None, now) and not state.virtual_replicas
     is_rounded = is_cut_otherwise and precision.is_half
@@ -129,14 +129,15 @@ def _changes(versions: Mapping[str, str], settings: Mapping[str, Any], config: C
 
 
 def read_run(directory: str) -> RecordedRun:
-    """Reads what the files of a run tell of it."""
-    notes = {at: manifest["notes"] for at, manifest in sorted(manifests_of(directory).items()) if "notes" in manifest}
+    """Reads what the files of a run record of it."""
+    manifests = sorted(manifests_of(directory).items())
+    metadata = {at: manifest["notes"] for at, manifest in manifests if "notes" in manifest}
     progress = records.read_json(os.path.join(directory, "progress.json"), instead="it is not read")
     last = records.last_row(os.path.join(directory, "metrics.jsonl")) or {}
-    furthest = max(int((noted or {}).get("step", 0)) for noted in (last, progress))
+    furthest = max(int((record or {}).get("step", 0)) for record in (last, progress))
     incidents = records.read_rows_if_any(os.path.join(directory, "incidents.jsonl"), instead="it counts as empty")
     starts = records.read_rows_if_any(os.path.join(directory, "starts.jsonl"), instead="it counts as empty")
     settings = records.read_json(os.path.join(directory, "config.json"), instead="it is not compared")
     began = int(starts[0]["step"]) if starts else 0
     speed = float(last.get("steps_per_sec") or 0.0)
-    return RecordedRun(furthest, speed, incidents, notes, settings or {}, began)
+    return RecordedRun(furthest, speed, incidents, metadata, settings or {}, began)

@@ -98,8 +98,8 @@ def replay(state: TrainState, config: Config, source: Source, units: Units, step
         run.rows = {int(row["step"]): records.as_metrics(row) for row in rows}
     if isinstance(source.feed, Feed):
         source.feed.require_first_run()
-    if notes := run.checkpoints.get(start, {}):
-        source.restore_position(notes["input"])
+    if metadata := run.checkpoints.get(start, {}):
+        source.restore_position(metadata["input"])
     source.skipped_batches = run.skipped_at(number)
     say(_announcement(run, start, number))
     last, differences = _LastStep(state, source, number), list[str]()
@@ -114,8 +114,8 @@ def replay(state: TrainState, config: Config, source: Source, units: Units, step
         progress = Host.show_progress if config.console == "quiet" else console.show_progress
         host = Host(profile=last, executor=_executor(state, settings, source), say=say, show_progress=progress)
         read_again(source.behind, state.strategy, None, say, host.show_progress)
-        loop = _make_loop(state, settings, units, notes)
-        failure = _train(loop, source, sorted({*run.rows, number}), host, notes.get("window"), compare)
+        loop = _make_loop(state, settings, units, metadata)
+        failure = _train(loop, source, sorted({*run.rows, number}), host, metadata.get("window"), compare)
     return last.again(settings, loop.last_batch(), failure, differences)
 
 
@@ -142,13 +142,13 @@ def _executor(state: TrainState, config: Config, source: Source) -> str:
     return state.placement.choose_executor(state.strategy, config.executor, flops and TRAINING_PASSES * flops)
 
 
-def _make_loop(state: TrainState, config: Config, units: Units, notes: Mapping[str, Any]) -> TrainLoop:
-    """Returns the loop of a run, as it was at a checkpoint with these notes; empty: at step 0."""
+def _make_loop(state: TrainState, config: Config, units: Units, metadata: Mapping[str, Any]) -> TrainLoop:
+    """Returns the loop of a run, as it was at a checkpoint with these metadata; empty: at step 0."""
     loop = TrainLoop(state, make_step(state, config), keeps_batch=True)
-    loop.tokens = notes.get("tokens", math.nan) if notes else 0.0
+    loop.tokens = metadata.get("tokens", math.nan) if metadata else 0.0
     learning_rates.resolve(state.plain_optimizers.values(), units, loop.trace_again, state.count_tokens)
     if state.average is not None:
-        state.average.set_state(notes.get("average"))
+        state.average.set_state(metadata.get("average"))
         state.average.begin_at(run_length.first_averaged(config, units), int(state.step))
     return loop
 
@@ -230,7 +230,7 @@ def _step_of(run: RecordedRun, config: Config, step: Any) -> int:
 def _start(run: RecordedRun, config: Config, checkpoints: RunCheckpoints, state: TrainState, step: int) -> int:
     """Restores the newest whole checkpoint before a step, or leaves the state at step 0; returns where it is."""
     left_out = {row["left_out"]: row for row in run.incidents if int(row["step"]) == step and "left_out" in row}
-    beginnings = {at: notes.get("data_from", 0) for at, notes in run.checkpoints.items()}
+    beginnings = {at: metadata.get("data_from", 0) for at, metadata in run.checkpoints.items()}
     data_from = max((beginning for beginning in beginnings.values() if beginning < step), default=0)
     for at in sorted((at for at in run.checkpoints if at < step and beginnings[at] == data_from), reverse=True):
         if left_out and not set(run.checkpoints[at]["input"]["skipped"]).isdisjoint(left_out):

@@ -3,7 +3,7 @@
     rows_of_step("runs/digits", 1_234)      # array([814, 33, ...])
     steps_of_row("runs/digits", 814)        # [7, 19, 31, ...]
 
-The order of the examples is a function of what each start of the run has noted of its position in the data.
+The order of the examples is a function of what each start of the run has recorded of its position in the data.
 """
 
 import dataclasses
@@ -98,7 +98,7 @@ def _stretches(workdir: str) -> Iterator[_Stretch]:
     """Yields the stretches of a run, in order.
 
     Raises:
-        ValueError: if a start of the run has not noted its position in the data, or that is no data by number.
+        ValueError: if a start of the run has not recorded its position in the data, or that is no data by number.
     """
     with tempfile.TemporaryDirectory(prefix="distloop_") as root:
         path = fetch_reports(workdir, root)
@@ -110,7 +110,7 @@ def _stretches(workdir: str) -> Iterator[_Stretch]:
             starts.pop()  # all of its steps were done again
         starts.append(start)
     if not starts or furthest <= starts[0]["step"]:
-        raise ValueError(f"The run in {workdir!r} has noted no step: give the workdir of a run that has trained.")
+        raise ValueError(f"The run in {workdir!r} has recorded no step: give the workdir of a run that has trained.")
     for start, end in zip(starts, [*(later["step"] for later in starts[1:]), furthest], strict=True):
         if (position := start.get("input")) is None:
             raise ValueError(
@@ -123,11 +123,11 @@ def _stretches(workdir: str) -> Iterator[_Stretch]:
 
 
 def _order(workdir: str, position: Mapping[str, Any]) -> Order:
-    """Returns the order of the examples, from what a start notes of the data."""
+    """Returns the order of the examples, from what a start records of the data."""
     if "order" not in position or "mixture" in position or "lengths" in position or "batch_size" not in position:
         kind = next((name for name in ("mixture", "lengths") if name in position), "a dataset without numbers")
         raise ValueError(
-            f"The data of the run in {workdir!r} is {kind}, whose order is not noted: replay the step with --replay, "
+            f"The data of the run in {workdir!r} is {kind}, whose order is unknown: replay the step with --replay, "
             "which reads the data."
         )
     return Order(

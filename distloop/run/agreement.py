@@ -2,10 +2,10 @@
 
     require_same_run(state, last_step=500, evaluations=[...], actions=[...])
     with announced(state, config, source):      # around training; without a launcher, it does nothing
-        note_traced(state, config)              # once the step is traced
+        report_traced(state, config)            # once the step is traced
 
 What is known later is compared there: in `data.info`, `compiled_loop`, `evaluation` and `prediction`. A change of
-workers is noted in `incidents.jsonl`.
+workers is recorded in `incidents.jsonl`.
 """
 
 import contextlib
@@ -67,7 +67,7 @@ def require_same_trainable(state: TrainState) -> None:
         some = ", ".join(map(repr, sorted(changed)[:3])) + (", ..." if len(changed) > 3 else "")
         raise ValueError(
             f"`trainable` of {some} was changed since the Trainer was made, which fixes what a run trains: set it "
-            "back, or make another Trainer, whose model_fn sets it: in this workdir, its fit is the run's next phase."
+            "back, or make another Trainer, whose model_fn sets it, in a workdir of its own, with init_from= this one."
         )
 
 
@@ -132,14 +132,14 @@ def _worker_counts(membership: Membership, strategy: tf.distribute.Strategy, con
     return [count for count in counts if not virtual or virtual % (count * devices) == 0]
 
 
-def note_traced(state: TrainState, config: Config) -> None:
+def report_traced(state: TrainState, config: Config) -> None:
     """Writes what a change of workers cost, once the first step is traced after it."""
     membership = messages.find_membership()
     if membership is None or not messages.mark("traced") or not _changes:
         return
-    row, phases = _changes.pop(), messages.phases(membership)
+    row, secs_of = _changes.pop(), messages.start_times(membership)
     if config.workdir:
-        row |= {f"{phase}_secs": round(secs, 3) for phase, secs in phases.items()}
+        row |= {f"{name}_secs": round(secs, 3) for name, secs in secs_of.items()}
         with contextlib.suppress(OSError):  # of a disk that is full, on which a run may train
             append_row(os.path.join(config.local_workdir, "incidents.jsonl"), row)
 

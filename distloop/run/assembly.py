@@ -62,7 +62,7 @@ def make_train_loop(state: TrainState, config: Config) -> TrainLoop:
             user_functions.require_read(reads, "2", "class weights, the third entry of a batch")
         user_functions.report_unread(reads, config.unread_entries, is_shown=is_shown)
         overview.report_whole_tables(step.updates, state, is_shown=is_shown)
-        agreement.note_traced(state, config)
+        agreement.report_traced(state, config)
 
     return TrainLoop(
         *(state, step),

@@ -97,7 +97,7 @@ class Fit:
         self._say = speaker(self._is_chief, self.config.console)
         workdir, verify = self.config.local_workdir, self.checkpoints.directory.verify
         self._goodput = built_in.Goodput(workdir, self.clock.seconds, self._is_chief, verify)
-        self._notes: list[Action] = [built_in.MemoryUse(workdir), self._goodput] if workdir else []
+        self._measurements: list[Action] = [built_in.MemoryUse(workdir), self._goodput] if workdir else []
         self._plan = Plan(self.units, is_chief=self._is_chief)
         every, updates = self.config.gradient_noise_every, [update.name for update in self.state.spec.updates]
         self._noise = [built_in.GradientNoise(every, updates)] if every else []
@@ -185,7 +185,7 @@ class Fit:
             self.state.average.begin_at(run_length.first_averaged(self.config, self.units), self._step)
         _announce(self)
         self._prepare()
-        with started([*self._notes, *self.actions], self._report, is_chief=self._is_chief):
+        with started([*self._measurements, *self.actions], self._report, is_chief=self._is_chief):
             while True:
                 try:
                     self._train()
@@ -267,7 +267,7 @@ class Fit:
         """Returns the actions in the order in which numbers flow: measure, decide, write, save."""
         operations = self._flops_per_example, overview.peak_flops(self.state, self.config)
         actions: list[Action] = [built_in.Utilization(*operations, self.state.strategy), built_in.DataSeen(self.source)]
-        actions += [built_in.PipelineUsage(self.state.placement.devices, profile), *self._notes, *self._noise]
+        actions += [built_in.PipelineUsage(self.state.placement.devices, profile), *self._measurements, *self._noise]
         checks = [built_in.CheckReplicas(every)] if (every := self.config.check_replicas_every) else []
         actions += [*checks, *self.evaluations, *self.actions, *filter(None, [self._loop.histograms])]
         if calls := [*self.evaluations, *self.actions]:
@@ -386,12 +386,12 @@ def _open_files(fit: Fit, workdir: str, evals: Sequence[str]) -> list[Any]:
 
 
 def _begin_in(workdir: str, fit: Fit, restore_secs: float | None) -> None:
-    """Creates the workdir and notes the start, unless the disk is full, on which a run may train."""
+    """Creates the workdir and records the start, unless the disk is full, on which a run may train."""
     os.makedirs(os.path.join(workdir, "train"), exist_ok=True)
     kind = "GPU" if has_gpus(fit.state.strategy) else "CPU"
     facts: dict[str, Any] = {"step": fit._step, "devices": overview.num_devices(fit.state), "kind": kind}
     facts["position"] = fit.source.save_position()
     try:
-        ledger.note_start(workdir, **facts, restore_secs=restore_secs)
+        ledger.record_start(workdir, **facts, restore_secs=restore_secs)
     except OSError as error:
         log.warning("The report will lack the device-hours of this start: %s.", error.strerror or error)

@@ -55,7 +55,7 @@ class Directory:
         self._lock = run_lock.RunLock(self._root)
         self.finish: Callable[[], None] = lambda: None
         self.saved: Callable[[], Collection[str]] | None = None
-        self._seen: set[str] | None = None  # the names when this process noted them last
+        self._seen: set[str] | None = None  # the names when this process recorded them last
         self._depth, self._held = 0, contextlib.ExitStack()
 
     def __enter__(self) -> None:
@@ -89,7 +89,7 @@ class Directory:
             if self._depth == 0:
                 with contextlib.suppress(run_lock.LockLost, OSError):
                     self.verify()
-                    self.note_saved()
+                    self.record_saved()
                 self._held.__exit__(kind, error, trace)
 
     def _begin(self, stack: contextlib.ExitStack) -> None:
@@ -124,8 +124,8 @@ class Directory:
             raise failure or ValueError(f"workdir={self._url!r} cannot be used; another worker says why.")
         return result
 
-    def note_saved(self) -> None:
-        """Notes the names of the run's checkpoints: this process knows of them."""
+    def record_saved(self) -> None:
+        """Records the names of the run's checkpoints: this process knows of them."""
         if self._is_writer and self.saved is not None:
             with contextlib.suppress(OSError):
                 self._seen = set(self.saved())

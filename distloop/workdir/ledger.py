@@ -1,12 +1,12 @@
 """Ledger: what a run has cost: where the time of all its starts went, its device-hours, and the memory on devices.
 
-    note_start("run", step=500, devices=8, kind="GPU")          # before the rows after the checkpoint are cut off
-    note_progress("run", time=now, step=520, secs={"step": 61.0, "saving": 0.8})     # the next start keeps it
+    record_start("run", step=500, devices=8, kind="GPU")          # before the rows after the checkpoint are cut off
+    record_progress("run", time=now, step=520, secs={"step": 61.0, "saving": 0.8})     # the next start keeps it
     seconds = account(last_start("run"), read_progress("run"))              # {"steps": 60.1, "steps done twice": 0.9}
-    goodput(seconds)                                                        # 0.81: the share of steps that count
+    goodput(seconds)                                                  # 0.81: the fraction that went to steps that count
 
-A killed process cannot note its end: what it did after its last note counts as waiting for the next start, which notes
-the time of the last row that was there. TensorFlow is not imported.
+A killed process cannot record its end: what it did after its last record counts as waiting for the next start, which
+records the time of the last row that was there. TensorFlow is not imported.
 """
 
 import contextlib
@@ -34,10 +34,10 @@ Memory = dict[str, dict[str, int]]
 
 STEPS, STEPS_TWICE = "steps", "steps done twice"
 
-_noted: set[int] = set()  # processes that have noted a start: a fork is another one
+_recorded: set[int] = set()  # processes that have recorded a start: a fork is another one
 
 
-def note_start(
+def record_start(
     workdir: str,
     *,
     step: int,
@@ -46,11 +46,11 @@ def note_start(
     restore_secs: float | None = None,
     position: Mapping[str, Any] | None = None,
 ) -> None:
-    """Adds a row: time, step, devices, the age of the process, what the start before it has noted last, and `before`.
+    """Adds a row: time, step, devices, the process's age, what the start before it recorded last, and `before`.
 
-    `before` is where the time of all starts before went, so that nobody has to read their rows. Noted last were the
+    `before` is where the time of all starts before went, so that nobody has to read their rows. Recorded last were the
     time of the last row of `metrics.jsonl`, and `read_progress`; null if there is none. So is the age, if it is
-    unknown or the process has noted a start before.
+    unknown or the process has recorded a start before.
 
     Args:
         workdir: of the run.
@@ -67,8 +67,8 @@ def note_start(
     facts: dict[str, Any] = {"step": step, "devices": devices, "kind": kind, "last_row_time": last_time}
     facts |= {"restore_secs": restore_secs, "progress": read_progress(workdir), "process_secs": None}
     facts |= {} if position is None else {"input": {name: position[name] for name in position if name != "state"}}
-    if (process := os.getpid()) not in _noted:
-        _noted.add(process)
+    if (process := os.getpid()) not in _recorded:
+        _recorded.add(process)
         with contextlib.suppress(OSError, ValueError, IndexError):
             if began_at := start_time(process):
                 facts["process_secs"] = clock.time() - began_at
@@ -90,7 +90,7 @@ def last_start(workdir: str) -> dict[str, Any]:
     return {}
 
 
-def note_progress(workdir: str, *, time: float, step: int, secs: Mapping[str, float]) -> None:
+def record_progress(workdir: str, *, time: float, step: int, secs: Mapping[str, float]) -> None:
     """Writes how far this start of a run has come, in place of what was written before.
 
     Args:
@@ -106,7 +106,7 @@ def note_progress(workdir: str, *, time: float, step: int, secs: Mapping[str, fl
 
 
 def read_progress(workdir: str, warn: Callable[[str], None] = log.warning) -> dict[str, Any] | None:
-    """Returns what was noted last; None if there is nothing, or it cannot be read."""
+    """Returns what was recorded last; None if there is nothing, or it cannot be read."""
     path = os.path.join(workdir, PROGRESS)
     return records.read_json(path, instead="how far the last start came is unknown", warn=warn)
 
@@ -131,24 +131,24 @@ def account(
 
     Args:
         start: as `last_start` returns it, with all starts before it.
-        progress: what the start has noted last; it counts until then.
+        progress: what the start has recorded last; it counts until then.
         following: the start after it, until which it counts; None: there is none.
 
     Returns:
         `steps`; `steps done twice`, which a later start did again; `starting`, `restoring` and `tracing` of new
-        processes; `waiting` from the last note of one until the next; the phases of `Clock`.
+        processes; `waiting` from the last record of one until the next; the phases of `Clock`.
     """
     before, end, began_at = _as_dict(start.get("before")), _as_dict(progress), _number(start, "time")
     if not _number(end, "time") >= began_at:
-        end = {}  # an earlier start noted it, and this one nothing
-    last_at, noted = _number(end, "time", began_at), _as_dict(end.get("secs"))
-    phases = {name: max(0.0, _number(noted, name, 0.0)) for name in noted if name != "start-up"}
+        end = {}  # an earlier start recorded it, and this one nothing
+    last_at, recorded = _number(end, "time", began_at), _as_dict(end.get("secs"))
+    phases = {name: max(0.0, _number(recorded, name, 0.0)) for name in recorded if name != "start-up"}
     phases["tracing"] = max(0.0, last_at - began_at - sum(phases.values()))
     first, last = _number(start, "step"), _number(end, "step")
     kept = min(last, _number(following, "step")) if following is not None else last
-    share = max(0.0, kept - first) / (last - first) if last > first else 0.0
+    fraction = max(0.0, kept - first) / (last - first) if last > first else 0.0
     step_secs = phases.pop("step", 0.0)
-    phases |= {STEPS: share * step_secs, STEPS_TWICE: (1 - share) * step_secs}
+    phases |= {STEPS: fraction * step_secs, STEPS_TWICE: (1 - fraction) * step_secs}
     phases["restoring"] = _number(start, "restore_secs", 0.0)
     phases["starting"] = max(0.0, _number(start, "process_secs", 0.0) - phases["restoring"])
     seconds = defaultdict(float, {name: _number(before, name, 0.0) for name in before})
@@ -161,7 +161,7 @@ def account(
 
 
 def goodput(seconds: Mapping[str, float]) -> float:
-    """Returns the share of the time that went to steps that count; nan if none has passed."""
+    """Returns the fraction of the time that went to steps that count; nan if none has passed."""
     return seconds.get(STEPS, 0.0) / (sum(seconds.values()) or math.nan)
 
 

@@ -1,7 +1,7 @@
 """Messages: from a launcher to its workers at their start, and back; without TensorFlow.
 
     inbox = Inbox()                                                     # in the launcher, for one membership
-    variables = Membership(2, "ab", 1, 3, "worker 1 fell", worker=0, pipe=inbox.pipe).variables()
+    variables = Membership(2, "ab", 1, 3, "worker 1 failed", worker=0, pipe=inbox.pipe).variables()
     membership = find_membership()                                      # in a worker; None without a launcher
     membership.send(begins=20)                                          # a line through the pipe
     inbox.read()                                                        # in the launcher: inbox.step is 20
@@ -31,9 +31,9 @@ class Membership(NamedTuple):
     cause: str  # why the membership before it ended; "": there was none
     worker: int  # the index of this worker
     pipe: tuple[int, int]  # descriptor and inode of the launcher's pipe
-    fell_at: float = 0.0  # when the first worker of the membership before it ended; Unix, seconds
+    first_ended_at: float = 0.0  # when the first worker of the membership before it ended; Unix, seconds
     ended_at: float = 0.0  # when the last one did
-    started_at: float = 0.0  # when there were places for this one
+    started_at: float = 0.0  # when there were slots for this one
 
     @property
     def is_elastic(self) -> bool:
@@ -74,22 +74,22 @@ def mark(point: str) -> bool:
     return is_first
 
 
-def phases(membership: Membership) -> dict[str, float]:
-    """Returns the seconds of each phase from the fall of the membership before to the last mark, in order."""
-    times = {"fell": membership.fell_at, "ended": membership.ended_at, "waited": membership.started_at, **_marks}
-    pairs = itertools.pairwise(times.items())
+def start_times(membership: Membership) -> dict[str, float]:
+    """Returns the seconds from one mark of a start to the next, from the end of the membership before, in order."""
+    times = {"failed": membership.first_ended_at, "ended": membership.ended_at, "waited": membership.started_at}
+    pairs = itertools.pairwise([*times.items(), *_marks.items()])
     return {name: max(0.0, end - start) for (_, start), (name, end) in pairs}
 
 
 class Inbox:
-    """What the workers of one membership have told.
+    """What the workers of one membership have sent.
 
     Attributes:
         step: from which the run went on; None: no worker came so far.
         began_at: when a worker came so far, in seconds on the monotonic clock; None: the run does not train now.
         start_secs: from here until a worker came so far for the first time; 0: none did.
-        sizes: numbers of workers that the run can have; empty: nothing was told.
-        leavers: indices of the workers that somebody asked to leave.
+        sizes: numbers of workers that the run can have; empty: it sent none.
+        leaving: indices of the workers that somebody asked to leave.
     """
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class Inbox:
         self.began_at: float | None = None
         self.start_secs, self._made_at = 0.0, time.monotonic()
         self.sizes: tuple[int, ...] = ()
-        self.leavers: set[int] = set()
+        self.leaving: set[int] = set()
 
     @property
     def pipe(self) -> tuple[int, int]:
@@ -134,7 +134,7 @@ class Inbox:
         if "ends" in message:
             self.began_at = None
         if "leaves" in message:
-            self.leavers.add(message["worker"])
+            self.leaving.add(message["worker"])
 
     def send(self, **values: Any) -> None:
         """Sends a message from another thread of the launcher."""

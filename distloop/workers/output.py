@@ -56,9 +56,9 @@ class LineConsole:
     def write(self, line: bytes) -> None:
         """Writes a line, soon; waits for a reader who is slow, and not for one who has read nothing for 5 seconds."""
         with self._writing:
-            note = f"distloop.launch: {self._num_dropped:,} lines were not shown: nobody read them.\n"
+            warning = f"distloop.launch: {self._num_dropped:,} lines were not shown: nobody read them.\n"
             try:
-                text = note.encode() + line if self._num_dropped else line
+                text = warning.encode() + line if self._num_dropped else line
                 self._lines.put(text, timeout=0.0 if self._num_dropped else _UNREAD_SECS)
                 self._num_dropped = 0
             except queue.Full:

@@ -60,14 +60,14 @@ def test_a_worker_that_is_not_the_chief_reports_and_writes_nothing(tmp_path):
     goodput = Goodput(str(tmp_path), lambda: {"step": 1.0}, False, verify)
     at = distloop.Report(1, 2, {}, None, time=0.0)
     assert goodput(at) == {}  # no start was noted
-    ledger.note_start(str(tmp_path), step=0, devices=1, kind="CPU")
+    ledger.record_start(str(tmp_path), step=0, devices=1, kind="CPU")
     assert 0 <= goodput(at)["goodput"] <= 1
     goodput.on_end(at)
     assert ledger.read_progress(str(tmp_path)) is None
 
 
 def test_a_start_that_ends_before_its_first_log_notes_its_end(tmp_path):
-    ledger.note_start(str(tmp_path), step=253, devices=1, kind="CPU")
+    ledger.record_start(str(tmp_path), step=253, devices=1, kind="CPU")
     Goodput(str(tmp_path), lambda: {"step": 1.0}, True, lambda: None).on_end(distloop.Report(254, 600, {}, None))
     assert ledger.read_progress(str(tmp_path))["step"] == 254
 

@@ -35,7 +35,7 @@ def write(path, step=5):
 def test_what_was_written_is_loaded_and_tensorflow_reads_it_by_name(tmp_path):
     values = write(tmp_path / "5")
     saved = load(str(tmp_path / "5"))
-    assert saved.step == 5 and saved.notes == {"replicas": 2} and saved.path == str(tmp_path / "5")
+    assert saved.step == 5 and saved.metadata == {"replicas": 2} and saved.path == str(tmp_path / "5")
     assert saved.values.keys() == values.keys()
     for name, value in values.items():
         np.testing.assert_array_equal(saved.values[name].numpy(), value.numpy())

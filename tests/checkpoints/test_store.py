@@ -99,7 +99,7 @@ def test_notes_that_change_while_they_are_written_are_saved_as_they_were(tmp_pat
     notes["counts"][10] = 3
     changed.set()
     kept.wait()
-    assert kept.load_newest().notes == {"counts": {"10": 1, "9": 2}}
+    assert kept.load_newest().metadata == {"counts": {"10": 1, "9": 2}}
     with pytest.raises(TypeError, match="not JSON serializable"):
         kept.save(6, values_of(1), {"counts": {1, 2}})
 

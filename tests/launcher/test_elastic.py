@@ -40,8 +40,8 @@ class World:
         self.clock = Clock()
         self.signals = Signals(self.clock)
         self.started, self.lines, self.leaves_at = [], [], []
-        self.places, self.there = [], None  # of each membership; which are there, by a function
-        self.start_secs = 0.5  # shorter than each place is empty
+        self.slots, self.there = [], None  # of each membership; which are there, by a function
+        self.start_secs = 0.5  # shorter than each slot is empty
         monkeypatch.setattr(elastic, "time", self.clock)
         monkeypatch.setattr(elastic.processes, "log", self.lines.append)
         monkeypatch.setattr(elastic.processes, "Group", functools.partial(Group, self))
@@ -49,7 +49,7 @@ class World:
     @property
     def counts(self):
         """The number of workers of each membership."""
-        return [len(places) for places in self.places]
+        return [len(slots) for slots in self.slots]
 
     def run(self, script, least=1, most=3, max_restarts=3, wait_secs=600):
         self.script = list(script)
@@ -58,10 +58,10 @@ class World:
         assert not self.script
         return code
 
-    def start(self, membership, places, messages):
-        self.started.append((membership.number, len(places), membership.cause))
-        self.places.append(list(places))
-        return [None] * len(places)
+    def start(self, membership, slots, messages):
+        self.started.append((membership.number, len(slots), membership.cause))
+        self.slots.append(list(slots))
+        return [None] * len(slots)
 
 
 class Group:
@@ -87,8 +87,8 @@ def world(monkeypatch):
     return World(monkeypatch)
 
 
-def crash(*fallen, code=137, cause="worker 1 failed first"):
-    return GroupEnd(code, is_crash=True, fallen=fallen, cause=cause)
+def crash(*failed, code=137, cause="worker 1 failed first"):
+    return GroupEnd(code, is_crash=True, failed=failed, cause=cause)
 
 
 SAVED = GroupEnd(75, is_crash=False)
@@ -99,7 +99,7 @@ DONE = GroupEnd(0, is_crash=False)
 def test_those_left_go_on_at_once_and_one_that_comes_back_is_taken_in(world):
     script = [(9, {"step": 0}, crash(1)), (20, {"step": 20}, MORE), (9, {"step": 40}, DONE)]
     assert world.run(script) == 0
-    assert world.started == [(1, 3, ""), (2, 2, "worker 1 failed first"), (3, 3, "there are places for more")]
+    assert world.started == [(1, 3, ""), (2, 2, "worker 1 failed first"), (3, 3, "there are slots for more")]
     assert world.signals.pauses == []
     assert world.leaves_at == [math.inf, 1.0, math.inf]  # the second, once it has trained for as long as it started
     assert world.lines[0] == "membership 2 has 2 of 3 workers: worker 1 failed first."
@@ -107,7 +107,7 @@ def test_those_left_go_on_at_once_and_one_that_comes_back_is_taken_in(world):
 
 def test_a_place_that_is_back_sooner_than_workers_start_saves_a_stop(world):
     world.start_secs = 5
-    script = [(9, {"step": 0}, crash(1)), (20, {"step": 20}, SAVED._replace(leavers=[2])), (9, {"step": 40}, DONE)]
+    script = [(9, {"step": 0}, crash(1)), (20, {"step": 20}, SAVED._replace(leaving=[2])), (9, {"step": 40}, DONE)]
     assert world.run(script) == 0
     assert world.started == [(1, 3, ""), (2, 3, "worker 1 failed first"), (3, 3, "worker 2 was asked to leave")]
     assert world.signals.pauses == [] and world.leaves_at == [math.inf] * 3
@@ -122,20 +122,20 @@ def test_a_worker_that_crashes_at_once_again_is_left_out(world):
 
 
 def test_a_worker_that_was_asked_to_leave_leaves_its_place(world):
-    assert world.run([(9, {"step": 0}, SAVED._replace(leavers=[2])), (0.5, {"step": 9}, DONE)]) == 0
+    assert world.run([(9, {"step": 0}, SAVED._replace(leaving=[2])), (0.5, {"step": 9}, DONE)]) == 0
     assert world.started[1:] == [(2, 2, "worker 2 was asked to leave")]
 
 
 def test_a_run_that_leaves_by_itself_ends_and_so_does_one_that_is_asked(world):
     assert world.run([(9, {"step": 0}, SAVED)]) == 75
-    assert world.run([(9, {"step": 0}, SAVED._replace(is_last=True, leavers=[0, 1]))]) == 75
-    assert world.run([(9, {}, SAVED._replace(leavers=[0]))], least=3) == 75  # the number is fixed
+    assert world.run([(9, {"step": 0}, SAVED._replace(is_last=True, leaving=[0, 1]))]) == 75
+    assert world.run([(9, {}, SAVED._replace(leaving=[0]))], least=3) == 75  # the number is fixed
 
 
 def test_below_the_least_number_the_run_waits(world):
     assert world.run([(9, {"step": 0}, crash(0, 1)), (9, {"step": 0}, DONE)], least=2) == 0
     assert world.started[1:] == [(2, 3, "worker 1 failed first")] and world.signals.pauses == [0.5]
-    assert world.lines[0] == "there are places for 3 workers in 0.5 s (restart 1 of 3)."
+    assert world.lines[0] == "there are slots for 3 workers in 0.5 s (restart 1 of 3)."
 
 
 def test_the_wait_has_a_limit(world):
@@ -143,7 +143,7 @@ def test_the_wait_has_a_limit(world):
     assert world.run(script, least=2, wait_secs=3) == 75
     assert world.signals.pauses == [0.5, 1.5, 3]
     assert world.lines[-1] == (
-        "for 3 s there were places for 1 worker, and 2 are needed: the run ends, and the same command goes on from "
+        "for 3 s there were slots for 1 worker, and 2 are needed: the run ends, and the same command goes on from "
         "its newest checkpoint."
     )
 
@@ -202,7 +202,7 @@ def test_with_a_fixed_number_the_pause_doubles_up_to_a_minute_and_starts_anew_af
 def test_a_place_that_is_not_there_is_not_used_and_the_run_grows_when_it_comes(world):
     world.there = lambda: [0, 2] if world.clock.now < 1005 else [0, 1, 2]
     assert world.run([(9, {"step": 0}, MORE), (9, {"step": 20}, DONE)]) == 0
-    assert world.places == [[0, 2], [0, 1, 2]] and world.leaves_at == [math.inf, math.inf]
+    assert world.slots == [[0, 2], [0, 1, 2]] and world.leaves_at == [math.inf, math.inf]
 
 
 def test_a_place_that_comes_while_workers_train_is_seen(world):
@@ -210,7 +210,7 @@ def test_a_place_that_comes_while_workers_train_is_seen(world):
     world.there = lambda: looks.append(1) or ([0, 1] if len(looks) <= 2 else [0, 1, 2])
     assert world.run([(9, {"step": 0}, MORE), (9, {"step": 20}, DONE)]) == 0
     assert world.leaves_at[0] == 2 * world.start_secs  # once it has trained for as long as it started
-    assert world.places == [[0, 1], [0, 1, 2]]
+    assert world.slots == [[0, 1], [0, 1, 2]]
 
 
 @pytest.mark.parametrize(("most", "wait_secs"), [(3, 600), (2, 10)])
@@ -218,8 +218,8 @@ def test_the_run_looks_each_second_whether_a_place_has_come_and_says_once_that_i
     world.there = lambda: [0] if world.clock.now < 1060 else [0, 1]
     script = [(9, {"step": 0}, DONE)]
     assert world.run(script, least=2, most=most, wait_secs=wait_secs) == 0  # of a fixed number, as long as it takes
-    assert world.places == [[0, 1]] and world.signals.pauses == [1.0] * 60
-    assert world.lines == ["there were places for 1 worker, and 2 are needed: waiting for more."]
+    assert world.slots == [[0, 1]] and world.signals.pauses == [1.0] * 60
+    assert world.lines == ["there were slots for 1 worker, and 2 are needed: waiting for more."]
 
 
 def test_a_place_that_is_there_again_sooner_than_workers_start_counts_as_there():

@@ -30,7 +30,7 @@ def alone(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("pause_secs", "second", "step_secs", "numbers"),
-    # Numbers of workers: the place counts as there; the one left goes on, and the other comes back before the end.
+    # Numbers of workers: the slot counts as there; the one left goes on, and the other comes back before the end.
     mostly_wide([(0.5, 25, 0.15, [2, 2]), (8.0, 14, 0.25, [1, 1, 2])]),
 )
 def test_whichever_workers_fall_or_come_every_example_counts_once_and_the_weights_are_those_of_one_process(
@@ -85,7 +85,7 @@ def test_a_suspended_process_of_an_older_membership_writes_nothing_when_it_goes_
 def start_alone(directory, number):
     """Starts a single worker of a membership, whose launcher is gone."""
     (directory / f"log{number}").touch()
-    membership = messages.Membership(number, "a", 1, 2, "worker 1 fell" if number > 1 else "", 0, (-1, 0))
+    membership = messages.Membership(number, "a", 1, 2, "worker 1 failed" if number > 1 else "", 0, (-1, 0))
     variables = {"NEMESIS_LOG": str(directory / f"log{number}"), "NEMESIS_STEP_SECS": "0.1" if number == 1 else "0.02"}
     output = str(directory / f"output{number}")
     environment = {**os.environ, **variables, **membership.variables()}

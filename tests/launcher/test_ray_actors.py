@@ -101,7 +101,7 @@ def test_a_node_that_goes_and_one_that_comes_change_the_number_of_workers(start,
     memberships = [(row["membership"], row["of"]) for row in log_of(tmp_path)]
     assert sorted(memberships) == [(1, 2), (1, 2), (2, 1), (3, 2), (3, 2)], err
     assert "failed first, as Ray has lost its actor; the others were stopped." in err
-    assert "membership 3 has 2 of 2 workers: there are places for more." in err
+    assert "membership 3 has 2 of 2 workers: there are slots for more." in err
 
 
 def test_a_worker_that_cannot_start_ends_the_run_with_the_reason(start, tmp_path):

@@ -69,8 +69,8 @@ def test_what_an_earlier_start_noted_is_no_work_of_one_that_fell_before_it_noted
 def test_the_row_of_the_last_start_knows_what_all_starts_before_it_have_cost(tmp_path, monkeypatch):
     for i in range(4):
         monkeypatch.setattr(ledger, "unix_time", lambda i=i: 220.0 + 20 * i)
-        ledger.note_progress(str(tmp_path), **progress(205.0 + 20 * i, 50 + i, step=30.0, saving=3.0))
-        ledger.note_start(str(tmp_path), restore_secs=2.0, step=48 + i, devices=1, kind="CPU")
+        ledger.record_progress(str(tmp_path), **progress(205.0 + 20 * i, 50 + i, step=30.0, saving=3.0))
+        ledger.record_start(str(tmp_path), restore_secs=2.0, step=48 + i, devices=1, kind="CPU")
     starts, last = ledger.read_starts(str(tmp_path)), ledger.last_start(str(tmp_path))
     assert len(starts) == 4 and last == starts[-1]
     now = progress(290.0, 60, step=5.0)
@@ -86,7 +86,7 @@ def test_a_start_of_an_earlier_version_and_no_start_at_all_are_read(tmp_path):
 def test_what_was_noted_is_read_and_anything_else_is_nothing(tmp_path):
     noted = {"time": 1.0, "step": 2, "secs": {"step": 3.0}}
     assert ledger.read_progress(str(tmp_path)) is None
-    ledger.note_progress(str(tmp_path), **noted)
+    ledger.record_progress(str(tmp_path), **noted)
     assert ledger.read_progress(str(tmp_path)) == noted
     (tmp_path / ledger.PROGRESS).write_text("[1")
     assert ledger.read_progress(str(tmp_path)) is None
@@ -95,12 +95,12 @@ def test_what_was_noted_is_read_and_anything_else_is_nothing(tmp_path):
 def test_a_start_holds_its_devices_the_time_of_the_last_row_before_it_and_the_age_of_its_process(tmp_path, monkeypatch):
     monkeypatch.setattr(ledger, "_noted", set())
     assert ledger.read_starts(str(tmp_path)) == []
-    ledger.note_start(str(tmp_path), step=0, devices=2, kind="CPU")
+    ledger.record_start(str(tmp_path), step=0, devices=2, kind="CPU")
     for step in (10, 20):
         append_row(str(tmp_path / "metrics.jsonl"), {"step": step, "time": step / 4})
     with open(tmp_path / "metrics.jsonl", "ab") as file:
         file.write(b'{"step": 30, "ti')  # of a killed process
-    ledger.note_start(str(tmp_path), restore_secs=1.5, step=10, devices=8, kind="GPU")
+    ledger.record_start(str(tmp_path), restore_secs=1.5, step=10, devices=8, kind="GPU")
     first, second = ledger.read_starts(str(tmp_path))
     names = ("step", "devices", "kind", "last_row_time", "restore_secs")
     assert [first[name] for name in names] == [0, 2, "CPU", None, None]

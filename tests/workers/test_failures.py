@@ -221,7 +221,7 @@ def newest(workdir):
 def eight_steps_on(workdir):
     """Returns the step to come of the next run; an action that failed at the newest checkpoint is called again."""
     checkpoint = saved(workdir)
-    is_open = checkpoint is not None and checkpoint.notes["open_boundary"] is not None
+    is_open = checkpoint is not None and checkpoint.metadata["open_boundary"] is not None
     return newest(workdir) + (8 if is_open else 9)
 
 
