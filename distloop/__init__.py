@@ -24,7 +24,7 @@ _MODULES = {
     "Export": "exports.export_action",
     "GradientStep": "training.gradient_step",
     "OwnStep": "training.gradient_step",
-    "Replay": "replay.look",
+    "Replay": "replay.inspection",
     "Histogram": "monitoring.media",
     "History": "monitoring.curves",
     "Images": "monitoring.media",
@@ -125,7 +125,7 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not run the code
     from distloop.pipeline.pipeline import split as split
     from distloop.pipeline.pipeline import stages as stages
     from distloop.records.record_files import open_records as open_records
-    from distloop.replay.look import Replay as Replay
+    from distloop.replay.inspection import Replay as Replay
     from distloop.settings.config import Config as Config
     from distloop.settings.flags import define_flags as define_flags
     from distloop.settings.flags import secret_flag as secret_flag

@@ -6,20 +6,20 @@
     python -m distloop.report runs --png=runs.png   # curves, with matplotlib
     python -m distloop.report runs --csv=runs.csv   # all rows, for a spreadsheet
     python -m distloop.report s3://bucket/runs      # runs in a bucket
-    python -m distloop.report --diff runs/a runs/b  # where two runs part
+    python -m distloop.report --diff runs/a runs/b  # where two runs differ
     python -m distloop.report runs/a --rows 1234    # the examples of a step
     python -m distloop.report --environment         # for a bug report
 
 It shows for each run the status, steps, training time (without tracing,
 evaluations, saves and pauses), speed, examples and epochs that it has trained
-on, with the shares of a mixture, and the hours that devices were held over all
+on, with the fractions of a mixture, and the hours that devices were held over all
 starts (with tracing, evaluations and saves); for each metric the last value,
 the best and its step, the least and largest; incidents; settings that differ.
 
-"busy" is the share of the time in which the GPUs, or without GPUs the cores,
+"busy" is the fraction of the time in which the GPUs, or without GPUs the cores,
 computed at the last log.
 
-Goodput is the share of the time, from the first process of a run to its last
+Goodput is the fraction of the time, from the first process of a run to its last
 log, that went to steps that count: not to steps that a later start did again,
 nor to saving, starting, restoring, tracing, or waiting for a start.
 
@@ -56,7 +56,7 @@ from distloop.log import printable
 from distloop.monitoring import text_tables
 from distloop.monitoring.curves import Picture
 from distloop.monitoring.text_tables import Table
-from distloop.monitoring.timing import largest_shares, show_secs, show_share
+from distloop.monitoring.timing import largest_fractions, show_percent, show_secs
 from distloop.urls import absolute, expand
 from distloop.workdir import ledger, records, run_files
 from distloop.workdir.directory import fetch_reports
@@ -158,7 +158,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--csv", metavar="PATH", help="also write the rows of metrics.jsonl as a table, a column a name"
     )
-    parser.add_argument("--diff", action="store_true", help="compare two runs; code 1 if they part, 0 if not")
+    parser.add_argument("--diff", action="store_true", help="compare two runs; code 1 if they differ, 0 if not")
     parser.add_argument("--rows", metavar="STEP", type=int, help="print the numbers of the examples in a step")
     parser.add_argument("--steps-of", metavar="ROW", type=int, help="print the steps that an example was in")
     parser.add_argument("--environment", action="store_true", help="print what a bug report needs: versions, devices")
@@ -215,7 +215,7 @@ def _runs(runs: Sequence[Run]) -> Table:
             show_secs(run.training_secs),
             _show_known(run.steps_per_sec),
             _show_known(run.examples_per_sec),
-            _show_known(run.busy_share, show_share),
+            _show_known(run.busy_fraction, show_percent),
             _show_examples(run.seen),
             _show_known(run.seen.get("epochs_seen")),
             _show_known(run.device_hours),
@@ -251,29 +251,29 @@ def _incidents(runs: Sequence[Run]) -> Table:
 
 
 def _time(runs: Sequence[Run]) -> Table:
-    """Returns the table of where the time of all starts went, the largest share of any run first, and the goodput."""
-    shares = {run.name: largest_shares(run.time_spent) for run in runs if run.time_spent}
-    largest = {name: max(of.get(name, 0.0) for of in shares.values()) for of in shares.values() for name in of}
+    """Returns the table of where the time of all starts went, the largest fraction first, and the goodput."""
+    fractions = {run.name: largest_fractions(run.time_spent) for run in runs if run.time_spent}
+    largest = {name: max(of.get(name, 0.0) for of in fractions.values()) for of in fractions.values() for name in of}
     names = sorted(largest, key=lambda name: -largest[name])
     rows = []
-    for run in (run for run in runs if run.name in shares):
-        parts = [show_share(shares[run.name].get(name, 0.0)) for name in names]
-        times = [show_secs(sum(run.time_spent.values())), show_share(ledger.goodput(run.time_spent))]
-        rows.append([run.name, *times, *parts])
+    for run in (run for run in runs if run.name in fractions):
+        percents = [show_percent(fractions[run.name].get(name, 0.0)) for name in names]
+        times = [show_secs(sum(run.time_spent.values())), show_percent(ledger.goodput(run.time_spent))]
+        rows.append([run.name, *times, *percents])
     return Table("Where the time went, over all starts", ["run", "time", "goodput", *names], rows)
 
 
 def _memory(runs: Sequence[Run]) -> Table:
     """Returns the table of bytes by device: of variables, and of what `--memory` estimated."""
     memories = [(run.name, run.memory) for run in runs if run.memory is not None]
-    found = {part for _, memory in memories for held in memory.values() for part in held}
-    parts = [*(part for part in ledger.PARTS if part in found), *sorted(found.difference(ledger.PARTS))]
+    found = {kind for _, memory in memories for held in memory.values() for kind in held}
+    kinds = [*(kind for kind in ledger.KINDS if kind in found), *sorted(found.difference(ledger.KINDS))]
     rows = [
-        [name, device, *(_show_known(held.get(part), show_bytes) for part in parts), show_bytes(sum(held.values()))]
+        [name, device, *(_show_known(held.get(kind), show_bytes) for kind in kinds), show_bytes(sum(held.values()))]
         for name, memory in memories
         for device, held in memory.items()
     ]
-    return Table("Memory", ["run", "device", *parts, "together"], rows, num_names=2)
+    return Table("Memory", ["run", "device", *kinds, "together"], rows, num_names=2)
 
 
 def _settings(runs: Sequence[Run]) -> Table:
@@ -288,10 +288,10 @@ def _show_known(value: float | None, show: Callable[[float], str] = show_number)
 
 
 def _show_examples(seen: Mapping[str, float]) -> str:
-    """Returns the examples that a run has seen, with the shares of a mixture's sources."""
+    """Returns the examples that a run has seen, with the fractions of a mixture's sources."""
     counts = {name.rpartition("/")[0]: seen[name] for name in seen if name.endswith("/examples_seen")}
-    shares = ", ".join(f"{name} {count / max(1.0, sum(counts.values())):.0%}" for name, count in counts.items())
-    return _show_known(seen.get("examples_seen")) + (f" ({shares})" if shares else "")
+    fractions = ", ".join(f"{name} {count / max(1.0, sum(counts.values())):.0%}" for name, count in counts.items())
+    return _show_known(seen.get("examples_seen")) + (f" ({fractions})" if fractions else "")
 
 
 def _show_value(value: Any) -> str:

@@ -3,7 +3,7 @@
     python -m experiments.bad_example --workdir=runs/clean --device=cpu
     python -m experiments.bad_example --workdir=runs/planted --device=cpu --bad_row=814
 
-Two runs that should be equal end with different losses. Where do they part?
+Two runs that should be equal end with different losses. Where do they differ first?
 
     python -m distloop.report --diff runs/clean runs/planted
 

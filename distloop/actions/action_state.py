@@ -48,12 +48,12 @@ class RunStates:
         named = by_name(actions, must_differ=is_written)
         for name, action in named.items():
             self._claim(action, name)
-        kept = self._states | _look_at(self._actions)
+        kept = self._states | _states_of(self._actions)
         states = kept if saved is None else saved
         for name, action in named.items():
             is_new = self._actions.get(name) is not action
             if is_new:
-                self._first |= _look_at({name: action})
+                self._first |= _states_of({name: action})
             if name in states and (is_new or saved is not None):
                 member(action, "set_state")(copy.deepcopy(states[name]))
             elif saved is not None and name in self._first:
@@ -67,7 +67,7 @@ class RunStates:
         for action in named.values():
             member(action, "take_over")(absent)
         self._states, self._actions = absent, named
-        for name, state in _look_at(named).items() if is_written else ():
+        for name, state in _states_of(named).items() if is_written else ():
             _copy(state, name)
 
     def _claim(self, action: Action, name: str) -> None:
@@ -126,7 +126,7 @@ def states_of(named: Mapping[str, Action]) -> dict[str, Any]:
     return {name: _copy(state, name) for name, state in states.items() if state is not None}
 
 
-def _look_at(named: Mapping[str, Action]) -> dict[str, Any]:
+def _states_of(named: Mapping[str, Action]) -> dict[str, Any]:
     """Returns copies of the states of actions, without those that may have one only once they were called."""
     states = {}
     for name, action in named.items():

@@ -17,7 +17,7 @@ from distloop.data.source import Source
 from distloop.distributed import collectives, devices, strategies
 from distloop.model import memory
 from distloop.model.saved_state import ReplicaComparison
-from distloop.monitoring.profiler import Profile, busy_shares
+from distloop.monitoring.profiler import Profile, busy_fractions
 from distloop.optimizers.gradient_noise import SQUARE, TRACE
 from distloop.training.action import Action, Report
 from distloop.workdir import ledger
@@ -132,9 +132,9 @@ class MemoryUse(Action):
     def on_start(self, report: Report) -> None:
         """Writes what is held."""
         held, earlier = memory.held_by_device(report.state), ledger.read_memory(self._workdir) or {}
-        for device, parts in held.items():
+        for device, sizes in held.items():
             known = earlier.get(device, {})
-            parts |= {part: known[part] for part in ledger.ESTIMATED if part in known}
+            sizes |= {kind: known[kind] for kind in ledger.ESTIMATED if kind in known}
         if held != earlier:
             ledger.write_memory(self._workdir, held)
 
@@ -144,7 +144,7 @@ class Utilization(Action):
 
     `gpu_utilization` is the mean over all GPUs and `gpu_memory_gb` the largest; of several, those of each are reported
     as `worker_1/gpu_0/gpu_utilization`, or `gpu_0/...` in a run of one worker. Without GPUs `cpu_utilization` is the
-    share of the first worker's cores that its process has used since the last look.
+    fraction of the first worker's cores that its process has used since the last report.
     """
 
     every = None
@@ -192,9 +192,9 @@ class Utilization(Action):
         uses = {(worker, gpu): use for worker, of in enumerate(of_workers) for gpu, use in enumerate(of)}
         if not uses:
             secs, now = time.process_time(), time.monotonic()
-            share = (secs - self._cpu_secs) / max(now - self._cpu_time, 1e-3) / environment.count_cores()
+            fraction = (secs - self._cpu_secs) / max(now - self._cpu_time, 1e-3) / environment.count_cores()
             self._cpu_secs, self._cpu_time = secs, now
-            return {"cpu_utilization": min(share, 1.0)}
+            return {"cpu_utilization": min(fraction, 1.0)}
         numbers = {
             "gpu_utilization": float(np.mean([busy for busy, _ in uses.values()])),
             "gpu_memory_gb": max(gb for _, gb in uses.values()),
@@ -225,16 +225,16 @@ class PipelineUsage(Action):
 
     def __call__(self, report: Report) -> dict[str, float]:
         """Returns the metrics; stages that share a device have the same."""
-        shares = {}
+        fractions = {}
         if self._devices and self._profile.is_written and not self._was_read:
             self._was_read = True
-            shares = busy_shares(self._profile.directory)
+            fractions = busy_fractions(self._profile.directory)
         metrics = {}
         for stage, device in enumerate(self._devices):
             if not device.startswith("CPU"):
                 metrics[f"stage_{stage}/device_memory_gb"] = memory.device_peak_gb(device)
-            if device in shares:
-                metrics[f"stage_{stage}/device_busy_share"] = shares[device]
+            if device in fractions:
+                metrics[f"stage_{stage}/device_busy_share"] = fractions[device]
         return metrics
 
 

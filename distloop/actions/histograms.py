@@ -111,9 +111,9 @@ class WeightHistograms(Action):
         for update, variables in self._variables.items():
             prefix = f"{update}/" if update else ""
             if is_multiple and self._previous is not None:
-                shares = [1 / _stride(variable) for variable in variables]
+                fractions = [1 / _stride(variable) for variable in variables]
                 differences = [new - old for new, old in zip(weights[update], self._previous[update], strict=True)]
-                moved, norm = _norm(differences, shares), _norm(weights[update], shares)
+                moved, norm = _norm(differences, fractions), _norm(weights[update], fractions)
                 result[prefix + "update_norm"] = moved
                 result[prefix + "update_ratio"] = moved / norm if norm else float("nan")
             gradients = values[f"gradients/{update}"]
@@ -152,10 +152,10 @@ def _sample(variable: Any) -> tf.Tensor:
     return tf.identity(plain) if stride == 1 else plain[::stride]
 
 
-def _norm(arrays: Sequence[np.ndarray], shares: Sequence[float]) -> float:
-    """Computes the Euclidean norm over all elements of variables from arrays that hold a share of each one's rows."""
+def _norm(arrays: Sequence[np.ndarray], fractions: Sequence[float]) -> float:
+    """Computes the Euclidean norm over all elements of variables from arrays of a fraction of each one's rows."""
     squares = [np.sum(np.square(array, dtype=np.float64)) for array in arrays]
-    return float(np.sqrt(sum(square / share for square, share in zip(squares, shares, strict=True))))
+    return float(np.sqrt(sum(square / fraction for square, fraction in zip(squares, fractions, strict=True))))
 
 
 class ActivationHistograms(Action):
@@ -164,7 +164,7 @@ class ActivationHistograms(Action):
         trainer.fit(train, actions=[distloop.ActivationHistograms(test, every=500)])
 
     The examples are the same each time, so a change is the model's. Layers compute as in an evaluation, with the
-    weights that train. Of a layer with parts, such as a block, the parts are shown; of a recurrent layer the whole.
+    weights that train. Of a layer with sublayers, such as a block, these are shown; a recurrent layer as one.
     """
 
     def __init__(self, dataset: Any, *, every: int | str = 0, rows: int = 64, layers: str = ""):
@@ -228,8 +228,8 @@ def recorded_outputs(model: Any) -> Iterator[dict[str, list[tf.Tensor]]]:
         model: as for `named_variables`.
 
     Yields:
-        A dict that the block fills: the floating-point outputs of all calls of each layer without parts, by its path; a
-        second layer of one path has `#2` behind it. What is computed in a loop of TensorFlow is left out.
+        A dict that the block fills: the floating-point outputs of all calls of each layer without sublayers, by path;
+        a second layer of one path has `#2` behind it. What is computed in a loop of TensorFlow is left out.
     """
     graph = tf.compat.v1.get_default_graph()
     outputs: dict[str, list[tf.Tensor]] = {}
@@ -239,7 +239,7 @@ def recorded_outputs(model: Any) -> Iterator[dict[str, list[tf.Tensor]]]:
         def recorded(*arguments: Any, **options: Any) -> Any:
             num_before = sum(map(len, outputs.values()))
             result = call(*arguments, **options)
-            if sum(map(len, outputs.values())) > num_before:  # those of its parts
+            if sum(map(len, outputs.values())) > num_before:  # those of its sublayers
                 return result
             passed_on = {id(value) for value in tf.nest.flatten([arguments, options])}  # as by a dropout
             for output in tf.nest.flatten(result):
@@ -258,7 +258,7 @@ def _watched_layers(model: Any) -> dict[str, Any]:
     """Returns all layers of a model by path, without the cells of recurrent layers, which compute in loops."""
     layers = layers_by_path(model)
     recurrent = [layer for layer in layers.values() if isinstance(layer, keras.layers.RNN)]
-    cells = {id(part) for layer in recurrent for part in layer._flatten_layers(include_self=False)}
+    cells = {id(cell) for layer in recurrent for cell in layer._flatten_layers(include_self=False)}
     return {path: layer for path, layer in layers.items() if id(layer) not in cells}
 
 

@@ -98,13 +98,13 @@ class Workdir(Directory):
         if is_own:
             steps = tree.best_steps(tree.read(self._root, tree.BEST)) if best else ()
             for step in self._workers.broadcast(sorted(steps)):
-                self.share(step)
+                self.send_to_hosts(step)
             yield self._root
             return
         with super().reading(path, best=best) as local:
             yield local
 
-    def share(self, step: int) -> None:
+    def send_to_hosts(self, step: int) -> None:
         """Brings a checkpoint that the chief has chosen to the hosts that lack it. All workers call it.
 
         Raises:

@@ -44,7 +44,7 @@ class RemoteDirectory:
         pace: of a lock there.
     """
 
-    pace = Pace(heartbeat_secs=10.0, stale_secs=60.0, poll_secs=2.0, settle_secs=2.0)
+    pace = Pace(heartbeat_secs=10.0, stale_secs=60.0, poll_secs=2.0, race_secs=2.0)
 
     def __init__(self, url: str):
         """Sends no request.

@@ -26,7 +26,7 @@ from distloop.workdir.run_lock import LockLost
 PASS_SECS = 5.0  # between two passes over all files, at least
 STALLED_SECS = 300.0  # at the end of a run, while nothing comes through
 _POLL_SECS = 0.2  # between two searches for a new checkpoint, which begins a pass at once
-_SHARE = 10  # else a pass comes after this many times what the last one took
+_PAUSE_FACTOR = 10  # else a pass comes after this many times what the last one took
 _PATIENT_SECS = 3.0  # that the end of a run waits without a word
 _COPY = ".uploading"  # of a file that the run may write to meanwhile
 
@@ -117,7 +117,7 @@ class Upload:
             if is_ending:
                 time.sleep(PASS_SECS)
             else:
-                self._pause(PASS_SECS if self._refused else _SHARE * (time.monotonic() - began_at), saved)
+                self._pause(PASS_SECS if self._refused else _PAUSE_FACTOR * (time.monotonic() - began_at), saved)
 
     def _pause(self, secs: float, saved: dict[str, tree.Stamp]) -> None:
         """Waits until a pass is due: after a time, at the end of the run, or when other checkpoints are there."""

@@ -43,12 +43,12 @@ def load_newest(
     checkpoints: Checkpoints,
     is_wanted: Callable[[Saved], bool] = lambda saved: True,
     *,
-    share: Callable[[int], None] = lambda step: None,
+    send: Callable[[int], None] = lambda step: None,
 ) -> Saved | None:
-    """Loads on every worker the checkpoint that the chief chooses; `share` brings it to the others."""
+    """Loads on every worker the checkpoint that the chief chooses; `send` brings it to the others."""
     saved = checkpoints.load_newest(is_wanted) if collectives.is_chief(strategy) else None
     step = int(collectives.gather(strategy, -1 if saved is None else saved.step)[0])
-    share(step)
+    send(step)
     return saved if collectives.is_chief(strategy) or step < 0 else checkpoints.load(step)
 
 

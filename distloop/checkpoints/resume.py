@@ -1,11 +1,11 @@
-"""Resuming: saves the state of each part of a run into checkpoints, and restores each part.
+"""Resuming: saves the state of each component of a run into checkpoints, and restores each.
 
     checkpoints = RunCheckpoints(state, config)
     checkpoints.resume(run)                                       # from the newest one in the workdir, if there is any
-    window = checkpoints.attach(source, loop, actions, run)       # restores the parts
+    window = checkpoints.attach(source, loop, actions, run)       # restores them
     checkpoints.save(report, best_steps)                          # between two loops
 
-This module does not know how a part represents its state.
+This module does not know how a component represents its state.
 """
 
 import contextlib
@@ -76,7 +76,7 @@ class RunCheckpoints:
         self._say = speaker(self._is_chief, config.console)
         self._gather = functools.partial(collectives.gather, state.strategy)
         self.directory = directory_of(config, collectives.Workers(state.strategy))
-        self._load_newest = functools.partial(load_newest, state.strategy, share=self.directory.share)
+        self._load_newest = functools.partial(load_newest, state.strategy, send=self.directory.send_to_hosts)
         self.disk_watch = _disk_watch(state.strategy, config)
         self.times = SaveTimes()
         checkpoints = _on_disk(config, self.directory, self.disk_watch, self.times)
@@ -84,7 +84,7 @@ class RunCheckpoints:
         self._rollback = Rollback(config.max_rollbacks)
         self.action_states, self.stop_reason = RunStates(), None
         self.is_new, self._shows_best = True, False  # the last: whether `resume` restores the newest
-        self._saved: Saved | None = None  # the restored checkpoint, until every part has its state
+        self._saved: Saved | None = None  # the restored checkpoint, until every component has its state
         self._source: Source | None = None
         self._loop: TrainLoop | None = None
         self._run = Period()
@@ -170,7 +170,7 @@ class RunCheckpoints:
             self._restore(self._saved)
 
     def attach(self, source: Source, loop: TrainLoop, actions: Sequence[Action], run: Period) -> dict[str, Any] | None:
-        """Sets the parts that are saved, and restores them if a checkpoint was restored.
+        """Sets the components that are saved, and restores them if a checkpoint was restored.
 
         Returns:
             The window of the next row, to continue, from `TrainLoop.save_window`; None: no checkpoint was restored.
@@ -180,8 +180,7 @@ class RunCheckpoints:
         """
         saved, is_other_data = self._saved, self._source is not source
         self._source, self._loop, self._run = source, loop, run
-        states, is_written = saved and saved.metadata["actions"], self._checkpoints is not None
-        self.action_states.attach(actions, states, is_written=is_written)
+        self.action_states.attach(actions, saved and saved.metadata["actions"], is_written=bool(self._checkpoints))
         self.stop_reason, is_done = None, False
         if saved is None:
             self._data_from = int(self._state.step) if is_other_data else self._data_from
@@ -250,12 +249,10 @@ class RunCheckpoints:
         """Returns step, values and metadata of a checkpoint of now; the values are the chief's alone."""
         assert self._source is not None and self._loop is not None
         collectives.report_phase(self._state.strategy, "saving")
-        if self._saved:  # restored since: the parts get their state from it at the next fit
-            metadata = self._saved.metadata
-        else:
-            metadata = _metadata(self._source, self._loop, self.action_states, self._run, report)
+        saved = self._saved  # restored since: the components get their state from it at the next fit
+        facts = saved.metadata if saved else _metadata(self._source, self._loop, self.action_states, self._run, report)
         values = self._saved_state.snapshot(is_needed=self._is_chief)
-        metadata = {"data_from": self._data_from} | metadata | _circumstances(self._state, self.settings)
+        metadata = {"data_from": self._data_from} | facts | _circumstances(self._state, self.settings)
         return int(self._state.step), values, metadata
 
     def last_step(self) -> int | None:

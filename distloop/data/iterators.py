@@ -44,7 +44,7 @@ _SEEDS_INPUT = {
 _SEED_GENERATOR = "private_seed_generator"
 _PIECE_SECS = 0.5
 _SILENT_SECS = 2.0  # reading that takes no longer is not announced
-_RELEASE_SECS = 0.2  # after which the caller has released every part of a deleted iterator
+_RELEASE_SECS = 0.2  # after which the caller has released every object of a deleted iterator
 _EXIT_SECS = 1.0  # the longest that the end of the process waits for deletions
 _MOST_ENDED = 50  # iterators that are not yet deleted
 _ROOM_SECS = 60.0  # the longest that a new one waits for a deletion
@@ -77,7 +77,7 @@ class _Deletions:
     def __init__(self, most: int):
         """Starts the thread that waits for them; from `most` of them on, `wait_for_room` waits."""
         self._most = most
-        self._ended: queue.SimpleQueue[tuple[float, list[Any]]] = queue.SimpleQueue()  # when each ended, its parts
+        self._ended: queue.SimpleQueue[tuple[float, list[Any]]] = queue.SimpleQueue()  # when each ended, its objects
         self._num_deleting = 0  # taken from `_ended` and not yet deleted
         self._changed = threading.Condition()
         threading.Thread(target=self._delete_all, name="distloop-iterators", daemon=True).start()
@@ -86,8 +86,8 @@ class _Deletions:
         with self._changed:
             self._changed.wait_for(self._has_room, _ROOM_SECS)
 
-    def add(self, parts: list[Any]) -> None:
-        self._ended.put((time.monotonic(), parts))
+    def add(self, objects: list[Any]) -> None:
+        self._ended.put((time.monotonic(), objects))
 
     def _has_room(self) -> bool:
         return self._ended.qsize() + self._num_deleting < self._most or _is_exiting.is_set()
@@ -95,19 +95,19 @@ class _Deletions:
     def _delete_all(self) -> None:
         kept: list[list[Any]] = []
         while True:
-            ended_at, parts = self._ended.get()
+            ended_at, objects = self._ended.get()
             with self._changed:
                 self._num_deleting += 1
             secs = ended_at + _RELEASE_SECS - time.monotonic()
             time.sleep(min(max(0.0, secs), _RELEASE_SECS))  # tests of users set the clock back
             if _is_exiting.is_set():
-                kept.append(parts)
+                kept.append(objects)
             else:
-                threading.Thread(target=self._delete, args=[parts], name="distloop-iterator", daemon=True).start()
-            del parts
+                threading.Thread(target=self._delete, args=[objects], name="distloop-iterator", daemon=True).start()
+            del objects
 
-    def _delete(self, parts: list[Any]) -> None:
-        parts.clear()
+    def _delete(self, objects: list[Any]) -> None:
+        objects.clear()
         with self._changed:
             self._num_deleting -= 1
             self._changed.notify_all()

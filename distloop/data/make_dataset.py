@@ -170,7 +170,7 @@ def _make_reader(
             "__getitem__, or a tf.data.Dataset of examples: give an iterator or a loader of batches to fit itself."
         )
     else:
-        reader = SourceRows(source, rows_to_look_at=extremes)
+        reader = SourceRows(source, rows_to_inspect=extremes)
     if map_fn is None:
         return reader, None
     require_call(map_fn, "map_fn", "example", "seed")

@@ -3,7 +3,7 @@
     train = NumberedDataset(reader, Order(num_rows=len(reader), batch_size=64), None)
     train.starting_at(1_000_000)        # as fast as train.starting_at(0)
 
-`Share` says which rows of a batch a worker reads.
+`WorkerRows` says which rows of a batch a worker reads.
 """
 
 import functools
@@ -24,7 +24,7 @@ _MOST_EPOCHS = 2**31
 _do_not_convert = tf.autograph.experimental.do_not_convert  # AutoGraph would write a file for each function
 
 
-class Share(NamedTuple):
+class WorkerRows(NamedTuple):
     """The rows of each batch that a worker reads: those of its replicas. The rows of others are zeros.
 
     A batch of fewer rows than `min_rows` is read whole, since it is padded with copies of its rows.
@@ -51,7 +51,7 @@ class NumberedDataset(tf.data.Dataset):
     Attributes:
         order: which examples are in a batch.
         mixes_rows: whether a function over batches may make a row from others of its batch.
-        share: the rows that this worker reads; None: all.
+        worker_rows: the rows that this worker reads; None: all.
         resume: empty, as there is nothing to say of it: a resumed run is at its position at once.
         seeks: whether it does so without reading what comes before.
         goes_on: whether it does so by itself.
@@ -75,7 +75,7 @@ class NumberedDataset(tf.data.Dataset):
         mixes_rows: bool = False,
         is_one_epoch: bool = False,
     ):
-        """Remembers its parts; a pipeline is built when it is read.
+        """Remembers the arguments; a pipeline is built when it is read.
 
         Args:
             reader: of the examples.
@@ -91,33 +91,33 @@ class NumberedDataset(tf.data.Dataset):
         self._uses_seeds = apply is not None or reader.uses_seeds
         self._batch_size = order.batch_size  # for `info`, as tf.data's own datasets
         self._num_read = 0  # passes that began, by `iter`
-        self.share: Share | None = None
+        self.worker_rows: WorkerRows | None = None
         super().__init__(None)  # the tensor is made when tf.data asks for it
 
-    def starting_at(self, first: int, *, repeat: bool = True, share: Share | None = None) -> tf.data.Dataset:
+    def starting_at(self, first: int, *, repeat: bool = True, worker_rows: WorkerRows | None = None) -> tf.data.Dataset:
         """Returns a dataset of the batches from a number on.
 
         Args:
             first: the number, counted from 0 over all epochs.
             repeat: whether epochs follow without end; else the epoch of the first batch is the last.
-            share: the rows to read, if functions over batches need no others; None: all.
+            worker_rows: the rows to read, if functions over batches need no others; None: all.
         """
         per_epoch = self.order.batches_per_epoch
-        if _is_in_order(self) and not repeat and share is None and not first % per_epoch:
+        if _is_in_order(self) and not repeat and worker_rows is None and not first % per_epoch:
             has_rest = self.order.static_size is None
             dataset = self._reader.in_order(self._batch_size, per_epoch, has_rest=has_rest)
             if dataset.element_spec == self._batch_spec:
                 return dataset.prefetch(tf.data.AUTOTUNE)
         end = per_epoch * (_MOST_EPOCHS if repeat else first // per_epoch + 1)
-        return self._read(tf.data.Dataset.range(first, end), share)
+        return self._read(tf.data.Dataset.range(first, end), worker_rows)
 
     def dataset(self, first: int = 0, state: Any = None, *, repeat: bool = True) -> tf.data.Dataset:
         """Returns a dataset of this worker's rows that begins at a batch, counted from 0 over all epochs."""
-        return self.starting_at(first, repeat=repeat, share=self.share)
+        return self.starting_at(first, repeat=repeat, worker_rows=self.worker_rows)
 
-    def read_share(self, share: Share) -> None:
+    def read_only(self, worker_rows: WorkerRows) -> None:
         """Reads some rows of each batch alone, unless a function over batches may need the others."""
-        self.share = None if self.mixes_rows else share
+        self.worker_rows = None if self.mixes_rows else worker_rows
 
     @property
     def batch_size(self) -> int | None:
@@ -194,24 +194,24 @@ class NumberedDataset(tf.data.Dataset):
         return iter(self.starting_at(first, repeat=False))
 
     def _with(self, **changes: Any) -> "NumberedDataset":
-        parts = {"reader": self._reader, "order": self.order, "apply": self._apply, "maps": self._maps}
-        parts |= {"mixes_rows": self.mixes_rows, "is_one_epoch": self._is_one_epoch}
-        return NumberedDataset(**(parts | changes))
+        arguments = {"reader": self._reader, "order": self.order, "apply": self._apply, "maps": self._maps}
+        arguments |= {"mixes_rows": self.mixes_rows, "is_one_epoch": self._is_one_epoch}
+        return NumberedDataset(**(arguments | changes))
 
-    def _read(self, batches: tf.data.Dataset, share: Share | None = None) -> tf.data.Dataset:
+    def _read(self, batches: tf.data.Dataset, worker_rows: WorkerRows | None = None) -> tf.data.Dataset:
         """Returns the batches with some numbers."""
 
         def read(batch: tf.Tensor) -> Any:
             batch = batch % self.order.batches_per_epoch if self._is_one_epoch else batch
             size = self.order.size(batch)
-            first, end = (0, None) if share is None else share.bounds(size)
+            first, end = (0, None) if worker_rows is None else worker_rows.bounds(size)
             rows, epochs = self.order.rows(batch, first, end)
             seeds = example_seeds(self.order.seed, rows, epochs) if self._uses_seeds else None
             width = self.order.width(batch)
             examples = self._reader.read(rows, seeds, width if self._apply is None else None)
             if self._apply is not None:
                 examples = self._apply(examples, seeds, width)
-            if share is not None:
+            if worker_rows is not None:
                 examples = tf.nest.map_structure(
                     functools.partial(_among_zeros, before=first, after=size - end), examples
                 )
@@ -282,8 +282,8 @@ def _is_in_order(data: NumberedDataset) -> bool:
 
 
 def _has_list(structure: Any) -> bool:
-    parts = structure.values() if isinstance(structure, Mapping) else structure if isinstance(structure, tuple) else ()
-    return isinstance(structure, list) or any(map(_has_list, parts))
+    inner = structure.values() if isinstance(structure, Mapping) else structure if isinstance(structure, tuple) else ()
+    return isinstance(structure, list) or any(map(_has_list, inner))
 
 
 def _among_zeros(entry: tf.Tensor, *, before: tf.Tensor, after: tf.Tensor) -> tf.Tensor:

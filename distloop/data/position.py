@@ -65,8 +65,8 @@ def convert_batches(position: Mapping[str, Any], facts: Mapping[str, Any]) -> Ma
     converted = _in_other_batches(position, sizes or (1, 1), counts)
 
     def shown(side: int) -> str:
-        parts = [f"batches of {sizes[side]} examples"] if sizes else []
-        return " and ".join([*parts, *([f"{counts[side]} batches an epoch"] if counts else [])])
+        words = [f"batches of {sizes[side]} examples"] if sizes else []
+        return " and ".join([*words, *([f"{counts[side]} batches an epoch"] if counts else [])])
 
     where = "in the same epoch" if is_one_size else "after as many examples"
     log.warning(_OTHER_BATCHES, shown(0), shown(1), converted["batches"], position["batches"], where)
@@ -164,7 +164,7 @@ def _require_same(
 ) -> None:
     """Raises a ValueError if a position is one in other data by number, or in another order of it."""
     words = {
-        "mixture": "the shares %s",
+        "mixture": "the fractions %s",
         "lengths": "batches by length, %s",
         "num_rows": "%s rows",
         "seed": "seed=%s",

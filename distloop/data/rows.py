@@ -25,7 +25,7 @@ from distloop.distributed.devices import HOST
 from distloop.errors import carry
 
 ENDLESS = 2**60  # a length that stands for no end, as Grain's `repeat` gives
-_NUM_PEEKED = 8  # rows that are looked at before, spread over the source
+_NUM_PEEKED = 8  # rows that are inspected before, spread over the source
 _SLOW_SECS = 2e-4  # to read a row, from which on threads share the rows of a batch
 _THREADS = 16
 
@@ -151,23 +151,23 @@ class SourceRows:
     """Rows of a source that Python reads.
 
     Attributes:
-        spec: of one row, a structure of `tf.TensorSpec`; an axis in which the rows looked at differ is free.
+        spec: of one row, a structure of `tf.TensorSpec`; an axis in which the rows inspected differ is free.
         facts: what the order depends on beside the number of rows: the source's fingerprint, if it has one.
         uses_seeds: whether an example depends on its seed.
         describe_change: returns how the source differs from that of a fingerprint; None: it cannot.
     """
 
     def __init__(
-        self, source: Any, change: Callable[[Any, np.ndarray], Any] | None = None, rows_to_look_at: Sequence[int] = ()
+        self, source: Any, change: Callable[[Any, np.ndarray], Any] | None = None, rows_to_inspect: Sequence[int] = ()
     ):
         """Reads a few rows, to learn their types and shapes.
 
         Args:
             source: has `__len__` and `__getitem__`, and perhaps `__getitems__`, which takes a list of numbers.
                 Several threads read it at once. One of several parts may have `row_name(number)`, for errors, and
-                `rows_to_look_at`, some of each part.
+                `rows_to_inspect`, some of each part.
             change: a function of an example and its seed, int64 [2], applied to each row in Python.
-            rows_to_look_at: beside a few others.
+            rows_to_inspect: beside a few others.
 
         Raises:
             ValueError: if the source is empty, or its rows are no structures of arrays, numbers and texts.
@@ -187,7 +187,7 @@ class SourceRows:
         self.facts = {"fingerprint": mark} if (mark := getattr(source, "fingerprint", None)) else {}
         self.describe_change = getattr(source, "describe_change", None)
         began = time.monotonic()
-        numbers = np.union1d(getattr(source, "rows_to_look_at", spread(self._num_rows)), rows_to_look_at).astype(int)
+        numbers = np.union1d(getattr(source, "rows_to_inspect", spread(self._num_rows)), rows_to_inspect).astype(int)
         examples = self._examples(numbers, None)
         self._is_slow = (time.monotonic() - began) / len(numbers) > _SLOW_SECS
         self._structure = examples[0]

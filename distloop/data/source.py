@@ -22,7 +22,7 @@ from distloop.data.columns import content_of
 from distloop.data.feeds import READ_AGAIN, Feed
 from distloop.data.info import DataInfo, are_rows_alike, can_be_looked_at, count_batches, inspect
 from distloop.data.iterators import Behind, fresh_copy, iterate
-from distloop.data.numbered import NumberedDataset, Share
+from distloop.data.numbered import NumberedDataset, WorkerRows
 from distloop.data.opening import open_data
 from distloop.data.position import CONTENT, convert_batches, facts_of
 from distloop.data.shards import check_rows, pad, static_batch_size
@@ -166,12 +166,12 @@ class Source:
         self.behind = Behind(None, 0)
         self._whole_pipeline: tf.data.Dataset | None = None  # from the first batch
         if isinstance(self.feed, NumberedDataset) and self._num_workers > 1 and not self.layout.is_sharded:
-            self.feed.read_share(Share(self._worker, self._num_workers, self.info.min_rows))
+            self.feed.read_only(WorkerRows(self._worker, self._num_workers, self.info.min_rows))
 
     @property
     def reads_own_rows(self) -> bool:
         """Whether this worker reads the rows of its own replicas alone."""
-        return isinstance(self.feed, NumberedDataset) and self.feed.share is not None
+        return isinstance(self.feed, NumberedDataset) and self.feed.worker_rows is not None
 
     def count_batches(self) -> float | None:
         """Returns the batches in one pass; counts them once where a `tf.data` dataset does not know. None: unknown."""

@@ -133,11 +133,11 @@ def make_signature(
 
     flat_specs: dict[str, tf.TensorSpec] = {}
     for entry, spec in read.items():
-        for i, part in enumerate(tf.nest.flatten(spec, expand_composites=True)):  # a ragged entry has several
-            part_name = f"{entry}_{i}" if i else entry
-            if part_name in flat_specs:
-                raise ValueError(_same_name(part_name))
-            flat_specs[part_name] = tf.TensorSpec(part.shape, part.dtype, name=part_name)
+        for i, component in enumerate(tf.nest.flatten(spec, expand_composites=True)):  # a ragged entry has several
+            full_name = f"{entry}_{i}" if i else entry
+            if full_name in flat_specs:
+                raise ValueError(_same_name(full_name))
+            flat_specs[full_name] = tf.TensorSpec(component.shape, component.dtype, name=full_name)
     # Not a concrete function: TensorFlow traces it again while saving, where several replicas' variables are one.
     return graph_function(serve, input_signature=list(flat_specs.values())), list(read.values())
 
@@ -181,11 +181,11 @@ def _read_specs(predict_fn: Callable[[Any], Any], element_spec: Any, specs: Mapp
         return predict_fn(tf.nest.pack_sequence_as(element_spec, flat))
 
     graph_inputs = iter(graph_function(trace).get_concrete_function(*specs.values()).graph.inputs)
-    parts = {
+    tensors = {
         name: [next(graph_inputs) for _ in tf.nest.flatten(spec, expand_composites=True)]
         for name, spec in specs.items()
     }
-    return {name: spec for name, spec in specs.items() if any(part.consumers() for part in parts[name])}
+    return {name: spec for name, spec in specs.items() if any(tensor.consumers() for tensor in tensors[name])}
 
 
 def title(name: str) -> str:

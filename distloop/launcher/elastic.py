@@ -161,9 +161,7 @@ def run(plan: MembershipPlan, start: Start, signals: processes.Signals, there: T
         plan = plan.lose([slots[i] for i in lost], time.monotonic())
         if inbox.step is None and not is_first:  # the run has recorded no change before
             cause = f"{membership.cause}; then {cause}"
-        membership = membership._replace(
-            number=number + 1, cause=cause, first_ended_at=outcome.first_ended_at, ended_at=time.time()
-        )
+        membership = membership._replace(number=number + 1, cause=cause, lost_at=outcome.lost_at, ended_at=time.time())
 
 
 def conclude(plan: MembershipPlan, outcome: processes.GroupEnd) -> tuple[MembershipPlan, str, int | None]:

@@ -228,7 +228,7 @@ class GroupEnd(NamedTuple):
     failed: Sequence[int] = ()  # indices of the workers that failed by themselves, and not because another one had
     cause: str = ""  # which worker failed first, and how
     has_left_for_more: bool = False  # the launcher asked the processes to leave, as there are slots for more
-    first_ended_at: float = 0.0  # when the first one ended; Unix, seconds
+    lost_at: float = 0.0  # when the first one ended; Unix, seconds
     leaving: Sequence[int] = ()  # indices of the workers that somebody else than the launcher asked to leave
 
 
@@ -255,7 +255,7 @@ class Group:
         self._processes, self._signals, self._grace_secs = processes, signals, grace_secs
         self._inbox, self._leaves_at = inbox, leaves_at
         self._failed: list[Process] = []  # by themselves, not because another one had
-        self._first_ended_at = 0.0
+        self._lost_at = 0.0
         self._next_signal_kills = False  # SIGINT or SIGTERM has come once
         self._was_signalled = False  # the launcher, by any signal
         self._ends_are_expected = False  # a signal has come, or a worker saved and left: no end is a crash any more
@@ -288,7 +288,7 @@ class Group:
             failed=[i for i, process in enumerate(self._processes) if process in self._failed],
             cause=self._cause,
             has_left_for_more=self._has_left_for_more,
-            first_ended_at=self._first_ended_at,
+            lost_at=self._lost_at,
             leaving=[self._processes.index(process) for process in leaving if not process.was_signalled],
         )
 
@@ -347,7 +347,7 @@ class Group:
     def _handle_end(self, process: Process) -> None:
         """Shows how a process ended, and stops the others if it failed."""
         others = self._running()
-        self._first_ended_at = self._first_ended_at or time.time()
+        self._lost_at = self._lost_at or time.time()
         if process.code not in (0, SAVED_EXIT_CODE, FOLLOWER_EXIT_CODE) and not process.was_signalled:
             self._failed.append(process)
         is_failure = process.code not in (0, SAVED_EXIT_CODE) and self._first_failed is None

@@ -43,7 +43,7 @@ class ActorReport(NamedTuple):
     end: tuple[int, str] | None
 
 
-class SlotActor:
+class Slot:
     """A Ray actor in which one worker after the other runs."""
 
     def __init__(self) -> None:
@@ -170,8 +170,7 @@ class Actors:
             ) from error
         gpus = gpus if ray.cluster_resources().get("GPU") else 0
         self._ray, self.lock = ray, threading.Lock()
-        resources = {"num_cpus": cpus, "num_gpus": gpus}
-        self._remote = ray.remote(**resources, max_restarts=0, scheduling_strategy="SPREAD")(SlotActor)
+        self._remote = ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=0, scheduling_strategy="SPREAD")(Slot)
         self.actors = [self._remote.remote() for _ in range(most)]
         self._reports = [actor.report.remote() for actor in self.actors]  # under way
         self._addresses = [""] * most  # empty: the actor has no slot
@@ -214,7 +213,7 @@ class Actors:
     def start(
         self, slot: int, arguments: Sequence[str], membership: Membership, variables: dict[str, str], inbox: Inbox
     ) -> processes.Process:
-        """Starts a worker in a slot, as `SlotActor.start`; its messages come to `inbox`."""
+        """Starts a worker in a slot, as `Slot.start`; its messages come to `inbox`."""
         worker = _Worker(membership.worker, self, slot, inbox)
         with self.lock:
             self._workers[slot] = worker

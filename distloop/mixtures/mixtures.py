@@ -1,4 +1,4 @@
-"""Mixtures: several sources of examples, each with its share of one stream.
+"""Mixtures: several sources of examples, each with its fraction of one stream.
 
     mixture = Mixture({"web": web, "books": books}, {"web": 0.7, "books": 0.3})
     train = make_dataset(mixture, 64, shuffle=True, seed=0)
@@ -29,17 +29,17 @@ _MOST_FINGERPRINT = 400  # characters
 class Mixture:
     """Several sources with weights, as a source for `make_dataset`.
 
-    Sources alternate as evenly as can be: among the first t examples, a source with the share p has more than pt - 1
-    and less than pt + 1. A source that is read to its end starts again, in another order where it is shuffled. Shares
-    are exact if all are fractions with one denominator up to 10,000. Else they are rounded to multiples of 1/10,000,
-    those with the largest remainders upwards.
+    Sources alternate as evenly as can be: among the first t examples, a source with the fraction p has more than pt - 1
+    and less than pt + 1. A source that is read to its end starts again, in another order where it is shuffled.
+    Fractions are exact if all have one denominator up to 10,000. Else they are rounded to multiples of 1/10,000, those
+    with the largest remainders upwards.
 
     Attributes:
         names: of the sources.
         rows_of: the number of rows of each source.
-        shares: pairs of a batch and the slots of each source in a block from this batch on.
+        ratios: pairs of a batch and the slots of each source in a block from this batch on.
         examples_per_epoch: of the mixture.
-        rows_to_look_at: numbers of rows of all sources.
+        rows_to_inspect: numbers of rows of all sources.
         fingerprint: of the sources that have a fingerprint.
     """
 
@@ -73,14 +73,14 @@ class Mixture:
         self.names = tuple(sources)
         is_by_batch = any(isinstance(value, Mapping) for value in weights.values())
         stages = by_batch(weights, "weights") if is_by_batch else {0: weights}
-        self.shares = tuple((batch, self._slots(stage)) for batch, stage in stages.items())
+        self.ratios = tuple((batch, self._slots(stage)) for batch, stage in stages.items())
         self._given = list(sources.values())
         self._sources = [_open(name, source) for name, source in sources.items()]
         self.rows_of = tuple(map(len, self._sources))
         self.examples_per_epoch = count or sum(self.rows_of)
         self._ends = np.cumsum(self.rows_of)
         starts = self._ends - self.rows_of
-        self.rows_to_look_at = np.concatenate(
+        self.rows_to_inspect = np.concatenate(
             [start + spread(count) for start, count in zip(starts, self.rows_of, strict=True)]
         )
         marks = [getattr(source, "fingerprint", None) for source in self._sources]
@@ -111,7 +111,7 @@ class Mixture:
         in_memory = [s for s in self._sources if isinstance(s, ArrayRows) and s.is_in_memory]
         if len(in_memory) < len(self._sources) or any(s.spec != in_memory[0].spec for s in in_memory):
             return None
-        return tf.nest.map_structure(lambda *parts: np.concatenate([np.asarray(p) for p in parts]), *self._given)
+        return tf.nest.map_structure(lambda *arrays: np.concatenate(list(map(np.asarray, arrays))), *self._given)
 
     def _locate(self, row: int) -> tuple[int, int]:
         source = int(np.searchsorted(self._ends, row, side="right"))
@@ -128,31 +128,31 @@ class Mixture:
         if min(values) < 0 or not 0 < sum(values) < math.inf:
             given = shown(dict(weights))
             raise ValueError(f"The weights {given} were given; weights are 0 or more, and one is more than 0.")
-        slots = round_shares([value / math.fsum(values) for value in values])
+        slots = round_fractions([value / math.fsum(values) for value in values])
         for name, value, count in zip(self.names, values, slots, strict=True):
             if value and not count:
                 raise ValueError(
-                    f"The weight of {name!r} is {value / math.fsum(values):.2g} of all, less than the smallest share, "
-                    f"1/{_MOST_SLOTS:,}: give it more, or join it with a like source."
+                    f"The weight of {name!r} is {value / math.fsum(values):.2g} of all, less than the smallest "
+                    f"fraction, 1/{_MOST_SLOTS:,}: give it more, or join it with a like source."
                 )
         return slots
 
 
-def round_shares(shares: list[float]) -> tuple[int, ...]:
-    """Returns how many slots of a block each share gets, in a block of as few slots as it takes, up to 10,000.
+def round_fractions(fractions: list[float]) -> tuple[int, ...]:
+    """Returns how many slots of a block each fraction gets, in a block of as few slots as it takes, up to 10,000.
 
     Args:
-        shares: 1 together.
+        fractions: 1 together.
     """
-    fractions = [Fraction(share).limit_denominator(_MOST_SLOTS) for share in shares]
-    block = math.lcm(*(fraction.denominator for fraction in fractions))
+    ratios = [Fraction(fraction).limit_denominator(_MOST_SLOTS) for fraction in fractions]
+    block = math.lcm(*(ratio.denominator for ratio in ratios))
     is_exact = all(
-        math.isclose(fraction, share, rel_tol=1e-9) for fraction, share in zip(fractions, shares, strict=True)
+        math.isclose(ratio, fraction, rel_tol=1e-9) for ratio, fraction in zip(ratios, fractions, strict=True)
     )
-    if block <= _MOST_SLOTS and is_exact and sum(fractions) == 1:
-        return tuple(int(fraction * block) for fraction in fractions)
-    slots = [math.floor(share * _MOST_SLOTS) for share in shares]
-    by_remainder = sorted(range(len(shares)), key=lambda i: slots[i] - shares[i] * _MOST_SLOTS)
+    if block <= _MOST_SLOTS and is_exact and sum(ratios) == 1:
+        return tuple(int(ratio * block) for ratio in ratios)
+    slots = [math.floor(fraction * _MOST_SLOTS) for fraction in fractions]
+    by_remainder = sorted(range(len(fractions)), key=lambda i: slots[i] - fractions[i] * _MOST_SLOTS)
     for index in by_remainder[: _MOST_SLOTS - sum(slots)]:
         slots[index] += 1
     return tuple(slots)
@@ -199,7 +199,7 @@ def make_order(
     return MixedOrder(
         names=source.names if is_mixture else ("data",),
         rows_of=source.rows_of if is_mixture else (order.num_rows,),
-        shares=source.shares if is_mixture else ((0, (1,)),),
+        ratios=source.ratios if is_mixture else ((0, (1,)),),
         batch_sizes=tuple(sizes.items()),
         examples_per_epoch=source.examples_per_epoch if is_mixture else order.num_rows,
         seed=order.seed,

@@ -2,12 +2,12 @@
 
     order = MixedOrder(
         names=("web", "books"), rows_of=(1000, 50), seed=0, is_shuffled=True, examples_per_epoch=1050,
-        shares=((0, (7, 3)),), batch_sizes=((0, 64), (10_000, 128)),
+        ratios=((0, (7, 3)),), batch_sizes=((0, 64), (10_000, 128)),
     )
     order = LengthOrder(num_rows=60_000, batch_size=64, lengths=lengths, seed=0, is_shuffled=True)
     rows, epochs = order.rows(tf.constant(1_000_000, tf.int64))      # [b], [b]
 
-The stream of a mixture is cut into blocks of as many slots as the shares have together; each source has its share of
+The stream of a mixture is cut into blocks of as many slots as the ratios have together; each source has its fraction of
 the slots of every block. It has no end, and all batches are whole. For like lengths, the order of `Order` is cut into
 windows of 100 batches; the rows of a window are sorted by length and cut into batches, whose order is then shuffled.
 """
@@ -43,7 +43,7 @@ class MixedOrder:
     Attributes:
         names: of the sources.
         rows_of: the number of rows of each.
-        shares: pairs of a batch and the slots of each source in a block from this batch on. The first batch is 0.
+        ratios: pairs of a batch and the slots of each source in a block from this batch on. The first batch is 0.
         batch_sizes: pairs of a batch and the size of batches from it on. The first batch is 0.
         examples_per_epoch: of the mixture; an epoch has the batches that hold so many at the first size.
         seed: of the permutations, 0 up to 2**31.
@@ -56,7 +56,7 @@ class MixedOrder:
 
     names: tuple[str, ...]
     rows_of: tuple[int, ...]
-    shares: tuple[tuple[int, tuple[int, ...]], ...]
+    ratios: tuple[tuple[int, tuple[int, ...]], ...]
     batch_sizes: tuple[tuple[int, int], ...]
     examples_per_epoch: int
     seed: int = 0
@@ -65,8 +65,8 @@ class MixedOrder:
 
     @property
     def is_stationary(self) -> bool:
-        """Whether all epochs are alike but for their order, as neither shares nor batch size change."""
-        return len(self.shares) == len(self.batch_sizes) == 1
+        """Whether all epochs are alike but for their order, as neither ratios nor batch size change."""
+        return len(self.ratios) == len(self.batch_sizes) == 1
 
     @property
     def num_rows(self) -> int:
@@ -88,20 +88,20 @@ class MixedOrder:
 
     def size(self, batch: tf.Tensor) -> tf.Tensor:
         """Returns the number of examples in a batch, int64 []."""
-        return tf.gather(self._parts.sizes, tf.searchsorted(self._parts.firsts, batch[None], side="right")[0] - 1)
+        return tf.gather(self._spans.sizes, tf.searchsorted(self._spans.firsts, batch[None], side="right")[0] - 1)
 
     def rows(self, batch: tf.Tensor, first: tf.Tensor | int = 0, end: tf.Tensor | int | None = None) -> tuple:
         """Returns the numbers of the examples in a batch, and their epochs; as `Order.rows`."""
-        parts = self._parts
-        part = tf.searchsorted(parts.firsts, batch[None], side="right")[0] - 1
-        start = tf.gather(parts.starts, part) + (batch - tf.gather(parts.firsts, part)) * tf.gather(parts.sizes, part)
-        stream = tf.range(start + first, start + (tf.gather(parts.sizes, part) if end is None else end))
-        of_pattern, block = stream - tf.gather(parts.origins, part), tf.gather(parts.blocks, part)
-        slot = of_pattern % block + tf.gather(parts.offsets, part)
-        sources = tf.gather(parts.sources, slot)
-        of_block = tf.gather(tf.gather(parts.counts, part), sources)
-        before = tf.gather(tf.gather(parts.before, part), sources)
-        numbers = before + of_pattern // block * of_block + tf.gather(parts.ranks, slot)  # of the source's examples
+        spans = self._spans
+        span = tf.searchsorted(spans.firsts, batch[None], side="right")[0] - 1
+        start = tf.gather(spans.starts, span) + (batch - tf.gather(spans.firsts, span)) * tf.gather(spans.sizes, span)
+        stream = tf.range(start + first, start + (tf.gather(spans.sizes, span) if end is None else end))
+        of_pattern, block = stream - tf.gather(spans.origins, span), tf.gather(spans.blocks, span)
+        slot = of_pattern % block + tf.gather(spans.offsets, span)
+        sources = tf.gather(spans.sources, slot)
+        of_block = tf.gather(tf.gather(spans.counts, span), sources)
+        before = tf.gather(tf.gather(spans.before, span), sources)
+        numbers = before + of_pattern // block * of_block + tf.gather(spans.ranks, slot)  # of the source's examples
         counts = tf.gather(np.array(self.rows_of, np.int64), sources)
         epochs, rows = numbers // counts, numbers % counts
         if self.is_shuffled:
@@ -113,35 +113,35 @@ class MixedOrder:
 
     def examples_before(self, batch: int) -> int:
         """Returns the number of examples in all batches before one."""
-        part = int(np.searchsorted(self._parts.firsts, batch, side="right")) - 1
-        first, start, size = (int(values[part]) for values in self._parts[:3])
+        span = int(np.searchsorted(self._spans.firsts, batch, side="right")) - 1
+        first, start, size = (int(values[span]) for values in self._spans[:3])
         return start + (batch - first) * size
 
     def batch_at(self, examples: int) -> int:
         """Returns the last batch that begins at some number of examples or before."""
-        part = int(np.searchsorted(self._parts.starts, examples, side="right")) - 1
-        first, start, size = (int(values[part]) for values in self._parts[:3])
+        span = int(np.searchsorted(self._spans.starts, examples, side="right")) - 1
+        first, start, size = (int(values[span]) for values in self._spans[:3])
         return first + (examples - start) // size
 
     def seen(self, batch: int) -> dict[str, int]:
         """Returns the number of examples of each source in all batches before one, by the sources' names."""
-        parts, examples = self._parts, self.examples_before(batch)
-        part = int(np.searchsorted(parts.firsts, batch, side="right")) - 1
-        counts = _count(tuple(parts.counts[part].tolist()), examples - int(parts.origins[part]))
-        return dict(zip(self.names, (parts.before[part] + counts).tolist(), strict=True))
+        spans, examples = self._spans, self.examples_before(batch)
+        span = int(np.searchsorted(spans.firsts, batch, side="right")) - 1
+        counts = _count(tuple(spans.counts[span].tolist()), examples - int(spans.origins[span]))
+        return dict(zip(self.names, (spans.before[span] + counts).tolist(), strict=True))
 
     def facts_at(self, position: Mapping[str, Any]) -> dict[str, Any]:
         """Returns what a position depends on, for JSON.
 
-        Shares that begin at the position or after it are no part of this: they may still change.
+        Ratios that begin at the position or after it are no part of this: they may still change.
 
         Args:
             position: has the number of `batches` or, as it was saved, of `examples`.
         """
         batches = position["batches"]
         examples = position.get("examples", self.examples_before(batches))
-        starts = [(self.examples_before(batch), slots) for batch, slots in self.shares]
-        slots = [part for part in starts if part[0] < examples] or starts[:1]
+        starts = [(self.examples_before(batch), slots) for batch, slots in self.ratios]
+        slots = [span for span in starts if span[0] < examples] or starts[:1]
         digest = hashlib.sha256(repr((self.names, self.rows_of, slots)).encode()).hexdigest()[:12]
         start, latest = slots[-1]
         text = ", ".join(f"{n} {100 * s / sum(latest):.4g} %" for n, s in zip(self.names, latest, strict=True))
@@ -153,41 +153,41 @@ class MixedOrder:
         }
 
     @functools.cached_property
-    def _parts(self) -> "_Parts":
-        shares, sizes, rows = dict(self.shares), dict(self.batch_sizes), []
-        start, offset, before, slots = 0, 0, np.zeros(len(self.names), np.int64), self.shares[0][1]
+    def _spans(self) -> "_Spans":
+        ratios, sizes, rows = dict(self.ratios), dict(self.batch_sizes), []
+        start, offset, before, slots = 0, 0, np.zeros(len(self.names), np.int64), self.ratios[0][1]
         latest = origin = size = 0
-        for first in sorted({*shares, *sizes}):
+        for first in sorted({*ratios, *sizes}):
             start, latest = start + (first - latest) * size, first
             size = sizes.get(first, size)
-            if first and first in shares:
+            if first and first in ratios:
                 before, offset = before + _count(slots, start - origin), offset + sum(slots)
-                origin, slots = start, shares[first]
+                origin, slots = start, ratios[first]
             rows.append((first, start, size, origin, sum(slots), offset, slots, before))
         columns = (np.array(column, np.int64) for column in zip(*rows, strict=True))
-        return _Parts(*columns, *np.concatenate([arrange(slots) for _, slots in self.shares], axis=1))
+        return _Spans(*columns, *np.concatenate([arrange(slots) for _, slots in self.ratios], axis=1))
 
 
-class _Parts(NamedTuple):
-    """Parts of the stream with the same shares and batch size, one after the other: arrays of int64."""
+class _Spans(NamedTuple):
+    """Spans of the stream with the same ratios and batch size, one after the other: arrays of int64."""
 
     firsts: np.ndarray  # [p] the first batch
     starts: np.ndarray  # [p] the first example
     sizes: np.ndarray  # [p] examples of a batch
-    origins: np.ndarray  # [p] the example from which on the shares hold, with which a block begins
+    origins: np.ndarray  # [p] the example from which on the ratios hold, with which a block begins
     blocks: np.ndarray  # [p] the slots of a block
     offsets: np.ndarray  # [p] of the block's slots in `sources` and `ranks`
     counts: np.ndarray  # [p, sources] the slots of each source in a block
     before: np.ndarray  # [p, sources] examples of each source before the origin
-    sources: np.ndarray  # [slots of all shares] the source of a slot
-    ranks: np.ndarray  # [slots of all shares] how many slots of the block before it have this source
+    sources: np.ndarray  # [slots of all ratios] the source of a slot
+    ranks: np.ndarray  # [slots of all ratios] how many slots of the block before it have this source
 
 
 @functools.cache
 def arrange(slots: tuple[int, ...]) -> np.ndarray:
     """Returns the source of each slot of a block, and how many slots before it have this source, int64 [2, n].
 
-    Sources alternate: among the first t slots, a source with the share p has more than pt - 1 and less than pt + 1.
+    Sources alternate: among the first t slots, a source with the fraction p has more than pt - 1 and less than pt + 1.
     This is the quota method of Balinski and Young, "The Quota Method of Apportionment", 1975.
 
     Args:
@@ -205,7 +205,7 @@ def arrange(slots: tuple[int, ...]) -> np.ndarray:
 
 
 def _count(slots: tuple[int, ...], examples: int) -> np.ndarray:
-    """Returns the number of examples of each source among the first ones with these shares, int64 [sources]."""
+    """Returns the number of examples of each source among the first ones with these ratios, int64 [sources]."""
     blocks, rest = divmod(examples, sum(slots))
     return blocks * np.array(slots, np.int64) + np.bincount(arrange(slots)[0, :rest], minlength=len(slots))
 

@@ -58,7 +58,7 @@ class PackedRows:
 
     Attributes:
         fingerprint: a text that is the same for the same plan, over the same sequences as far as they are known.
-        padding: the part of all rows that no sequence fills, from 0 to 1.
+        padding: the fraction of all rows that no sequence fills, from 0 to 1.
     """
 
     def __init__(self, source: Any, length: int, lengths: np.ndarray):
@@ -89,16 +89,16 @@ class PackedRows:
         Raises:
             ValueError: if a sequence has another length than `lengths` says.
         """
-        parts = [part if isinstance(part, Mapping) else {"tokens": part} for part in map(as_example, sequences)]
-        for number, part in zip(numbers, parts, strict=True):
-            for name, entry in part.items():
+        named = [each if isinstance(each, Mapping) else {"tokens": each} for each in map(as_example, sequences)]
+        for number, example in zip(numbers, named, strict=True):
+            for name, entry in example.items():
                 if entry.shape[:1] != (self._lengths[number],):
                     raise ValueError(
                         f"{name!r} of sequence {number} is {entry.dtype.name} {list(entry.shape)}, where its length is "
                         f"{self._lengths[number]}: lengths have to be those of all entries."
                     )
         counts = self._lengths[numbers]
-        packed = {name: self._padded(np.concatenate([part[name] for part in parts])) for name in parts[0]}
+        packed = {name: self._padded(np.concatenate([example[name] for example in named])) for name in named[0]}
         segments = np.repeat(np.arange(1, len(numbers) + 1, dtype=np.int32), counts)
         positions = np.concatenate([np.arange(count, dtype=np.int32) for count in counts])
         return {**packed, "segment_ids": self._padded(segments), "positions": self._padded(positions)}
@@ -112,7 +112,7 @@ class PackedRows:
 def plan(lengths: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns which sequences are in which row, by best-fit-decreasing.
 
-    All sequences of one length are placed at once, so that the time depends on the number of lengths, not of sequences.
+    All sequences of one length get rows at once, so the time depends on the number of lengths, not of sequences.
 
     Args:
         lengths: of the sequences, [N], from 1 to `length`.
@@ -135,13 +135,13 @@ def plan(lengths: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
             fits, (rows, *more) = room // size, rows_by_room[room]
             rows, rest = np.split(np.concatenate([rows, *more]) if more else rows, [-(-left // fits)])
             rows_by_room[room] = [rest] if len(rest) else []
-            placed = min(left, len(rows) * fits)
-            row_of[first : first + placed] = np.repeat(rows, fits)[:placed]
-            first, left = first + placed, left - placed
-            whole = placed // fits
-            if whole:
-                rows_by_room[room - fits * size].append(rows[:whole])
-            if placed % fits:
-                rows_by_room[room - placed % fits * size].append(rows[whole:])
+            num_fitted = min(left, len(rows) * fits)
+            row_of[first : first + num_fitted] = np.repeat(rows, fits)[:num_fitted]
+            first, left = first + num_fitted, left - num_fitted
+            full = num_fitted // fits
+            if full:
+                rows_by_room[room - fits * size].append(rows[:full])
+            if num_fitted % fits:
+                rows_by_room[room - num_fitted % fits * size].append(rows[full:])
     by_row = np.argsort(row_of, kind="stable")
     return order[by_row], np.searchsorted(row_of[by_row], np.arange(row_of.max() + 2))

@@ -112,11 +112,11 @@ class Console:
             when: not shown.
         """
         self._store(step, metrics)
-        about = [_place(step, self._steps)]
+        about = [_position(step, self._steps)]
         speed, left = self._speed(step)
         is_old = time.monotonic() - self._opened_at >= timing.VERDICT_SECS
-        cause, share = timing.bottleneck(metrics)
-        self._bottleneck = [f"{cause}-bound {timing.show_share(share)}"] if is_old and cause != "step" else []
+        cause, fraction = timing.bottleneck(metrics)
+        self._bottleneck = [f"{cause}-bound {timing.show_percent(fraction)}"] if is_old and cause != "step" else []
         items = [(name, value) for name, value in metrics.items() if self._is_shown(name, value)]
         shown = {name: f"{printable(name, '')} {show_number(value)}" for name, value in items}
         if self._live is None:
@@ -176,7 +176,7 @@ class Console:
         metrics = self._closing_metrics()
         lines = [end, *metrics[:_MAX_METRICS]]
         lines += [f"and {len(metrics) - _MAX_METRICS} more"] if len(metrics) > _MAX_METRICS else []
-        lines += filter(None, [timing.show_shares(seconds), self._busy(), clock.advice(against_waiting)])
+        lines += filter(None, [timing.show_fractions(seconds), self._busy(), clock.advice(against_waiting)])
         for text in lines:
             print_line(f"distloop: {text}", self._console.file)
 
@@ -184,7 +184,7 @@ class Console:
         """Returns how busy processors were at the last log; empty: it was not measured."""
         names = {"cpu_utilization": "CPU", "gpu_utilization": "GPUs"}
         busy = {name: value for name, value in self._last.items() if name.endswith("pu_utilization")}
-        each = [f"{names.get(n) or n.rpartition('/')[0]} {timing.show_share(v)}" for n, v in busy.items()]
+        each = [f"{names.get(n) or n.rpartition('/')[0]} {timing.show_percent(v)}" for n, v in busy.items()]
         return f"busy at the last log: {', '.join(each)}" if each else ""
 
     def _closing_metrics(self) -> list[str]:
@@ -204,13 +204,13 @@ class Console:
         ]
 
     def _progress(self, step: int) -> list[str]:
-        """Returns the words about how far the run is; the share of its steps is for the display alone."""
-        done, whole = self._share(step)
-        shows_share = whole and self._live is not None
-        return [_place(step, self._steps), *([f"{int(100 * done / whole)} %"] if shows_share else [])]
+        """Returns the words about how far the run is; the percentage of its steps is for the display alone."""
+        done, total = self._done_and_total(step)
+        shows_percent = total and self._live is not None
+        return [_position(step, self._steps), *([f"{int(100 * done / total)} %"] if shows_percent else [])]
 
-    def _share(self, step: int) -> tuple[float, float]:
-        """Returns how much is done and the whole: steps, or seconds of a run that ends by time."""
+    def _done_and_total(self, step: int) -> tuple[float, float]:
+        """Returns how much is done and how much in total: steps, or seconds of a run that ends by time."""
         secs = time.monotonic() - self._opened_at
         return (step, self._steps) if self._steps < math.inf else (min(secs, self._secs_left), self._secs_left)
 
@@ -240,9 +240,9 @@ class Console:
         self._drawn_at = time.monotonic()
         about, metrics = ("  ".join(words) for words in self._shown)
         least, most = _BAR_WIDTHS
-        done, whole = self._share(self._step)
+        done, total = self._done_and_total(self._step)
         width = max(least, min(most, self._console.width - len(about) - 3))
-        bar = rich.progress_bar.ProgressBar(whole or 1, done, width)
+        bar = rich.progress_bar.ProgressBar(total or 1, done, width)
         first = rich.table.Table.grid(padding=(0, 1))
         first.add_column(width=width)
         first.add_column(no_wrap=True, overflow="ellipsis")
@@ -271,8 +271,8 @@ class Console:
             by_clock = reported or by_clock
         if by_clock is None:
             return [], []
-        done, whole = self._share(step)
-        secs = whole - done if math.isinf(self._steps) else (whole - done) / by_clock
+        done, total = self._done_and_total(step)
+        secs = total - done if math.isinf(self._steps) else (total - done) / by_clock
         left = [f"eta {timing.show_secs(secs)}"] if secs > 0 else []
         return [f"{show_number(reported or by_clock)} steps/s", *_rate(self._last)], left
 
@@ -353,7 +353,7 @@ def _show_thousands(value: float) -> str:
     return f"{value:.3g}"
 
 
-def _place(step: int, steps: float) -> str:
+def _position(step: int, steps: float) -> str:
     return f"step {step}/{steps}" if steps < math.inf else f"step {step}"
 
 

@@ -149,10 +149,10 @@ class History(_ByName[float]):
 
     def __repr__(self) -> str:
         named = {name: value for name, value in self.items() if is_of_the_model(name)}
-        parts = [f"{name!r}: {show_number(value)}" for name, value in list(named.items())[:_MAX_SHOWN]]
-        if more := len(self) - len(parts):
-            parts.append(f"and {more} more")
-        return f"{{{', '.join(parts)}}}"
+        shown = [f"{name!r}: {show_number(value)}" for name, value in list(named.items())[:_MAX_SHOWN]]
+        if more := len(self) - len(shown):
+            shown.append(f"and {more} more")
+        return f"{{{', '.join(shown)}}}"
 
 
 def is_of_the_model(name: str) -> bool:

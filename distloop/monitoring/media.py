@@ -274,5 +274,5 @@ def _scaled(picture: Image.Image, factor: float) -> Image.Image:
 def _encode_image(picture: Image.Image) -> Encoded:
     """Returns a picture for the image plugin, as a PNG."""
     picture.save(file := io.BytesIO(), "PNG")
-    parts = [*(str(side).encode() for side in picture.size), file.getvalue()]
-    return _tensor(DT_STRING, [len(parts)], string_val=parts), images.create_summary_metadata(None, None)
+    strings = [*(str(side).encode() for side in picture.size), file.getvalue()]
+    return _tensor(DT_STRING, [len(strings)], string_val=strings), images.create_summary_metadata(None, None)

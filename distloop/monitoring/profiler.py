@@ -5,7 +5,7 @@
     with profile.loop(step):        # profiled if the step is in the window
         ...
     profile.close()
-    busy_shares("run/train")        # {"CPU:0": 0.8, "CPU:1": 0.7}
+    busy_fractions("run/train")        # {"CPU:0": 0.8, "CPU:1": 0.7}
 
 The plugin does not recognize the steps inside a compiled loop. Therefore steps are called one by one in the window, and
 the one before it, which traces; the gap between two of them in the profile is the cost of such a call.
@@ -104,7 +104,7 @@ class Profile:
                 log.error("The profile is lost: %s", error)
 
 
-def busy_shares(directory: str) -> dict[str, float]:
+def busy_fractions(directory: str) -> dict[str, float]:
     """Returns the fraction of the profiled steps' time in which an operation ran on each device, such as `CPU:1`.
 
     Virtual CPUs share their threads, so only the profile can tell them apart: TensorFlow runs a step as one subgraph
@@ -114,7 +114,7 @@ def busy_shares(directory: str) -> dict[str, float]:
         directory: the TensorBoard run that the profile belongs to, as for `Profile`; the newest profile is read.
 
     Returns:
-        The shares of devices that sent a tensor to another one; empty if there is no profile.
+        The fractions of devices that sent a tensor to another one; empty if there is no profile.
     """
     paths = glob.glob(os.path.join(glob.escape(directory), "plugins", "profile", "*", "*.xplane.pb"))
     if not paths:
@@ -143,11 +143,11 @@ def busy_shares(directory: str) -> dict[str, float]:
                     operations[subgraph].append(span)
                 if match[1] == "_Send":  # its key begins with the sending device
                     devices[subgraph] = short_device(stats["key"].partition(";")[0])
-    shares = {}
+    fractions = {}
     for device in sorted(set(devices.values())):
         computed = [span for subgraph, spans in operations.items() if devices.get(subgraph) == device for span in spans]
-        shares[device] = _covered(kernels.get(device) or computed) / max(1, _covered(steps))
-    return shares
+        fractions[device] = _covered(kernels.get(device) or computed) / max(1, _covered(steps))
+    return fractions
 
 
 def _events(plane: Any, line: Any) -> Iterator[tuple[str, _Span, dict[str, Any]]]:

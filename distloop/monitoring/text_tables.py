@@ -46,21 +46,21 @@ def show(table: Table, console: rich.console.Console) -> None:
     longest = _widths(table)
     least = [min(n, _MIN_NAME if i < table.num_names else _MIN_WORDS) for i, n in enumerate(longest)]
     names = list(range(table.num_names))
-    parts: list[list[int]] = []  # columns that do not fit follow in a table below
+    blocks: list[list[int]] = []  # columns that do not fit follow in a table below
     for i in range(table.num_names, len(table.header)):
-        if not parts or sum(least[j] + _GAP for j in [*parts[-1], i]) - _GAP > console.width:
-            parts.append([*names])
-        parts[-1].append(i)
-    for part in parts:
+        if not blocks or sum(least[j] + _GAP for j in [*blocks[-1], i]) - _GAP > console.width:
+            blocks.append([*names])
+        blocks[-1].append(i)
+    for block in blocks:
         if table.title:
             console.print(Text(table.title, style="bold underline"))
         grid = rich.table.Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style="dim")
-        for i in part:
-            name, is_whole = table.header[i], longest[i] == least[i]
+        for i in block:
+            name, is_unwrapped = table.header[i], longest[i] == least[i]
             justify: Literal["left", "right"] = "left" if name in _LEFT or i == 0 else "right"
-            grid.add_column(Text(name), justify=justify, overflow="fold", no_wrap=is_whole)
+            grid.add_column(Text(name), justify=justify, overflow="fold", no_wrap=is_unwrapped)
         for row in table.rows:
-            grid.add_row(*(Text(row[i], style=table.styles.get((table.header[i], row[i]), "")) for i in part))
+            grid.add_row(*(Text(row[i], style=table.styles.get((table.header[i], row[i]), "")) for i in block))
         console.print(grid)
         console.print()
 

@@ -18,8 +18,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 VERDICT_SECS = 10.0  # shorter runs get no verdict on their speed and no hint
-_MIN_SHARE = 0.2  # of the time, for a hint
-_LEAST_SHARE = 0.01  # of the time, for a phase to be shown
+_MIN_FRACTION = 0.2  # of the time, for a hint
+_LEAST_FRACTION = 0.01  # of the time, for a phase to be shown
 
 _TF_DATA = "cache() the dataset, prefetch(tf.data.AUTOTUNE), map(..., num_parallel_calls=tf.data.AUTOTUNE)"
 _ADVICE = {
@@ -103,15 +103,15 @@ class Clock:
             if name not in ("start-up", "input", "step")
         }
         total = input_secs + step_secs + sum(between.values())
-        input_share, host_share = input_secs / total, sum(between.values()) / total
-        if max(input_share, host_share) <= _MIN_SHARE:
+        waited, host = input_secs / total, sum(between.values()) / total
+        if max(waited, host) <= _MIN_FRACTION:
             return None
-        if input_share >= host_share:
-            return f"{show_share(input_share)} of the time went by waiting for data: try {against_waiting or _TF_DATA}."
+        if waited >= host:
+            return f"{show_percent(waited)} of the time went by waiting for data: try {against_waiting or _TF_DATA}."
         name = max(between, key=lambda phase: between[phase])
         what = _ADVICE.get(name, f"a larger `every` of {name}")
         most = "" if name == "other" else f", most of it in {name}"
-        return f"{show_share(host_share)} of the time went by between two loops{most}: try {what}."
+        return f"{show_percent(host)} of the time went by between two loops{most}: try {what}."
 
 
 @dataclasses.dataclass
@@ -137,32 +137,32 @@ def bottleneck(metrics: Mapping[str, float]) -> tuple[str, float]:
     """
     host = metrics.get("host_share", 0.0)
     waited = metrics.get("input_wait", 0.0) * (1.0 - host)
-    shares = {"step": 1.0 - host - waited, "input": waited, "host": host}
-    which = max(shares, key=lambda name: shares[name])
-    return which, shares[which]
+    fractions = {"step": 1.0 - host - waited, "input": waited, "host": host}
+    which = max(fractions, key=lambda name: fractions[name])
+    return which, fractions[which]
 
 
-def show_share(share: float) -> str:
+def show_percent(fraction: float) -> str:
     """Returns a fraction as a percentage."""
-    return f"{100 * share:.0f} %"
+    return f"{100 * fraction:.0f} %"
 
 
-def largest_shares(seconds: Mapping[str, float]) -> dict[str, float]:
+def largest_fractions(seconds: Mapping[str, float]) -> dict[str, float]:
     """Returns the fraction of the time that each phase took, the largest first, without those below 1 %."""
     total = sum(seconds.values()) or 1.0
-    shares = {name: secs / total for name, secs in seconds.items() if secs / total >= _LEAST_SHARE}
-    return dict(sorted(shares.items(), key=lambda item: -item[1]))
+    fractions = {name: secs / total for name, secs in seconds.items() if secs / total >= _LEAST_FRACTION}
+    return dict(sorted(fractions.items(), key=lambda item: -item[1]))
 
 
-def show_shares(seconds: Mapping[str, float]) -> str:
+def show_fractions(seconds: Mapping[str, float]) -> str:
     """Returns where the time went, as text: `time: 63 % step, 20 % input, 17 % start-up`; empty if none has passed."""
-    shares = [f"{show_share(share)} {name}" for name, share in largest_shares(seconds).items()]
-    return f"time: {', '.join(shares)}" if shares else ""
+    fractions = [f"{show_percent(fraction)} {name}" for name, fraction in largest_fractions(seconds).items()]
+    return f"time: {', '.join(fractions)}" if fractions else ""
 
 
 def show_secs(secs: float) -> str:
     """Returns a duration as hours, minutes and seconds; "-" if it is not finite."""
     if not math.isfinite(secs):
         return "-"
-    whole = round(secs)
-    return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
+    secs = round(secs)
+    return f"{secs // 3600}:{secs // 60 % 60:02}:{secs % 60:02}"

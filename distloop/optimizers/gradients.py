@@ -89,7 +89,7 @@ class Packing:
             why_dense: why a sparse gradient is made dense, if that is to be reported.
         """
         self._shapes = [tuple(v.shape) for v in variables]
-        self._places = list(devices or [""] * len(variables))
+        self._devices = list(devices or [""] * len(variables))
         workers = workers or [0] * len(variables)
         self._groups: list[list[int]] = []  # positions of the variables in each segment
         vectors: dict[tuple[tf.DType, int, str], list[int]] = {}
@@ -98,9 +98,9 @@ class Packing:
             if self._size(i) * dtype.size > LARGEST_PACKED_BYTES:
                 self._groups.append([i])
             else:
-                vectors.setdefault((dtype, workers[i], self._places[i]), []).append(i)
+                vectors.setdefault((dtype, workers[i], self._devices[i]), []).append(i)
         self._groups.extend(vectors.values())
-        self.devices = [self._places[group[0]] for group in self._groups]
+        self.devices = [self._devices[group[0]] for group in self._groups]
         self._packed_on = self.devices  # where replicas pack and add
         self._why_dense = why_dense
         self.sparse: set[int] = set()
@@ -156,7 +156,7 @@ class Packing:
         With `keeps_sparse`, sparse gradients are returned as `tf.IndexedSlices`.
         """
         gradients: list[Any] = []
-        for flat, shape, device in zip(self.unpack_flat(segments, scale), self._shapes, self._places, strict=True):
+        for flat, shape, device in zip(self.unpack_flat(segments, scale), self._shapes, self._devices, strict=True):
             with tf.device(device):
                 gradients.append(self._shaped(flat, shape, keeps_sparse=keeps_sparse))
         return gradients

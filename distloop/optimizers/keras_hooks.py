@@ -4,7 +4,7 @@
     simplify_adam(optimizer)                                # the same update in fewer operations
     scale_learning_rates(optimizer, [(kernel, 0.1)])        # a tenth of the learning rate for one variable
     update_on_variable_devices(optimizer)                   # a pipeline's variables are on several devices
-    update_in_place_of(optimizer, [(part, kernel)])         # before the build: parts stand in for the model's variables
+    update_instead_of(optimizer, [(part, kernel)])         # before the build: parts stand in for the model's variables
 
     with ReplacedCalls({"block_0": layer}, replace):        # by `replace("block_0", layer, layer.call)`
         loss_fn(batch, True)
@@ -210,7 +210,7 @@ def keras_variable(stored: tf.Variable, name: str, path: str) -> keras.Variable:
     return made
 
 
-def update_in_place_of(optimizer: keras.optimizers.Optimizer, pairs: Sequence[tuple[Any, Any]]) -> None:
+def update_instead_of(optimizer: keras.optimizers.Optimizer, pairs: Sequence[tuple[Any, Any]]) -> None:
     """Updates each part of the model's variables on its device, with the weight decay of its variable.
 
     Args:

@@ -223,9 +223,9 @@ def _with_copies(schedule: Any, optimizer: keras.optimizers.Optimizer) -> Any:
     """Returns a schedule in which each `RunSchedule` is the optimizer's own copy; itself, if there is nothing to do."""
     if isinstance(schedule, RunSchedule):
         return schedule.copy_for(optimizer)
-    parts = {name: part for name, part in vars(schedule).items() if isinstance(part, schedules.LearningRateSchedule)}
-    copies = {name: _with_copies(part, optimizer) for name, part in parts.items()}
-    if all(copies[name] is part for name, part in parts.items()):
+    nested = {name: each for name, each in vars(schedule).items() if isinstance(each, schedules.LearningRateSchedule)}
+    copies = {name: _with_copies(each, optimizer) for name, each in nested.items()}
+    if all(copies[name] is each for name, each in nested.items()):
         return schedule
     changed = copy.copy(schedule)
     vars(changed).update(copies)
@@ -233,12 +233,12 @@ def _with_copies(schedule: Any, optimizer: keras.optimizers.Optimizer) -> Any:
 
 
 def _run_schedules(schedule: Any) -> Iterator[RunSchedule]:
-    """Yields a schedule and its parts, as far as their lengths depend on the run."""
+    """Yields a schedule and those within it, as far as their lengths depend on the run."""
     if isinstance(schedule, RunSchedule):
         yield schedule
     elif isinstance(schedule, schedules.LearningRateSchedule):
-        for part in vars(schedule).values():
-            yield from _run_schedules(part)
+        for value in vars(schedule).values():
+            yield from _run_schedules(value)
 
 
 def make_schedule(
@@ -266,10 +266,10 @@ def make_schedule(
 
     Args:
         peak: the highest learning rate.
-        steps: the length of the whole schedule, including the warm-up: steps, or "20 epochs", "1e6 examples" or a share
+        steps: the length of the whole schedule, including the warm-up: steps, or "20 epochs", "1e6 examples" or a part
             of the run, "100 %"; no time, since steps only decide about weights. In tokens, "1e9 tokens" or "100 %" of a
             run in tokens, the rate follows the sum of the loss's weights; then all lengths are in tokens or percents.
-        warmup: the length of the warm-up, as `steps`, but a percentage is a share of `steps`; 0: no warm-up.
+        warmup: the length of the warm-up, as `steps`, but a percentage is a fraction of `steps`; 0: no warm-up.
         decay: "cosine" (half a period: Loshchilov and Hutter 2017, arXiv:1608.03983, without restarts), "linear",
             "step", "constant" or "inverse_sqrt": `peak * sqrt(e / step)`, where e is the end of the warm-up, or
             `hold_until` (Vaswani et al. 2017, arXiv:1706.03762, equation 3).
@@ -324,18 +324,18 @@ def _in_steps(arguments: Mapping[str, Any], units: Units) -> dict[str, Any]:
     """Returns the arguments of `make_schedule` with steps in the place of durations.
 
     Raises:
-        ValueError: if the size of a unit is not known, or the run of which they are a share ends by time.
+        ValueError: if the size of a unit is not known, or the run of which they are a fraction ends by time.
     """
-    whole = units.period(arguments["steps"])
-    if whole.secs:
+    total = units.period(arguments["steps"])
+    if total.secs:
         raise ValueError(
             f"make_schedule was given steps={arguments['steps']!r} of a run that ends by time, so that its steps are "
             "not known: give steps, epochs or examples."
         )
-    parts, measure = units.of(whole), "tokens" if whole.tokens else "steps"
+    within, measure = units.of(total), "tokens" if total.tokens else "steps"
 
     def length_of(value: int | str) -> int:
-        period = parts.period(value)
+        period = within.period(value)
         if any(period) and not getattr(period, measure):
             raise ValueError(
                 f"make_schedule was given steps={arguments['steps']!r} and {value!r}, one of which counts tokens: give "

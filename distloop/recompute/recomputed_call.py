@@ -155,7 +155,7 @@ class RecomputedCall:
 
     def _take_back(self, loss: Any) -> list[Any]:
         """Has Keras forget a loss; returns the layers that added it."""
-        owners = [part for part in self._layer._flatten_layers() if id(loss) in part._loss_ids]
+        owners = [layer for layer in self._layer._flatten_layers() if id(loss) in layer._loss_ids]
         for owner in owners:
             owner._loss_ids.discard(id(loss))
         return owners

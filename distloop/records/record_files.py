@@ -50,8 +50,8 @@ class Records:
         self._corrupt: set[int] = set()
         self._has_warned: set[int] = set()  # shards
         digest = hashlib.blake2b("".join(shard.digest for shard in self.shards).encode(), digest_size=8).hexdigest()
-        parts = "".join(shard.digest[:_DIGITS] for shard in self.shards) if len(self.shards) <= _MAX_NAMED else ""
-        self.fingerprint = f"{digest}:{len(self.shards)}:{parts}"
+        digests = "".join(shard.digest[:_DIGITS] for shard in self.shards) if len(self.shards) <= _MAX_NAMED else ""
+        self.fingerprint = f"{digest}:{len(self.shards)}:{digests}"
 
     def __len__(self) -> int:
         return self._firsts[-1]
@@ -94,7 +94,7 @@ class Records:
             origin = spans[first][1]
             for number, (shard, begin, stop) in zip(rows[first:end].tolist(), spans[first:end], strict=True):
                 data = _data_of(block[begin - origin : stop - origin])
-                records.append(self._in_place_of(number, shard, begin) if data is None else data)
+                records.append(self._replacement_of(number, shard, begin) if data is None else data)
         return records
 
     def describe_change(self, fingerprint: str) -> str:
@@ -105,10 +105,10 @@ class Records:
         """
         if fingerprint == self.fingerprint:
             return ""
-        (whole, num_now, now), parts = self.fingerprint.split(":"), fingerprint.split(":")
-        if len(parts) != 3 or len(parts[0]) != len(whole):
+        (total, num_now, now), given = self.fingerprint.split(":"), fingerprint.split(":")
+        if len(given) != 3 or len(given[0]) != len(total):
             return "the source is another one"
-        _, num_then, then = parts
+        _, num_then, then = given
         if num_then != num_now:
             return f"there were {num_then} files, and there are {num_now}"
         digests = [[text[i : i + _DIGITS] for i in range(0, len(text), _DIGITS)] for text in (then, now)]
@@ -118,7 +118,7 @@ class Records:
         more = f" and {len(names) - _MAX_LISTED} more files" if len(names) > _MAX_LISTED else ""
         return f"the records of {', '.join(names[:_MAX_LISTED]) or 'a file'}{more} have changed"
 
-    def _in_place_of(self, number: int, shard: int, begin: int) -> bytes:
+    def _replacement_of(self, number: int, shard: int, begin: int) -> bytes:
         """Returns the data of the next intact record of a shard in place of a corrupt one, which is counted.
 
         Raises:

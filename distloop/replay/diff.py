@@ -66,14 +66,14 @@ class Difference:
         counts = f"{self.num_rows} rows and {self.num_checkpoints} checkpoints that both have"
         if self.are_equal:
             return "\n".join([*lines, f"The runs are equal, to the bit, in {counts}."])
-        lines.append(f"The runs part, among {counts}:")
+        lines.append(f"The runs differ, among {counts}:")
         if self.step is not None:
             lines.append(f"  the first row that differs is of step {self.step}:")
             lines += [f"    {name}: {_shown(a)} and {_shown(b)}{_apart(a, b)}" for name, (a, b) in self.numbers.items()]
         if self.checkpoint is not None:
             what = f"{self.variable[0]}, by {show_number(self.variable[1])} at most" if self.variable else self.damage
             lines += [f"  the first checkpoint that differs is of step {self.checkpoint}:", f"    {what}"]
-        return "\n".join([*lines, "", "To look at that step in either run:", *(f"  {c}" for c in self.commands)])
+        return "\n".join([*lines, "", "To inspect that step in either run:", *(f"  {c}" for c in self.commands)])
 
 
 def compare(first: str, second: str) -> Difference:

@@ -2,7 +2,7 @@
 
 run = read_run("runs/digits")
 run.last_step, run.skipped_at(1234)
-find_difference(run, 1200, {"loss": 0.25}, state, config)       # "The replay parts from the run ...", or empty
+find_difference(run, 1200, {"loss": 0.25}, state, config)       # "The replay differs from the run ...", or empty
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from distloop.settings.precision import PRECISIONS
 from distloop.workdir import records
 
 _TOLERANCE = 1e-6  # of a number, relative, where the bits need not be those of the run
-_ROUNDOFFS = 4  # likewise of half precision on another number of replicas, as each rounds its part of a gradient
+_ROUNDOFFS = 4  # likewise of half precision on another number of replicas, as each rounds its term of a gradient
 _OF_THE_STEP = frozenset({*records.GROUPS[records.METRICS], *records.GROUPS["optimizer"]})
 # Settings about numbers.
 _OF_NUMBERS = (
@@ -81,7 +81,7 @@ def find_difference(
 ) -> str:
     """Returns a sentence on the first number of a replay that differs from that of the run's row; empty: none does.
 
-    In half precision on another number of replicas, each rounds its part of a gradient, and an example near a limit may
+    In half precision on another number of replicas, each rounds its term of a gradient, and an example near a limit may
     be counted otherwise. Then only the loss and what concerns the step are compared, up to some roundoffs.
 
     Args:
@@ -109,7 +109,7 @@ def find_difference(
             reasons += _changes(saved.get("versions", {}), saved.get("config", run.settings), config)
             why = f": {', '.join(reasons)}" if reasons else ""
             there = f"in the row of step {step}: {name} was {before!r} and is {value!r}"
-            return f"The replay parts from the run {there}{why}."
+            return f"The replay differs from the run {there}{why}."
     return ""
 
 
@@ -130,8 +130,7 @@ def _changes(versions: Mapping[str, str], settings: Mapping[str, Any], config: C
 
 def read_run(directory: str) -> RecordedRun:
     """Reads what the files of a run record of it."""
-    manifests = sorted(manifests_of(directory).items())
-    metadata = {at: manifest["notes"] for at, manifest in manifests if "notes" in manifest}
+    metadata = {at: saved["notes"] for at, saved in sorted(manifests_of(directory).items()) if "notes" in saved}
     progress = records.read_json(os.path.join(directory, "progress.json"), instead="it is not read")
     last = records.last_row(os.path.join(directory, "metrics.jsonl")) or {}
     furthest = max(int((record or {}).get("step", 0)) for record in (last, progress))

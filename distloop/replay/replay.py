@@ -32,7 +32,7 @@ from distloop.model.state import TrainState
 from distloop.monitoring.console import make_console
 from distloop.monitoring.profiler import Profile
 from distloop.optimizers import learning_rates
-from distloop.replay.look import Look, Replay
+from distloop.replay.inspection import Replay, StepInspector
 from distloop.replay.recorded_run import RecordedRun, find_difference, read_run
 from distloop.run import run_length
 from distloop.run.assembly import make_step
@@ -90,7 +90,7 @@ def replay(state: TrainState, config: Config, source: Source, units: Units, step
                 f"{state.virtual_replicas} were given, with which a step has other numbers: give "
                 f"virtual_replicas={trained}."
             )
-        # Nothing of this decides about a step: `on_divergence` needs a workdir, and the noise two parts of a batch.
+        # Nothing of this decides about a step: `on_divergence` needs a workdir, and the noise two microbatches.
         off: dict[str, Any] = {"histograms_every": 0, "gradient_noise_every": 0, "profile": ""}
         settings = dataclasses.replace(config, workdir="", on_divergence="none", **off)
         start = _start(run, config, RunCheckpoints(state, settings), state, number)
@@ -178,7 +178,7 @@ class _LastStep(Profile):
         yield
 
     def again(self, config: Config, batch: Batch, failure: str, differences: list[str]) -> Replay:
-        """Takes the step once more with a look into it; returns what it was given and computed.
+        """Takes the step once more, inspected; returns what it was given and computed.
 
         What the host is handed keeps TensorFlow from joining some operations, which changes last bits. So the weights
         are those that the loop has left.
@@ -186,25 +186,25 @@ class _LastStep(Profile):
         state, layout = self._state, self._source.layout
         after, weights_after = self._saved_state.snapshot(), _weights(state)
         self._saved_state.restore(self._before)
-        look = Look(state)
+        inspector = StepInspector(state)
         # XLA and the host do not go together, so this step is compiled without.
         settings = dataclasses.replace(config, jit_compile=False)
-        step = look.watch(lambda: make_step(state, settings, look=look.gradients))
+        step = inspector.watch(lambda: make_step(state, settings, look=inspector.gradients))
 
-        def look_again(batch: Batch) -> None:
+        def inspected(batch: Batch) -> None:
             for update in step.updates[:-1]:
                 step.advance(update, batch, layout)
             step.forward(step.updates[-1], batch, layout, step.count_examples(batch, layout))
 
-        (look_again if config.eager else graph_function(look_again))(batch)
+        (inspected if config.eager else graph_function(inspected))(batch)
         self._saved_state.restore(after)
         size = None if batch.size is None else int(batch.size)
         return Replay(
             step=self._number,
             batch=tf.nest.map_structure(lambda rows: _array(rows)[:size], batch.rows),
             rows=self._examples,
-            values=look.values(batch),
-            gradients=look.gradients_by_path,
+            values=inspector.values(batch),
+            gradients=inspector.gradients_by_path,
             weights_before=self._weights_before,
             weights_after=weights_after,
             learning_rate=self._rates.get("", self._rates),

@@ -83,14 +83,14 @@ def steps_of_row(workdir: str, row: int) -> list[int]:
                 f"--steps-of={row} was given, and the data of the run in {workdir!r} has {order.num_rows} rows: give a "
                 f"number from 0 to {order.num_rows - 1}."
             )
-        places = {batch: step for step, batch in enumerate(stretch.batches, stretch.first)}
-        for epoch in sorted({batch // order.batches_per_epoch for batch in places}):
+        step_of = {batch: step for step, batch in enumerate(stretch.batches, stretch.first)}
+        for epoch in sorted({batch // order.batches_per_epoch for batch in step_of}):
             first = epoch * order.batches_per_epoch
             whole = dataclasses.replace(order, batch_size=order.num_rows, limit=0)
             of_epoch = whole.rows(tf.constant(0 if stretch.is_one_epoch else epoch, tf.int64))[0].numpy()
             batch = first + int(np.flatnonzero(of_epoch == row)[0]) // order.batch_size
-            if batch < first + order.batches_per_epoch and batch in places:
-                steps.append(places[batch])
+            if batch < first + order.batches_per_epoch and batch in step_of:
+                steps.append(step_of[batch])
     return steps
 
 

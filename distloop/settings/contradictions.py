@@ -62,7 +62,7 @@ _OTHERS: list[tuple[Callable[[Any], Any], str]] = [
     ),
     (
         lambda config: str(config.until).endswith("%"),
-        "until={config.until!r} was given, a share of the length that it sets: give steps, epochs, examples or a time.",
+        "until={config.until!r} was given, a fraction of the length that it sets: give steps, epochs or a time.",
     ),
     (
         lambda config: config.init_rename and not config.init_from,

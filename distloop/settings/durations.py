@@ -101,8 +101,8 @@ class Units:
                 raise ValueError(
                     f"The duration {value!r} was given where the length of a run is not known: give steps."
                 )
-            share = amount / 100
-            return Period(_whole(share * self.run.steps), share * self.run.secs, share * self.run.tokens)
+            fraction = amount / 100
+            return Period(_whole(fraction * self.run.steps), fraction * self.run.secs, fraction * self.run.tokens)
         if unit in ("secs", "tokens"):
             return Period(secs=amount) if unit == "secs" else Period(tokens=amount)
         return Period(steps=_whole(amount * self._steps_per(unit, value)) if amount else 0)

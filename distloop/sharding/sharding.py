@@ -222,7 +222,7 @@ class Sharding(SlotPlacement):
             )
         self.add(variables, are_whole=False)
         parts = self.parts(variables)
-        keras_hooks.update_in_place_of(optimizer, [(part.trained, part.variable) for part in parts])
+        keras_hooks.update_instead_of(optimizer, [(part.trained, part.variable) for part in parts])
         with tensorflow_internals.outside_strategies():
             optimizer._distribution_strategy = tf.distribute.get_strategy()
             optimizer.build([part.trained for part in parts])

@@ -47,7 +47,7 @@ class _Lazy(_Mixin):
         plain = tensorflow_variable(variable)
         rows = sparse_packing.merge(sparse_packing.from_slices(gradient, plain.shape))
         has_gradient = tf.reduce_any(tf.not_equal(rows.values, 0), 1)
-        rows = Rows(*(tf.boolean_mask(part, has_gradient) for part in rows))
+        rows = Rows(*(tf.boolean_mask(tensor, has_gradient) for tensor in rows))
         values = tf.cast(sparse_packing.to_slices(rows, plain.shape).values, plain.dtype)
         rate = tf.cast(learning_rate, plain.dtype)
         if self.weight_decay is not None and super()._use_weight_decay(variable):

@@ -154,9 +154,9 @@ def row_size(shape: Sequence[int]) -> int:
     return int(tf.TensorShape(shape[1:]).num_elements() or 1)
 
 
-def join(parts: Sequence[Rows]) -> Rows:
-    """Returns the sum of several parts: their lists, one after the other."""
-    return Rows(*(tf.concat(tensors, 0) for tensors in zip(*parts, strict=True)))
+def join(summands: Sequence[Rows]) -> Rows:
+    """Returns the sum of several gradients: their lists, one after the other."""
+    return Rows(*(tf.concat(tensors, 0) for tensors in zip(*summands, strict=True)))
 
 
 def merge(rows: Rows) -> Rows:

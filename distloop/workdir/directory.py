@@ -33,7 +33,7 @@ _TIMEOUTS = 3  # after the first a line is printed, after the last the process e
 
 
 class Directory:
-    """The workdir of a run, which the chief locks for all workers; on a disk, `share` has nothing to do.
+    """The workdir of a run, which the chief locks for all workers; on a disk, `send_to_hosts` has nothing to do.
 
     It may be entered several times, one inside the other.
 
@@ -135,7 +135,7 @@ class Directory:
         if self._is_writer:
             self._lock.verify()
 
-    def share(self, step: int) -> None:
+    def send_to_hosts(self, step: int) -> None:
         """Brings a checkpoint that the chief has chosen to the hosts that lack it. All workers call it."""
 
     @contextlib.contextmanager

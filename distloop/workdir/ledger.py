@@ -28,7 +28,7 @@ TABLES = "embedding tables"
 # What devices hold, in the order in which it is shown: from step to step; what a step needs besides, as estimated.
 HELD = ("weights", TABLES, "optimizer slots", "averages of weights")
 ESTIMATED = ("batch", "activations", "gradients")
-PARTS = (*HELD, *ESTIMATED)
+KINDS = (*HELD, *ESTIMATED)
 # Bytes of the first worker's devices: of variables as they are placed, and what `--memory` estimated.
 Memory = dict[str, dict[str, int]]
 

@@ -191,7 +191,7 @@ class Run:
         return {name: value for name, value in last.items() if name.rpartition("/")[2] in records.GROUPS["data"]}
 
     @property
-    def busy_share(self) -> float | None:
+    def busy_fraction(self) -> float | None:
         """The fraction of the time in which its GPUs, or else its cores, computed at the last log; None: unknown."""
         last = self.rows[-1] if self.rows else {}
         return last.get("gpu_utilization", last.get("cpu_utilization"))

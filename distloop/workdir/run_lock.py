@@ -71,7 +71,7 @@ class Pace(NamedTuple):
     heartbeat_secs: float = 5.0  # between two signs of life
     stale_secs: float = 30.0  # without a sign of life, after which a process counts as dead
     poll_secs: float = 0.5  # after which a lock is read again whose process may be alive or dead
-    settle_secs: float = 0.2  # in which processes that replace a lock at once have all done so; the last one has it
+    race_secs: float = 0.2  # in which processes that replace a lock at once have all done so; the last one has it
 
 
 class DiskDirectory:
@@ -299,7 +299,7 @@ class RunLock:
                     time.sleep(self._pace.poll_secs)
                 elif self._is_holder(holder):
                     self._directory.write(self._file, self._content(own))
-                    time.sleep(self._pace.settle_secs)
+                    time.sleep(self._pace.race_secs)
                     if self._is_holder(own):
                         return
         except OSError as error:

@@ -124,20 +124,20 @@ def _read_slurm_step() -> Cluster:
     hosts = _expand_hosts(os.environ.get("SLURM_STEP_NODELIST", ""))
     runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))  # 2(x3),1
     counts = [int(count) for count, times in runs for _ in range(int(times or 1))]
-    places = [(node, i) for node, count in enumerate(counts) for i in range(count)]  # by task
+    nodes = [(node, i) for node, count in enumerate(counts) for i in range(count)]  # by task
     if os.environ.get("SLURM_DISTRIBUTION", "").startswith("cyclic"):
-        places.sort(key=lambda place: place[::-1])
+        nodes.sort(key=lambda pair: pair[::-1])
     names = ("STEP_NUM_TASKS", "PROCID", "NODEID", "LOCALID")
     count, index, node, local = (int(os.environ.get(f"SLURM_{name}", "-1")) for name in names)
-    is_known = len(hosts) == len(counts) and 0 <= index < len(places) == count and places[index] == (node, local)
+    is_known = len(hosts) == len(counts) and 0 <= index < len(nodes) == count and nodes[index] == (node, local)
     if not is_known or os.environ.get("SLURMD_NODENAME", hosts[node]) != hosts[node]:
         values = {name: os.environ.get(f"SLURM_{name}") for name in (*names, "STEP_NODELIST", "STEP_TASKS_PER_NODE")}
         raise ValueError(
-            f"{', '.join(f'SLURM_{name}={value}' for name, value in values.items())} do not tell which task runs "
+            f"{', '.join(f'SLURM_{name}={value}' for name, value in values.items())} do not say which task runs "
             "where: start all tasks by one srun --distribution=block, or set TF_CONFIG."
         )
     ports = _choose_slurm_ports(max(counts))
-    return Cluster(tuple(f"{hosts[node]}:{ports[i]}" for node, i in places), index)
+    return Cluster(tuple(f"{hosts[node]}:{ports[i]}" for node, i in nodes), index)
 
 
 def _choose_slurm_ports(count: int) -> list[int]:
@@ -160,8 +160,8 @@ def _choose_slurm_ports(count: int) -> list[int]:
 def _expand_hosts(text: str) -> list[str]:
     """Returns the hosts of a Slurm node list: `n[08-10,12]-ib,m1` has five."""
     hosts: list[str] = []
-    for part in re.findall(r"(?:\[[^]]*\]|[^,[])+", text):
-        pieces = re.findall(r"\[[^]]*\]|[^[]+", part)
+    for item in re.findall(r"(?:\[[^]]*\]|[^,[])+", text):
+        pieces = re.findall(r"\[[^]]*\]|[^[]+", item)
         hosts += map("".join, itertools.product(*(_expand_numbers(p) if p[0] == "[" else [p] for p in pieces)))
     return hosts
 
@@ -211,21 +211,21 @@ def is_free(port: int) -> bool:
         return True
 
 
-def split_cores(parts: int, size: int | None = None) -> list[list[int]]:
-    """Returns the cores of each part, neighbours together; cores left over belong to no part.
+def split_cores(groups: int, size: int | None = None) -> list[list[int]]:
+    """Returns the cores of each group, neighbours together; cores left over belong to no group.
 
     Args:
-        parts: number of parts.
-        size: cores in each part; None: as many as possible.
+        groups: number of groups.
+        size: cores in each group; None: as many as possible.
 
     Returns:
-        Core numbers by part; empty lists if the system cannot bind a process to cores.
+        Core numbers by group; empty lists if the system cannot bind a process to cores.
     """
     if not hasattr(os, "sched_setaffinity"):
-        return [[]] * parts
+        return [[]] * groups
     cores = sorted(os.sched_getaffinity(0), key=_core_position)
-    size = len(cores) // parts if size is None else size
-    return [cores[i * size : (i + 1) * size] for i in range(parts)]
+    size = len(cores) // groups if size is None else size
+    return [cores[i * size : (i + 1) * size] for i in range(groups)]
 
 
 def _core_position(core: int) -> tuple[int, ...]:

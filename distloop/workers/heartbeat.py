@@ -5,8 +5,8 @@
     heartbeat.phase = TRAINING                              # this process ends when another one fails or falls silent
 
 Twice a second each worker sends a message to the chief, and the chief one to each worker, over TCP (`star`). The chief
-decides who failed (`liveness`) and tells all; the others decide only whether the chief is gone or silent. This works
-where TensorFlow waits for ever: before the workers have joined, and inside a collective that never completes.
+decides who failed (`liveness`) and sends it to all; the others decide only whether the chief is gone or silent. This
+works where TensorFlow waits for ever: before the workers have joined, and inside a collective that never completes.
 TensorFlow's own coordination service is not used: it ends processes by itself and names nobody.
 """
 
@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 from distloop.log import reason_of
 from distloop.workers import liveness, output
-from distloop.workers.liveness import Beat, explain_difference, judge, read_beat, shorten
+from distloop.workers.liveness import Beat, explain_difference, find_failure, read_beat, shorten
 from distloop.workers.star import Star
 
 EXIT_CODE = 76  # EX_PROTOCOL of sysexits.h, "remote error": another worker was the first to fail
@@ -62,13 +62,13 @@ class Heartbeat:
         self._facts = facts
         self._differences: dict[int, str] = {}  # on the chief: a sentence for each worker with other facts
         self._beats: dict[int, Beat] = {}  # of the workers that are heard, on the chief its own, too
-        # What the chief tells all: whether they have met, and have come to the end of their programs; for whom it
+        # What the chief reports to all: whether they have met, and have come to the end of their programs; for whom it
         # waits; why the run cannot begin; why it has to end.
-        self._told: dict[str, Any] = {"has_met": False, "is_over": False, "is_hang": False}
-        self._told |= {"missing": "", "refusal": "", "reason": ""}
+        self._status: dict[str, Any] = {"has_met": False, "is_over": False, "is_hang": False}
+        self._status |= {"missing": "", "refusal": "", "reason": ""}
         self._state, self._error = "alive", ""
         self._timeouts = 0.0, 0.0  # hang_timeout and start_timeout, once all have met
-        self._lock = threading.RLock()  # held while beats are received or judged
+        self._lock = threading.RLock()  # held while beats are received or checked
         self._is_ending = False
         self._pid = os.getpid()  # a fork is another process
         hello = self._message() | ({"facts": dict(facts)} if index else {})
@@ -89,10 +89,10 @@ class Heartbeat:
             ValueError: if a worker did not come, or was started with other facts.
         """
         deadline, next_line = time.monotonic() + start_timeout, time.monotonic() + 5
-        while not self._told["has_met"]:
-            if refusal := self._told["refusal"]:
+        while not self._status["has_met"]:
+            if refusal := self._status["refusal"]:
                 raise ValueError(refusal)
-            now, missing = time.monotonic(), self._told["missing"] or "all others"
+            now, missing = time.monotonic(), self._status["missing"] or "all others"
             causes = "; ".join(self._star.causes.values())
             if now >= deadline:
                 raise ValueError(
@@ -126,7 +126,7 @@ class Heartbeat:
         with self._lock:
             if self._state == "alive":
                 self._state, self._error = state, error
-            self._judge(time.monotonic())
+            self._update_status(time.monotonic())
             self._star.send(self._message())
 
     def _leave(self) -> None:
@@ -143,7 +143,7 @@ class Heartbeat:
         self._finish("left", "")
         deadline = time.monotonic() + (self._timeouts[0] or _LEAVE_SECS)
         # The chief decides; the others wait for its word as long as they hear it.
-        while not self._told["is_over"] and self._beats[0].is_heard(now := time.monotonic()) and now < deadline:
+        while not self._status["is_over"] and self._beats[0].is_heard(now := time.monotonic()) and now < deadline:
             time.sleep(0.05)
         self._star.send(self._message())
 
@@ -165,50 +165,51 @@ class Heartbeat:
 
     def _watch(self) -> None:
         """Sends heartbeats, and ends the process once it is known that another worker failed."""
-        judged_at = sent_at = time.monotonic()
+        checked_at = sent_at = time.monotonic()
         while True:
             now = time.monotonic()
             with self._lock:
-                if now - judged_at > liveness.SILENT_SECS:  # this process was suspended, and could not hear
+                if now - checked_at > liveness.SILENT_SECS:  # this process was suspended, and could not hear
                     self._beats = {i: b._replace(received_at=now, progress_at=now) for i, b in self._beats.items()}
-                if self._judge(now) or now >= sent_at + _SEND_SECS:
+                if self._update_status(now) or now >= sent_at + _SEND_SECS:
                     self._star.send(self._message())
                     sent_at = now
-                reason, is_hang = self._told["reason"], self._told["is_hang"]
+                reason, is_hang = self._status["reason"], self._status["is_hang"]
             if reason and self._state == "alive":
                 self._end(reason, with_stacks=is_hang)
-            judged_at = now
+            checked_at = now
             time.sleep(_SEND_SECS / 5)
 
-    def _judge(self, now: float) -> bool:
-        """Notes what follows from the last heartbeats; returns whether that is new."""
-        told = self._told
-        before = dict(told)
-        if told["refusal"]:
+    def _update_status(self, now: float) -> bool:
+        """Updates what the chief reports to all by the last heartbeats; returns whether that has changed."""
+        status = self._status
+        before = dict(status)
+        if status["refusal"]:
             return False
         if self._index == 0:
             self._keep_beat(0, self._message(), now)
-        if not told["reason"] and (verdict := judge(self._beats, *self._timeouts, now)):
-            told |= {"reason": verdict.reason, "is_hang": verdict.is_hang}
-        elif self._index == 0 and not told["has_met"]:
+        if not status["reason"] and (verdict := find_failure(self._beats, *self._timeouts, now)):
+            status |= {"reason": verdict.reason, "is_hang": verdict.is_hang}
+        elif self._index == 0 and not status["has_met"]:
             heard = {i for i, beat in self._beats.items() if beat.is_heard(now)}
             missing = [name for i, name in enumerate(self._names) if i not in heard]
-            told["missing"] = shorten(f"worker{'s' * (len(missing) > 1)} {', '.join(missing)}", 200) if missing else ""
+            names = f"worker{'s' * (len(missing) > 1)} {', '.join(missing)}" if missing else ""
+            status["missing"] = shorten(names, 200)
             if not missing:
-                told["refusal"] = next((text for _, text in sorted(self._differences.items()) if text), "")
-            if not (missing or told["refusal"]):
+                status["refusal"] = next((text for _, text in sorted(self._differences.items()) if text), "")
+            if not (missing or status["refusal"]):
                 self._star.close_port()  # for TensorFlow
-                told["has_met"] = True
+                status["has_met"] = True
         elif self._index == 0:
-            told["is_over"] = not any(beat.state == "alive" and beat.is_heard(now) for beat in self._beats.values())
-        return told != before
+            status["is_over"] = not any(beat.state == "alive" and beat.is_heard(now) for beat in self._beats.values())
+        return status != before
 
     def _message(self) -> dict[str, Any]:
         beat = {"state": self._state, "phase": self.phase, "step": self._last_step, "error": self._error}
-        return {**beat, **({} if self._index else {"told": self._told})}
+        return {**beat, **({} if self._index else {"status": self._status})}
 
     def _keep_beat(self, i: int, message: Mapping[str, Any], now: float) -> None:
-        before = None if self._index else self._beats.get(i)  # the chief alone judges who stands still
+        before = None if self._index else self._beats.get(i)  # the chief alone checks who stands still
         self._beats[i] = read_beat(f"worker {self._names[i]}", message, now, before)
 
     def _receive(self, i: int, message: dict[str, Any] | None) -> None:
@@ -217,29 +218,29 @@ class Heartbeat:
             if message is not None:
                 self._keep_beat(i, message, time.monotonic())
                 if self._index:
-                    self._hear(message["told"])
+                    self._hear(message["status"])
                 elif "facts" in message:
                     self._differences[i] = explain_difference(self._facts, message["facts"], i)
             elif i in self._beats and self._beats[i].state == "alive":
-                if self._told["has_met"]:
+                if self._status["has_met"]:
                     self._beats[i] = self._beats[i]._replace(state="gone")
                 else:  # it may come back
                     del self._beats[i]
 
-    def _hear(self, told: Mapping[str, Any]) -> None:
-        """Takes what the chief tells; texts are escaped and cut, before anything prints them."""
-        if told["has_met"]:
+    def _hear(self, status: Mapping[str, Any]) -> None:
+        """Takes what the chief reports; texts are escaped and cut, before anything prints them."""
+        if status["has_met"]:
             self._star.close_port()  # for TensorFlow
-        for name, value in self._told.items():
-            self._told[name] = shorten(told[name], 2000) if isinstance(value, str) else bool(told[name])
+        for name, value in self._status.items():
+            self._status[name] = shorten(status[name], 2000) if isinstance(value, str) else bool(status[name])
 
     def _end(self, reason: str, *, with_stacks: bool) -> NoReturn:
         """Ends the process at once: the main thread may hang in a collective that never completes."""
         self._is_ending = True
         try:
             self._finish("failed", shorten(reason, 400))
-            place = f"worker {self._index} (step {self._last_step}, {self.phase})"
-            line = f"distloop: {reason}{'' if reason.endswith('?') else '.'} So {place} ends, too."
+            here = f"worker {self._index} (step {self._last_step}, {self.phase})"
+            line = f"distloop: {reason}{'' if reason.endswith('?') else '.'} So {here} ends, too."
             output.say("\n".join([line, *([_stacks(), line] if with_stacks else [])]))
             deadline = time.monotonic() + _SAVE_SECS
             time.sleep(_LAST_MESSAGE_SECS)

@@ -1,11 +1,11 @@
 """Liveness: decides which worker failed by the last heartbeats and the time; no sockets, threads or clocks.
 
     beats[1] = read_beat("worker 1 (b:4000)", message, now, beats.get(1))
-    judge(beats, hang_timeout, start_timeout, now)          # None, or Verdict("worker 1 failed at step 7 ...")
+    find_failure(beats, hang_timeout, start_timeout, now)   # None, or Verdict("worker 1 failed at step 7 ...")
     explain_difference(facts, facts_of_another, 1)          # "Workers were started differently: ..."
 
-The chief hears every worker, judges, and tells all, so that all end for the same reason. The others hear only the
-chief, and judge it alone.
+The chief hears every worker, decides, and reports it to all, so that all end for the same reason. The others hear only
+the chief, and check it alone.
 """
 
 import heapq
@@ -81,7 +81,7 @@ class Verdict(NamedTuple):
     is_hang: bool = False  # if so, the stacks of their threads are of interest
 
 
-def judge(beats: Mapping[int, Beat], hang_timeout: float, start_timeout: float, now: float) -> Verdict | None:
+def find_failure(beats: Mapping[int, Beat], hang_timeout: float, start_timeout: float, now: float) -> Verdict | None:
     """Returns why the workers have to end; None if the run goes on.
 
     Args:
@@ -129,8 +129,8 @@ def describe_all(beats: Mapping[int, Beat], now: float) -> str:
     def progress(i: int) -> tuple[bool, bool, int, int]:
         return beats[i].state == "alive", beats[i].phase == GATHERING, beats[i].step, i
 
-    furthest_behind = sorted(heapq.nsmallest(_MOST_DESCRIBED, beats, key=progress))
-    return "; ".join(beats[i].describe(now) for i in furthest_behind)
+    slowest = sorted(heapq.nsmallest(_MOST_DESCRIBED, beats, key=progress))
+    return "; ".join(beats[i].describe(now) for i in slowest)
 
 
 def explain_difference(here: Mapping[str, str], there: Mapping[str, str], i: int) -> str:

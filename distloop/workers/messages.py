@@ -31,7 +31,7 @@ class Membership(NamedTuple):
     cause: str  # why the membership before it ended; "": there was none
     worker: int  # the index of this worker
     pipe: tuple[int, int]  # descriptor and inode of the launcher's pipe
-    first_ended_at: float = 0.0  # when the first worker of the membership before it ended; Unix, seconds
+    lost_at: float = 0.0  # when the first worker of the membership before it ended; Unix, seconds
     ended_at: float = 0.0  # when the last one did
     started_at: float = 0.0  # when there were slots for this one
 
@@ -76,7 +76,7 @@ def mark(point: str) -> bool:
 
 def start_times(membership: Membership) -> dict[str, float]:
     """Returns the seconds from one mark of a start to the next, from the end of the membership before, in order."""
-    times = {"failed": membership.first_ended_at, "ended": membership.ended_at, "waited": membership.started_at}
+    times = {"lost": membership.lost_at, "ended": membership.ended_at, "waited": membership.started_at}
     pairs = itertools.pairwise([*times.items(), *_marks.items()])
     return {name: max(0.0, end - start) for (_, start), (name, end) in pairs}
 

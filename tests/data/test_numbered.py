@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import distloop
 from distloop.data.iterators import fresh_copy
-from distloop.data.numbered import NumberedDataset, Share, convert_numbered
+from distloop.data.numbered import NumberedDataset, WorkerRows, convert_numbered
 from distloop.data.shards import shard_bounds
 from distloop.data.source import Source
 from tests.data.python_batches import Rows
@@ -82,7 +82,7 @@ def test_map_and_take_keep_the_place_a_number():
 def test_workers_read_their_rows_alone_and_place_them_where_they_belong():
     for size in (1, 5, 6, 7, 23):
         data = distloop.make_dataset(rows_of_two(), size, shuffle=True, map_fn=augment)
-        parts = [batches_of(data.starting_at(0, share=Share(worker, 2, min_rows=6)), 6) for worker in range(2)]
+        parts = [batches_of(data.starting_at(0, worker_rows=WorkerRows(worker, 2, 6)), 6) for worker in range(2)]
         for number, batch in enumerate(batches_of(data.starting_at(0), 6)):
             rows = len(batch["x"])
             for replica in range(6):  # three on each worker
@@ -97,7 +97,7 @@ def test_a_worker_reads_no_row_of_another():
     data = distloop.make_dataset(source, 23)
     for worker, expected in enumerate([range(0, 11), range(11, 23)]):
         source.read.clear()
-        batches_of(data.starting_at(0, share=Share(worker, 2, min_rows=6)), 3)
+        batches_of(data.starting_at(0, worker_rows=WorkerRows(worker, 2, min_rows=6)), 3)
         assert set(source.read) == set(expected)
 
 
@@ -183,11 +183,11 @@ def test_a_function_over_batches_gets_the_rows_of_all_workers():
     changed = data.map(lambda batch: tf.reverse(batch, [0])).take(2)
     for worker in range(2):
         feed = changed.fresh()
-        feed.read_share(Share(worker, 2, min_rows=2))
-        assert feed.share is None
+        feed.read_only(WorkerRows(worker, 2, min_rows=2))
+        assert feed.worker_rows is None
         assert batches_of(feed.dataset(), 4) == batches_of(changed.starting_at(0), 4)
         feed = data.map_rows(lambda batch: batch * 10)
-        feed.read_share(Share(worker, 2, min_rows=2))
+        feed.read_only(WorkerRows(worker, 2, min_rows=2))
         assert next(iter(feed.dataset())).numpy().tolist().count(0) == 2  # the other worker's
 
 

@@ -8,9 +8,9 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.data.numbered import Share
+from distloop.data.numbered import WorkerRows
 from distloop.data.source import Source
-from distloop.mixtures.mixtures import Mixture, round_shares
+from distloop.mixtures.mixtures import Mixture, round_fractions
 from tests.problems import mirrored
 
 
@@ -50,12 +50,12 @@ def batches_of(dataset, count):
     return [tf.nest.map_structure(lambda t: t.numpy().tolist(), batch) for batch in dataset.take(count)]
 
 
-def test_shares_are_exact_where_they_can_be_and_rounded_by_largest_remainder_elsewhere():
-    assert round_shares([0.7, 0.3]) == (7, 3)
-    assert round_shares([1 / 3, 1 / 6, 1 / 2]) == (2, 1, 3)
-    assert round_shares([1.0]) == (1,)
-    assert round_shares([0.333333, 0.666667]) == (3333, 6667)
-    assert round_shares([2**-0.5, 1 - 2**-0.5 - 1e-4, 1e-4]) == (7071, 2928, 1)
+def test_fractions_are_exact_where_they_can_be_and_rounded_by_largest_remainder_elsewhere():
+    assert round_fractions([0.7, 0.3]) == (7, 3)
+    assert round_fractions([1 / 3, 1 / 6, 1 / 2]) == (2, 1, 3)
+    assert round_fractions([1.0]) == (1,)
+    assert round_fractions([0.333333, 0.666667]) == (3333, 6667)
+    assert round_fractions([2**-0.5, 1 - 2**-0.5 - 1e-4, 1e-4]) == (7071, 2928, 1)
 
 
 @pytest.mark.slow
@@ -69,7 +69,7 @@ def test_a_mixture_begins_at_any_batch_bit_for_bit_on_any_number_of_workers(sour
     assert len({tuple(seed) for _, seeds in whole for seed in seeds}) == 22 * 5
     for first in (9, 20):
         assert batches_of(data.starting_at(first), 2) == whole[first : first + 2]
-    parts = [batches_of(data.starting_at(7, share=Share(worker, 2, 2)), 1)[0][0] for worker in range(2)]
+    parts = [batches_of(data.starting_at(7, worker_rows=WorkerRows(worker, 2, 2)), 1)[0][0] for worker in range(2)]
     assert parts[0][:2] + parts[1][2:] == whole[7][0]
 
 
@@ -106,7 +106,7 @@ def test_a_run_goes_on_at_its_example_with_another_batch_size_and_another_future
     assert "batches had 8 examples, these have 4: going on at batch 8" in capsys.readouterr().err
     assert smaller.skipped_batches == {12}
     assert next(smaller.iterator()).numpy().tolist() == stream[32:36].tolist()
-    words = "had the shares a 70 %, b 30 % from example 0 .*data given has the shares a 50 %, b 50 %"
+    words = "had the fractions a 70 %, b 30 % from example 0 .*data given has the fractions a 50 %, b 50 %"
     with pytest.raises(ValueError, match=words):
         source({"a": 1, "b": 1}, {0: 4, 6: 8}).restore_position(place)
 
@@ -147,7 +147,7 @@ def test_arrays_on_disk_stay_there_and_a_changed_one_is_named(tmp_path):
         ({"a": [1], "b": [2]}, {"a": 1}, "sources of a Mixture are 'a', 'b', and weights were given for 'a': give"),
         ({"a": [1], "b": [2]}, {"a": 1, "b": -1}, "weights are 0 or more"),
         ({"a": [1], "b": [2]}, {"a": 0, "b": 0}, "weights are 0 or more"),
-        ({"a": [1], "b": [2]}, {"a": 1, "b": 1e-6}, "The weight of 'b' is 1e-06 of all, less than the smallest share"),
+        ({"a": [1], "b": [2]}, {"a": 1, "b": 1e-6}, "The weight of 'b' is 1e-06 of all, less than the smallest"),
         ({"a": [1]}, {5: {"a": 1}}, "weights from batch 5 on were given; the first batch is 0"),
         ({"a": tf.data.Dataset.range(2)}, {"a": 1}, "'a' of a Mixture is a _RangeDataset; a Mixture takes arrays"),
     ],

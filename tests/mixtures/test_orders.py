@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.data.numbered import NumberedDataset, Share, convert_numbered
+from distloop.data.numbered import NumberedDataset, WorkerRows, convert_numbered
 from distloop.data.order import Order
 from distloop.data.rows import ArrayRows
 from distloop.mixtures.orders import MixedOrder, arrange, by_length
@@ -16,7 +16,7 @@ from distloop.mixtures.orders import MixedOrder, arrange, by_length
 MIXED = MixedOrder(
     names=("web", "books", "code"),
     rows_of=(50, 7, 20),
-    shares=((0, (7, 2, 1)), (9, (1, 0, 2)), (20, (3, 3, 4))),
+    ratios=((0, (7, 2, 1)), (9, (1, 0, 2)), (20, (3, 3, 4))),
     batch_sizes=((0, 4), (15, 6)),
     examples_per_epoch=77,
     seed=3,
@@ -35,7 +35,7 @@ def sources_of(order, num_batches):
 
 
 @pytest.mark.parametrize("slots", [(1,), (7, 3), (1, 1, 1), (0, 5, 1), (9_001, 937, 61, 1), (1, 40, 1, 23, 5)])
-def test_every_prefix_has_its_shares_up_to_one_example(slots):
+def test_every_prefix_has_its_fractions_up_to_one_example(slots):
     taken = np.cumsum(np.eye(len(slots))[arrange(slots)[0]], axis=0)
     assert taken[-1].tolist() == list(slots)
     quota = np.arange(1, sum(slots) + 1)[:, None] * np.array(slots) / sum(slots)
@@ -64,7 +64,7 @@ def test_each_source_has_its_own_epochs_each_with_every_row_once():
         assert [epoch for _, epoch in source] == [i // count for i in range(len(source))]
         for start in range(0, len(source) - count + 1, count):
             assert sorted(row for row, _ in source[start : start + count]) == list(range(count))
-    twins = replace(MIXED, rows_of=(20, 20, 20), shares=((0, (1, 1, 1)),))
+    twins = replace(MIXED, rows_of=(20, 20, 20), ratios=((0, (1, 1, 1)),))
     orders = [[row % 20 for row, _ in rows_of(twins, batch)] for batch in range(3)]
     assert len({tuple(np.ravel(orders)[source::3]) for source in range(3)}) == 3  # sources do not go in step
 
@@ -73,7 +73,7 @@ def test_each_source_has_its_own_epochs_each_with_every_row_once():
 def test_a_batch_is_the_same_in_parts_and_for_any_batch_size():
     whole = rows_of(MIXED, 18)
     assert rows_of(MIXED, 18, 0, 2) + rows_of(MIXED, 18, 2, 6) == whole
-    fixed = replace(MIXED, batch_sizes=((0, 4),), shares=MIXED.shares[:1])
+    fixed = replace(MIXED, batch_sizes=((0, 4),), ratios=MIXED.ratios[:1])
     other = replace(fixed, batch_sizes=((0, 10),))
     stream = [example for batch in range(20) for example in rows_of(fixed, batch)]
     assert [example for batch in range(8) for example in rows_of(other, batch)] == stream
@@ -82,7 +82,7 @@ def test_a_batch_is_the_same_in_parts_and_for_any_batch_size():
 
 def test_one_source_comes_in_the_order_that_it_has_alone():
     alone = Order(num_rows=12, batch_size=4, seed=3, is_shuffled=True)
-    mixed = replace(MIXED, names=("web",), rows_of=(12,), shares=((0, (1,)),), batch_sizes=((0, 4),))
+    mixed = replace(MIXED, names=("web",), rows_of=(12,), ratios=((0, (1,)),), batch_sizes=((0, 4),))
     assert all(rows_of(mixed, batch) == rows_of(alone, batch) for batch in range(7))
 
 
@@ -98,12 +98,12 @@ def test_a_position_depends_on_the_stages_that_have_begun_and_on_no_other():
     def mixture(order, batch):
         return order.facts_at({"batches": batch})["mixture"]
 
-    later = replace(MIXED, shares=(*MIXED.shares[:2], (20, (1, 1, 1)), (30, (5, 1, 1))))
+    later = replace(MIXED, ratios=(*MIXED.ratios[:2], (20, (1, 1, 1)), (30, (5, 1, 1))))
     assert mixture(MIXED, 20) == mixture(later, 20) and "web 33.33 %, books 0 %, code 66.67 %" in mixture(later, 20)
     assert mixture(MIXED, 21) != mixture(later, 21)
     assert mixture(MIXED, 5) != mixture(replace(MIXED, rows_of=(50, 8, 20)), 5)
     names = tuple(f"a name that is long{i}" for i in range(90))
-    many = replace(MIXED, names=names, rows_of=(5,) * 90, shares=((0, (1,) * 90),))
+    many = replace(MIXED, names=names, rows_of=(5,) * 90, ratios=((0, (1,) * 90),))
     assert len(json.dumps(many.facts_at({"batches": 10**9}))) < 500
 
 
@@ -172,7 +172,7 @@ def test_rows_are_read_and_padded_on_any_number_of_workers(map_fn):
     assert data.element_spec["x"].shape.as_list() == [None, None]
     half = len(batches[0]["x"]) // 2
     for worker, bounds in enumerate([slice(0, half), slice(half, None)]):
-        part = next(iter(data.starting_at(4, share=Share(worker, 2, 2))))
+        part = next(iter(data.starting_at(4, worker_rows=WorkerRows(worker, 2, 2))))
         np.testing.assert_array_equal(part["x"][bounds], batches[0]["x"][bounds])
         assert part["x"].shape == batches[0]["x"].shape
 

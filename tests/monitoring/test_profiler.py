@@ -7,7 +7,7 @@ import tensorflow as tf
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 import distloop
-from distloop.monitoring.profiler import busy_shares
+from distloop.monitoring.profiler import busy_fractions
 from tests.problems import assert_equal, classification, classifier, everything, on
 
 pytestmark = pytest.mark.slow
@@ -114,9 +114,9 @@ def two_stages(devices=("CPU:0", "CPU:1")):
 
 
 def test_the_operations_of_a_subgraph_count_for_the_device_that_it_sent_from(tmp_path):
-    assert busy_shares(str(tmp_path)) == {}  # without a profile
+    assert busy_fractions(str(tmp_path)) == {}  # without a profile
     write(two_stages(), tmp_path)
-    assert busy_shares(str(tmp_path)) == {"CPU:0": 0.3, "CPU:1": 0.31}
+    assert busy_fractions(str(tmp_path)) == {"CPU:0": 0.3, "CPU:1": 0.31}
 
 
 def test_a_gpu_is_busy_while_its_kernels_run(tmp_path):
@@ -125,4 +125,4 @@ def test_a_gpu_is_busy_while_its_kernels_run(tmp_path):
     add_line(plane, "Stream #1(Compute)", [("kernel", 10, 60, {}), ("kernel", 50, 70, {})])
     add_line(plane, "Steps", [("1", 0, 100, {})])
     write(space, tmp_path)
-    assert busy_shares(str(tmp_path)) == {"GPU:0": 0.6, "CPU:0": 0.31}
+    assert busy_fractions(str(tmp_path)) == {"GPU:0": 0.6, "CPU:0": 0.31}

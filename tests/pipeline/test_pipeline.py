@@ -14,7 +14,7 @@ import distloop
 from distloop.data.shards import Batch
 from distloop.distributed import collectives
 from distloop.model.saved_state import SavedState
-from distloop.monitoring.profiler import busy_shares
+from distloop.monitoring.profiler import busy_fractions
 from distloop.run import overview
 from distloop.variables import tensorflow_variable
 from tests import forked
@@ -167,13 +167,13 @@ def test_each_stage_keeps_its_variables_and_runs_forward_and_backward_on_its_dev
 def test_a_profile_shows_how_busy_each_device_was(tmp_path):
     config = settings(2, microbatches=2, workdir=tmp_path, profile="3:6", log_every=4)
     train(classifier(modules, num_stages=2), config, steps=12)
-    shares = busy_shares(f"{tmp_path}/train")
-    assert list(shares) == ["CPU:0", "CPU:1"]
+    fractions = busy_fractions(f"{tmp_path}/train")
+    assert list(fractions) == ["CPU:0", "CPU:1"]
     rows = distloop.read_metrics(tmp_path)
     assert ["stage_0/device_busy_share" in row for row in rows] == [False, True, False]  # when the profile was there
-    for stage, share in enumerate(shares.values()):
-        assert rows[1][f"stage_{stage}/device_busy_share"] == pytest.approx(share)
-        assert 0 < share <= 1
+    for stage, fraction in enumerate(fractions.values()):
+        assert rows[1][f"stage_{stage}/device_busy_share"] == pytest.approx(fraction)
+        assert 0 < fraction <= 1
 
 
 @pytest.mark.slow

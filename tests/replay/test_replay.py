@@ -267,7 +267,7 @@ def test_a_run_that_went_on_with_another_batch_size_is_replayed_after_that(finis
     refused(lambda: trainer.replay(data(12), step=4), "starts from step 0", "make another Trainer")
     trainer = trainer_of(classifier(), 1, tmp_path, steps=16)
     other = trainer.replay(data(12), step=4)  # of the smaller batches, which it did not have
-    assert len(other.differences) == 1 and "parts from the run in the row of step 1: loss was" in other.differences[0]
+    assert len(other.differences) == 1 and "differs from the run in the row of step 1: loss was" in other.differences[0]
 
 
 @pytest.mark.slow

@@ -171,7 +171,7 @@ def test_a_change_of_workers_is_noted_with_its_cause_and_what_it_cost(enter, lau
     shutil.rmtree(tmp_path / "checkpoints" / "3")
     monkeypatch.setattr(messages, "_marks", {})  # as in a new process
     now = time.time()
-    enter(number=2, cause="worker 1 failed", first_ended_at=now - 9, ended_at=now - 6, started_at=now - 5)
+    enter(number=2, cause="worker 1 failed", lost_at=now - 9, ended_at=now - 6, started_at=now - 5)
     fit(data(), steps=3, **settings)
     (row,) = map(json.loads, (tmp_path / "incidents.jsonl").read_text().splitlines())
     secs = {name: row.pop(name) for name in list(row) if name.endswith("_secs")}

@@ -93,7 +93,7 @@ def test_what_was_noted_is_read_and_anything_else_is_nothing(tmp_path):
 
 
 def test_a_start_holds_its_devices_the_time_of_the_last_row_before_it_and_the_age_of_its_process(tmp_path, monkeypatch):
-    monkeypatch.setattr(ledger, "_noted", set())
+    monkeypatch.setattr(ledger, "_recorded", set())
     assert ledger.read_starts(str(tmp_path)) == []
     ledger.record_start(str(tmp_path), step=0, devices=2, kind="CPU")
     for step in (10, 20):

@@ -135,7 +135,7 @@ def test_a_process_of_this_host_that_has_ended_is_followed_at_once(fields, tmp_p
     with RunLock(str(tmp_path)) as lock:
         lock.verify()
         assert holder_of(tmp_path)["token"] != "another" and os.listdir(tmp_path) == ["run.lock"]
-    assert no_sleep == [Pace().settle_secs]
+    assert no_sleep == [Pace().race_secs]
 
 
 def test_a_zombie_has_ended(tmp_path, no_sleep):

@@ -124,7 +124,7 @@ UNKNOWN += ["0/2 n[a-b] 1(x2) 0/0", "0/2 n[9,8] 1(x2) 0/0"]
 @pytest.mark.parametrize("line", UNKNOWN)
 def test_slurm_steps_with_unknown_task_placement_are_refused(line, set_scheduler):
     set_scheduler(step_of(line, DISTRIBUTION="arbitrary") | {"SLURMD_NODENAME": "n8"})
-    with pytest.raises(ValueError, match=r"SLURM_PROCID=., .* do not tell which task runs where: start all tasks by"):
+    with pytest.raises(ValueError, match=r"SLURM_PROCID=., .* do not say which task runs where: start all tasks by"):
         environment.find_cluster()
 
 

@@ -14,7 +14,7 @@ def beat(i=1, **fields):
 
 def judge(*beats, now=NOW, hang=0.0, join=0.0):
     """Returns the verdict about workers 0, 1, 2; of the first, which is the chief, a good heartbeat is added."""
-    return liveness.judge(dict(enumerate([beat(0, received_at=now, progress_at=now), *beats])), hang, join, now)
+    return liveness.find_failure(dict(enumerate([beat(0, received_at=now, progress_at=now), *beats])), hang, join, now)
 
 
 FAILED = beat(2, state="failed", error="RuntimeError: boom", phase="saving")

@@ -1,9 +1,9 @@
-"""A look into one step: the values of each example and the gradients, brought to the host while the step runs.
+"""Inspects one step: the values of each example and the gradients, brought to the host while the step runs.
 
-    look = Look(state)
-    step = look.watch(lambda: TrainStep(state, look=look.gradients))
+    inspector = StepInspector(state)
+    step = inspector.watch(lambda: TrainStep(state, look=inspector.gradients))
     ...                                                 # the step runs
-    look.values(batch), look.gradients_by_path
+    inspector.values(batch), inspector.gradients_by_path
 
 Nothing of the step changes: it computes what it computes, and the host is handed copies.
 """
@@ -93,7 +93,7 @@ class Replay:
         return float("nan") if weight is None else float(np.linalg.norm(weight))
 
 
-class Look:
+class StepInspector:
     """Collects what a step computes.
 
     Attributes:
