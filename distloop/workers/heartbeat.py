@@ -182,8 +182,7 @@ class Heartbeat:
 
     def _update_status(self, now: float) -> bool:
         """Updates what the chief reports to all by the last heartbeats; returns whether that has changed."""
-        status = self._status
-        before = dict(status)
+        status, before = self._status, dict(self._status)
         if status["refusal"]:
             return False
         if self._index == 0:
