@@ -72,9 +72,13 @@ class Heartbeat:
         self._is_ending = False
         self._pid = os.getpid()  # a fork is another process
         hello = self._message() | ({"facts": dict(facts)} if index else {})
-        self._star = Star(addresses, index, secret, hello, self._receive)
-        for target in (self._read_steps, self._watch):
-            threading.Thread(target=target, name="distloop-heartbeat", daemon=True).start()
+        with self._lock:  # the first message may come before the assignment
+            self._star = Star(addresses, index, secret, hello, self._receive)
+        self._has_ended, targets = threading.Event(), (self._read_steps, self._watch)
+        self._threads = [threading.Thread(target=t, name="distloop-heartbeat", daemon=True) for t in targets]
+        for thread in self._threads:
+            thread.start()
+        atexit.register(self._end_threads)  # after `_leave`, which is registered later
 
     def meet(self, start_timeout: float, hang_timeout: float = 0.0) -> None:
         """Waits until every worker is there, and checks that they were started alike.
@@ -147,6 +151,12 @@ class Heartbeat:
             time.sleep(0.05)
         self._star.send(self._message())
 
+    def _end_threads(self) -> None:
+        """Ends the threads at exit: one that reads the step would call TensorFlow while the process takes it down."""
+        self._has_ended.set()
+        for thread in self._threads:
+            thread.join(_LAST_MESSAGE_SECS)
+
     def _wait_for_verdict(self) -> None:
         """Waits after an error of TensorFlow's collectives: once it is known who failed, the process ends."""
         time.sleep(2 * liveness.SILENT_SECS)
@@ -155,9 +165,8 @@ class Heartbeat:
         output.say(f"distloop: this error of TensorFlow's is about the other workers; {workers}.")
 
     def _read_steps(self) -> None:
-        while True:
+        while not self._has_ended.wait(_SEND_SECS / 5):
             self._read_step()
-            time.sleep(_SEND_SECS / 5)
 
     def _read_step(self) -> None:
         with contextlib.suppress(Exception):  # the main thread may be changing the variable
@@ -166,7 +175,7 @@ class Heartbeat:
     def _watch(self) -> None:
         """Sends heartbeats, and ends the process once it is known that another worker failed."""
         checked_at = sent_at = time.monotonic()
-        while True:
+        while not self._has_ended.wait(_SEND_SECS / 5):
             now = time.monotonic()
             with self._lock:
                 if now - checked_at > liveness.SILENT_SECS:  # this process was suspended, and could not hear
@@ -178,7 +187,6 @@ class Heartbeat:
             if reason and self._state == "alive":
                 self._end(reason, with_stacks=is_hang)
             checked_at = now
-            time.sleep(_SEND_SECS / 5)
 
     def _update_status(self, now: float) -> bool:
         """Updates what the chief reports to all by the last heartbeats; returns whether that has changed."""

@@ -58,7 +58,7 @@ class Connection:
         if len(other) != len(own) or not other.startswith(b"distloop "):
             raise Stranger("they are of another program")
         connected.settimeout(None)
-        self._key = hmac.digest(secret.encode(), own + other if is_chief else other + own, "sha256")
+        self._key = _digest(secret.encode(), own + other if is_chief else other + own).digest()
         self._numbers = {True: itertools.count(), False: itertools.count()}  # of the messages of the chief, and to it
         self._waiting, self._sending = b"", threading.Lock()
 
@@ -96,7 +96,16 @@ class Connection:
     def _sign(self, text: bytes, is_of_chief: bool) -> bytes:
         """Returns the signature of the next message in a direction."""
         content = f"{is_of_chief} {next(self._numbers[is_of_chief])} ".encode() + text
-        return hmac.digest(self._key, content, "sha256").hex().encode()
+        return _digest(self._key, content).hexdigest().encode()
+
+
+def _digest(key: bytes, content: bytes) -> hmac.HMAC:
+    """Returns an HMAC-SHA-256, computed with Python's lock held.
+
+    `hmac.digest` lets go of the lock: a process that ends meanwhile takes OpenSSL down under the thread that signs, and
+    ends by a segmentation fault.
+    """
+    return hmac.new(key, content, "sha256")
 
 
 class Star:

@@ -119,6 +119,34 @@ def test_workers_meet_though_one_is_late(run):
     assert [worker.text for worker in workers] == ["met\nend\n"] * 3
 
 
+def test_a_message_that_comes_before_the_heartbeat_is_made_counts(run):
+    slow = """
+        class Slow(heartbeat.Star):
+            def __init__(self, *arguments):
+                super().__init__(*arguments)
+                deadline = time.monotonic() + 20
+                while not self._connections and time.monotonic() < deadline:
+                    time.sleep(0.01)
+                time.sleep(0.5)  # five messages
+
+        heartbeat.Star = Slow
+        start()
+    """
+    workers = run("start()", slow)
+    assert codes(workers) == [0, 0], workers[1].text
+
+
+@pytest.mark.parametrize("end", ["", "them.fail('boom')", "sys.exit(3)"])
+def test_a_process_that_ends_has_no_thread_that_reads_the_step_or_sends(end, run):
+    program = """
+        atexit.register(lambda: print({t.name for t in threading.enumerate()} & {"distloop-heartbeat"}, flush=True))
+        them = start()
+    """
+    (worker,) = run("import atexit\n" + textwrap.dedent(program) + end)
+    worker.end()
+    assert worker.text.splitlines()[-1] == "set()"
+
+
 def test_a_worker_that_does_not_come_is_named_in_time(run, ports):
     began = time.monotonic()
     workers = run("start(timeout=1)", "start(timeout=60)", None)

@@ -5,6 +5,8 @@ import contextlib
 import json
 import queue
 import socket
+import sys
+import threading
 import time
 
 import pytest
@@ -40,6 +42,32 @@ def make():
     yield make
     for one in stars:
         one.close_port()
+
+
+def test_no_other_thread_of_python_runs_while_a_message_is_signed(monkeypatch):
+    """Python may end only between two messages: its end takes OpenSSL down, under a thread that signs."""
+    connection, is_over, turns = connect(SECRET, SECRET)[0], threading.Event(), []
+
+    def wait_for_turns():
+        while not is_over.is_set():
+            turns.append(1)
+            time.sleep(0)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000)  # seconds: a thread hands over only when it waits
+    try:
+        waiting = threading.Thread(target=wait_for_turns)
+        waiting.start()
+        for _ in range(20):
+            time.sleep(0.001)
+            before = len(turns)
+            for _ in range(500):
+                connection._sign(b"a message", True)
+            assert len(turns) == before
+    finally:
+        sys.setswitchinterval(interval)
+        is_over.set()
+        waiting.join()
 
 
 def call(port, *messages, secret=SECRET):
