@@ -3,6 +3,7 @@
 import pathlib
 import re
 import time
+import types
 
 import keras
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 import distloop
+from distloop import graph_functions
 from distloop.graph_functions import (
     DRAWS_FROM_KERNEL,
     TimeLimit,
@@ -64,6 +66,21 @@ def test_times_in_a_graph_are_those_of_the_monotonic_clock():
     found = clock(times)
     assert np.allclose(np.diff(found), np.diff(times), atol=1e-5)
     assert began_at <= found[0] and found[-1] <= time.monotonic()
+
+
+def test_times_in_a_graph_are_exact_though_the_process_is_suspended_between_two_clocks(monkeypatch):
+    clock = graph_clock()
+    times = [time.time() + 0.001 * i for i in range(3)]
+    suspended = [0.2]
+
+    def read_slowly():
+        if suspended:
+            time.sleep(suspended.pop())
+        return time.time()
+
+    monkeypatch.setattr(graph_functions, "time", types.SimpleNamespace(time=read_slowly, monotonic=time.monotonic))
+    time.sleep(0.01)
+    assert np.allclose(np.diff(clock(times)), 0.001, atol=1e-5)
 
 
 @pytest.mark.parametrize("change_secs", [-3600.0, 3600.0])
