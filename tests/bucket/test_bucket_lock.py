@@ -23,9 +23,9 @@ def lock_of(directory):
 
 
 def write(directory, beats=0, **fields):
-    """Writes the lock of a process of another host."""
+    """Writes the lock of a process of another host, as such a process does: by a temporary file of its own."""
     holder = {"token": "another", "host": "node-b", "machine": "b", "process": 7, "start": "1", "since": 0.0}
-    directory.write(run_lock.FILE, json.dumps({**holder, "beats": beats, **fields}).encode())
+    RemoteDirectory(directory.url).write(run_lock.FILE, json.dumps({**holder, "beats": beats, **fields}).encode())
 
 
 def test_a_process_of_this_host_is_refused_in_a_sentence_unless_it_is_dead(directory, capsys):
