@@ -143,8 +143,8 @@ class LastBatch:
         for copy, part in zip(self._copies, parts, strict=True):
             copy.assign(part)
 
-    def get(self) -> Batch:
-        """Returns the last batch that was kept."""
+    def get(self) -> Batch | None:
+        """Returns the last batch that was kept; None: no step was traced to keep one."""
         values = iter(self._copies)
         parts = [
             None if part is None else next(values).read_value()

@@ -59,6 +59,7 @@ class Source:
         skipped_batches: the numbers, from 0, of batches to leave out of training.
         asked_for: the arguments of `fit` that it serves, to recognize them.
         steps_per_epoch: the batches of an epoch that were asked for; None: those of a pass.
+        has_class_weights: whether each batch gets class weights as its last entry.
         strategy: whose replicas share out each batch.
         against_waiting: what to try where steps wait for the data; empty for a `tf.data.Dataset`.
         resume: how a resumed run gets to its position in batches that Python makes; empty for other data.
@@ -103,6 +104,7 @@ class Source:
         self.skipped_batches: set[int] = set()
         self._num_workers, self._worker = collectives.num_workers(strategy), collectives.worker_index(strategy)
         self._repeat, self._may_go_back, self._reading = repeat, may_go_back, reading
+        self.has_class_weights = reading.get("map_batch") is not None
         self._microbatches, self._virtual_replicas = microbatches, virtual_replicas
         self._read(data)
 
@@ -126,11 +128,6 @@ class Source:
         self.seeks = self._starting_feed is not None and self._starting_feed.seeks
         self.resume = "" if self.feed is None else self.feed.resume if starts_anywhere else READ_AGAIN
         self.against_waiting = "" if self.feed is None else self.feed.against_waiting
-
-    @property
-    def has_class_weights(self) -> bool:
-        """Whether each batch gets class weights as its last entry."""
-        return self._reading.get("map_batch") is not None
 
     def refresh(self, data: Data) -> None:
         """Copies arrays anew if they have changed in place since they were copied; the position in their order stays.
@@ -267,14 +264,19 @@ class Source:
         """Returns the numbers of the examples in a batch, `[b]`, given its number over all epochs; None: no numbers."""
         return self.feed.examples_of(batch) if isinstance(self.feed, NumberedDataset) else None
 
+    @property
+    def can_be_read_again(self) -> bool:
+        """Whether the data gives a batch again: it is not read once, and has no state that changes with each epoch."""
+        return not (isinstance(self.feed, Feed) and self.feed.goes_on)
+
     def read_again(self, batch: int) -> Iterator[Any]:
         """Yields the rows of some batches that were trained on, and of the one with a number over all epochs at last.
 
-        Data by number begins with the batch before it, other data with its first batch. Data that is read once, or
-        whose state changes from epoch to epoch, yields nothing.
+        Data by number begins with the batch before it, other data with its first batch. Data that cannot be read again
+        yields nothing.
         """
         first = max(0, batch - 1) if isinstance(self.feed, NumberedDataset) else 0
-        if isinstance(self.feed, Feed) and self.feed.goes_on:
+        if not self.can_be_read_again:
             return
         self._may_go_back = True
         pipeline, _ = self._pipeline_at(first)

@@ -179,12 +179,10 @@ def _require_datasets(train: Data, evals: Mapping[str, Any]) -> None:
 
 def _whole(arguments: Mapping[str, Any], name: str) -> int | None:
     """Returns an argument that is a whole number, 1 or more; None: it was not given."""
-    value = arguments.get(name)
-    if value is None:
-        return None
-    if (number := whole_number(value)) is None or number < 1:
-        raise ValueError(f"fit was given {name}={shown(value)}; it takes a whole number, 1 or more.")
-    return number
+    number = whole_number(arguments.get(name, 1))
+    if number is None or number < 1:
+        raise ValueError(f"fit was given {name}={shown(arguments[name])}; it takes a whole number, 1 or more.")
+    return number if name in arguments else None
 
 
 def _split(train: Data, part: float) -> tuple[Any, Any]:

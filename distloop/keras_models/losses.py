@@ -153,7 +153,8 @@ def weigh(owner: str, values: tf.Tensor, mask: Any, sample_weight: Any) -> tf.Te
     if len(weights) == 1:
         return weighted(values, weights[0])
     rank = max(factor.shape.rank for factor in weights)
-    first, second = (_with_rank(factor, rank) for factor in weights)
+    shapes = [tf.concat([tf.shape(factor), [1] * (rank - factor.shape.rank)], 0) for factor in weights]
+    first, second = map(tf.reshape, weights, shapes)
     return weighted(values, first * second)
 
 
@@ -172,11 +173,6 @@ def _fit(owner: str, role: str, weights: Any, values: tf.Tensor) -> tf.Tensor:
             "there is one weight per example, or per value: give them a shape that matches the leading axes."
         )
     return weights
-
-
-def _with_rank(tensor: tf.Tensor, rank: int) -> tf.Tensor:
-    """Returns a tensor with more axes at its end."""
-    return tf.reshape(tensor, tf.concat([tf.shape(tensor), [1] * (rank - tensor.shape.rank)], 0))
 
 
 def mask_of(tensor: Any) -> tf.Tensor | None:

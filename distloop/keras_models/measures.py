@@ -48,7 +48,8 @@ class Measure:
         self.name = identifier if isinstance(identifier, str) else _object_name(self._function)
         if isinstance(self._function, keras.metrics.Metric):
             if _is_mean(self._function):
-                self._function = _mean_function(self._function)
+                metric = self._function  # Keras has no public name for the function whose values a metric averages
+                self._function = lambda y_true, y_pred: metric._fn(y_true, y_pred, **metric._fn_kwargs)
             else:
                 self.metric = self._function if isinstance(identifier, (str, type)) else _made_again(self._function)
 
@@ -204,11 +205,6 @@ def _is_mean(metric: keras.metrics.Metric) -> bool:
     return isinstance(metric, of_keras) and all(
         getattr(type(metric), method) is getattr(of_keras, method) for method in ("update_state", "result")
     )
-
-
-def _mean_function(metric: keras.metrics.MeanMetricWrapper) -> Callable[[Any, Any], Any]:
-    """Returns the function whose values a metric averages; Keras has no public name for it."""
-    return lambda y_true, y_pred: metric._fn(y_true, y_pred, **metric._fn_kwargs)
 
 
 def metrics_made_again(metrics: Any) -> Any:

@@ -302,11 +302,7 @@ def norm_and_scale(
 
 def scaled(segments: Sequence[Segment], scale: tf.Tensor) -> list[Segment]:
     """Returns segments times a factor; a factor of 0 gives 0, even for gradients that are not finite."""
-
-    def scale_values(values: tf.Tensor) -> tf.Tensor:
-        return tf.math.multiply_no_nan(values, tf.cast(scale, values.dtype))
-
-    return [map_values(scale_values, segment) for segment in segments]
+    return [map_values(lambda v: tf.math.multiply_no_nan(v, tf.cast(scale, v.dtype)), s) for s in segments]
 
 
 @dataclass(frozen=True)

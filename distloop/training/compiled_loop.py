@@ -124,7 +124,8 @@ class CompiledLoop:
             step: one step of it.
             eager: whether the steps run as plain Python, for a debugger.
             max_traces: as for `compiled`.
-            keeps_batch: whether the last batch is kept, as it is with `locate_nonfinite`.
+            keeps_batch: whether the last batch is kept, as it is with `locate_nonfinite`, and of data that cannot be
+                read again unless the next batch travels while a step computes.
         """
         self._keeps_batch = keeps_batch
         self._state = state
@@ -138,6 +139,7 @@ class CompiledLoop:
         self._num_timed_replicas = state.strategy.num_replicas_in_sync if is_timed else 0
         self._number_names: list[str] = []  # set by tracing
         self._last_batch: shards.LastBatch | None = None
+        self._kept: dict[str, shards.LastBatch] = {}  # by the kind of batches
         self._ahead: dict[str, shards.RowsAhead] = {}  # by the kind of batches
         with tf.device(HOST):  # when each step of a call began, by `read_clock`
             self._step_starts = tf.Variable(tf.zeros([0], tf.float64), shape=[None], trainable=False)
@@ -153,12 +155,12 @@ class CompiledLoop:
             collectives.require_same(self._state.strategy, "train", {"the values of loss_fn": self._step.names})
 
     def _prepare(self, source: Source) -> None:
-        if self._step.locate_nonfinite or self._keeps_batch:
-            self._last_batch = shards.LastBatch(source.iterator())
-        elif self._step.runs_ahead and shards.RowsAhead.are_possible(source.iterator()):
-            kind = _kind(source.iterator(), source.layout)
-            if kind not in self._ahead:
-                self._ahead[kind] = shards.RowsAhead(source.iterator(), source.layout, self._state.strategy)
+        kind, is_needed = _kind(source.iterator(), source.layout), self._step.locate_nonfinite or self._keeps_batch
+        if is_needed or not (source.can_be_read_again or self._step.runs_ahead):
+            self._kept.setdefault(kind, shards.LastBatch(source.iterator()))
+        elif self._step.runs_ahead and shards.RowsAhead.are_possible(source.iterator()) and kind not in self._ahead:
+            self._ahead[kind] = shards.RowsAhead(source.iterator(), source.layout, self._state.strategy)
+        self._last_batch = self._kept.get(kind)
 
     def run(
         self, source: Source, count: int, log_every: int, *, executor: str, is_single: bool, secs: float = NO_LIMIT_SECS
@@ -190,7 +192,7 @@ class CompiledLoop:
         return self._marks.are_equal
 
     def last_batch(self) -> Any:
-        """Returns a copy of the last batch, to be looked at again; None unless it is kept."""
+        """Returns a copy of the last batch, to be looked at again; None unless the steps keep it."""
         return None if self._last_batch is None else self._last_batch.get()
 
     def _sums_layout(self) -> RowLayout:

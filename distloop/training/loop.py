@@ -182,7 +182,9 @@ class TrainLoop:
                         if self._step.runs_ahead:
                             source.lose_position(0)  # the iterator may be a batch further
                         self._open_window()  # without the numbers of the failed step
-                        raise _diverged(self._step, self.last_batch(), source, step, row.diagnosis)
+                        batch = source.batches_taken - 1
+                        why = explain(self._step, step, row.diagnosis, source, batch, self.last_batch())
+                        raise Diverged(why, step, batch)
                     if self._is_boundary(step, actions) and self._act(actions, self._report(step, row.end)):
                         return self.reported
             finally:  # an action failed: the steps of the rows after that are done all the same
@@ -382,9 +384,3 @@ def _count(loop: TrainLoop, source: Source, row: Row, step: int) -> int:
         if loop._host.plan.counts_tokens:
             loop._host.plan.count_tokens(before, loop.tokens, step + row.steps)
     return row.steps
-
-
-def _diverged(step: TrainStep, last_batch: Any, source: Source, number: int, diagnosis: np.ndarray) -> Diverged:
-    """Returns the error of a step that failed; the last batch is None if it is not known."""
-    batch, copy = source.batches_taken - 1, last_batch if step.locate_nonfinite else None
-    return Diverged(explain(step, number, diagnosis, source, batch, copy), number, batch)

@@ -58,7 +58,7 @@ class Connection:
         if len(other) != len(own) or not other.startswith(b"distloop "):
             raise Stranger("they are of another program")
         connected.settimeout(None)
-        self._key = _digest(secret.encode(), own + other if is_chief else other + own).digest()
+        self._key = hmac.new(secret.encode(), own + other if is_chief else other + own, "sha256").digest()
         self._numbers = {True: itertools.count(), False: itertools.count()}  # of the messages of the chief, and to it
         self._waiting, self._sending = b"", threading.Lock()
 
@@ -94,18 +94,13 @@ class Connection:
         self.socket.close()
 
     def _sign(self, text: bytes, is_of_chief: bool) -> bytes:
-        """Returns the signature of the next message in a direction."""
+        """Returns the signature of the next message in a direction.
+
+        It is computed with Python's lock held, which `hmac.digest` lets go of: a process that ends meanwhile takes
+        OpenSSL down under the thread that signs, and ends by a segmentation fault.
+        """
         content = f"{is_of_chief} {next(self._numbers[is_of_chief])} ".encode() + text
-        return _digest(self._key, content).hexdigest().encode()
-
-
-def _digest(key: bytes, content: bytes) -> hmac.HMAC:
-    """Returns an HMAC-SHA-256, computed with Python's lock held.
-
-    `hmac.digest` lets go of the lock: a process that ends meanwhile takes OpenSSL down under the thread that signs, and
-    ends by a segmentation fault.
-    """
-    return hmac.new(key, content, "sha256")
+        return hmac.new(self._key, content, "sha256").hexdigest().encode()
 
 
 class Star:

@@ -135,15 +135,54 @@ def by_a_function(rows):
     return lambda: iter(list(by_tf_data(rows).as_numpy_iterator()))
 
 
+class Numbered(keras.utils.PyDataset):
+    """Batches of some rows, by number."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self.batches = list(by_tf_data(rows).as_numpy_iterator())
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __getitem__(self, index):
+        return self.batches[index]
+
+
+class WithState:
+    """An iterator over batches that can be put at any of them, such as Grain's."""
+
+    def __init__(self, rows):
+        self.batches, self.place = list(by_tf_data(rows).as_numpy_iterator()), 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.place += 1
+        if self.place > len(self.batches):
+            raise StopIteration
+        return self.batches[self.place - 1]
+
+    def get_state(self):
+        return {"place": self.place}
+
+    def set_state(self, state):
+        self.place = state["place"]
+
+
 SOURCES = {
     "by number": (lambda rows: distloop.make_dataset(rows, 8), "first in row 5, row 21 of the data:"),
     "shuffled": (lambda rows: distloop.make_dataset(rows, 8, shuffle=True, seed=3), ", row 21 of the data:"),
     "tf.data": (by_tf_data, "in x, first in row 5:"),
     "a function": (by_a_function, "in x, first in row 5:"),
+    "a generator": (lambda rows: (batch for batch in by_a_function(rows)()), "in x, first in row 5:"),
+    "a PyDataset": (Numbered, "in x, first in row 5:"),
+    "with a state": (lambda rows: lambda: WithState(rows), "in x, first in row 5:"),
 }
 
 
-OF_SOURCES = mostly_wide([*((source, 1) for source in SOURCES), ("shuffled", 2)], ("shuffled", 2))
+OF_SOURCES = mostly_wide([*((source, 1) for source in SOURCES), ("shuffled", 2)], ("a generator", 1), ("shuffled", 2))
 
 
 @pytest.mark.parametrize(("source", "replicas"), OF_SOURCES)
@@ -154,6 +193,14 @@ def test_a_nan_in_the_data_is_named_without_a_setting_and_no_setting_is_advised(
     assert "as no setting of the training helps" in message and "learning rate" not in message
     located = failure(plain_trainer(replicas, locate_nonfinite=True), make(plain_rows(x=21, target=slice(None))))
     assert located == message
+
+
+@pytest.mark.slow
+def test_a_nan_in_a_second_run_over_other_data_of_the_same_kind_is_named():
+    trainer = plain_trainer()
+    trainer.fit(Numbered(plain_rows()), steps=4)
+    message = failure(trainer, Numbered(plain_rows(x=21)), steps=8)
+    assert "the batch itself holds such numbers, in x, first in row 5:" in message
 
 
 @pytest.mark.slow
