@@ -331,11 +331,7 @@ class Passes:
         """
         source = next((s for s in self._sources if s.data is data), None)
         source = source or Source(
-            data,
-            self.strategy,
-            virtual_replicas=self.virtual_replicas,
-            repeat=False,
-            batch_size=self.batch_size,
+            data, self.strategy, virtual_replicas=self.virtual_replicas, repeat=False, batch_size=self.batch_size
         )
         if source.info.is_endless and not may_be_endless:
             raise ValueError(
@@ -347,12 +343,7 @@ class Passes:
 
 
 def _prepared(
-    dataset: tf.data.Dataset,
-    info: DataInfo,
-    user_options: tf.data.Options,
-    *,
-    repeat: bool,
-    are_alike: bool = False,
+    dataset: tf.data.Dataset, info: DataInfo, user_options: tf.data.Options, *, repeat: bool, are_alike: bool = False
 ) -> tf.data.Dataset:
     """Returns a dataset checked, padded, repeated and prefetched; with threads of its own unless the user set some."""
     spec, num_missing = info.element_spec, info.num_missing_batches

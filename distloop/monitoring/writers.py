@@ -111,8 +111,10 @@ def check_writers(writers: Any) -> None:
     """Checks what `fit` was given as writers.
 
     Raises:
-        ValueError: if they are something else, or two have the same name.
+        ValueError: if they are something else, `write` or `close` takes other arguments, or two have the same name.
     """
+    from distloop.errors import require_call  # imports TensorFlow, which `fit` has done
+
     if not isinstance(writers, Sequence):
         raise ValueError(f"writers={writers!r} was given; fit takes a list of writers: writers=[writer].")
     for writer in writers:
@@ -120,6 +122,8 @@ def check_writers(writers: Any) -> None:
             raise ValueError(
                 f"The writer {writer!r} was given; a writer is an object with write(step, numbers, time) and close()."
             )
+        require_call(writer.write, f"write of the writer {name_of(writer)!r}", "step", "numbers", "time")
+        require_call(writer.close, f"close of the writer {name_of(writer)!r}")
     names = [name_of(writer) for writer in writers]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(

@@ -67,12 +67,7 @@ class Differentiation:
     """
 
     def __init__(
-        self,
-        state: TrainState,
-        update: Update,
-        variables: Sequence[Any],
-        overwritten: Sequence[Any],
-        microbatches: int,
+        self, state: TrainState, update: Update, variables: Sequence[Any], overwritten: Sequence[Any], microbatches: int
     ):
         """Prepares.
 
@@ -209,12 +204,7 @@ class Differentiation:
 
 
 def tally_outputs(
-    outputs: Any,
-    rows: Any,
-    row_weights: tf.Tensor | None,
-    keras_metrics: KerasMetrics,
-    *,
-    needs_loss: bool = True,
+    outputs: Any, rows: Any, row_weights: tf.Tensor | None, keras_metrics: KerasMetrics, *, needs_loss: bool = True
 ) -> tuple[dict[str, metrics.Tally], MetricRows]:
     """Returns the weighted sums of what `loss_fn` returned, by name, and the arguments of Keras metrics.
 

@@ -219,10 +219,7 @@ class TrainLoop:
     def trace_again(self) -> None:
         """Has the step traced anew, as a constant of it has changed."""
         self._compiled = CompiledLoop(
-            *(self._state, self._step),
-            eager=self._eager,
-            max_traces=self._max_traces,
-            keeps_batch=self._keeps_batch,
+            *(self._state, self._step), eager=self._eager, max_traces=self._max_traces, keeps_batch=self._keeps_batch
         )
         self._traced_for: Source | None = None
 

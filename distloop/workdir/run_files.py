@@ -301,11 +301,7 @@ def _load(path: str, name: str, warn: Callable[[str], None]) -> Run:
 
 
 def _from_rows(
-    path: str,
-    name: str,
-    rows: list[dict[str, float]],
-    incidents: list[dict[str, Any]],
-    warn: Callable[[str], None],
+    path: str, name: str, rows: list[dict[str, float]], incidents: list[dict[str, Any]], warn: Callable[[str], None]
 ) -> Run:
     """Returns a run with its settings and its end."""
     file = os.path.join(path, "config.json")

@@ -117,8 +117,7 @@ def find_failure(beats: Mapping[int, Beat], hang_timeout: float, start_timeout: 
         )
     if 0 < hang_timeout < still_secs:
         return Verdict(
-            f"no step has ended for hang_timeout={hang_timeout:g} seconds; {describe_all(beats, now)}",
-            is_hang=True,
+            f"no step has ended for hang_timeout={hang_timeout:g} seconds; {describe_all(beats, now)}", is_hang=True
         )
     return None
 

@@ -455,6 +455,15 @@ def test_what_is_no_writer_is_refused_before_the_run():
     for given, sentence in [
         (Rows(), r"fit takes a list of writers: writers=\[writer\]"),
         ([print], r"a writer is an object with write\(step, numbers, time\) and close\(\)"),
+        (
+            [types.SimpleNamespace(write=lambda step, numbers: None, close=print)],
+            r"^write of the writer 'SimpleNamespace' takes "
+            r"\(step, numbers\) and is called with \(step, numbers, time\) \(.*: let it take these, or give a lambda",
+        ),
+        (
+            [types.SimpleNamespace(write=print, close=lambda error: None)],
+            r"^close of the writer .* is called with \(\) ",
+        ),
         ([Rows(), Rows()], "Two writers are called 'Rows', .* give one of them another attribute `name`"),
     ]:
         with pytest.raises(ValueError, match=sentence):
