@@ -88,6 +88,15 @@ def graphs_are_optimized_where_it_matters(request):
     tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": is_off})
 
 
+@pytest.fixture(scope="module")
+def graphs_of_other_tests_are_optimized():
+    """Virtual replicas turn TensorFlow's graph optimizers off in a process; turns them on again after a file."""
+    from tests.problems import optimize_graphs
+
+    yield
+    optimize_graphs()
+
+
 # The files that take longest, which the processes had better begin with.
 LONG = ["test_workers", "test_settings_law", "test_failures", "test_laws", "test_arguments_law", "test_experiments"]
 LONG += ["test_bits", "test_testing", "test_documents"]

@@ -77,6 +77,11 @@ def classifier(
     return model_fn
 
 
+def batches(size=16, rows=67, **arguments):
+    """Returns a dataset of batches of `classification`, of which the last one is odd by default."""
+    return distloop.make_dataset(classification(rows), size, **arguments)
+
+
 def cross_entropy(labels, logits):
     return keras.losses.sparse_categorical_crossentropy(labels, logits, from_logits=True)
 
@@ -84,6 +89,11 @@ def cross_entropy(labels, logits):
 def loss_fn_of(model):
     """Returns a `loss_fn` of the cross entropy alone, for `classification`."""
     return lambda batch, training: {"loss": cross_entropy(batch["label"], model(batch["x"], training=training))}
+
+
+def report(step=10, until=100, **metrics):
+    """Returns what an action gets at a boundary, without a state."""
+    return distloop.Report(step, until, metrics, state=None)
 
 
 def every(steps, act):

@@ -25,22 +25,14 @@ from tests.problems import (
     everything,
     mostly_wide,
     on,
-    optimize_graphs,
     rows_of,
     weights,
 )
 from tests.training.test_gradient_step import sam
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("graphs_of_other_tests_are_optimized")]
 
 V = 4
-
-
-@pytest.fixture(autouse=True, scope="module")
-def graphs_of_other_tests_are_optimized():
-    """Virtual replicas turn TensorFlow's graph optimizers off in this process; turns them on again."""
-    yield
-    optimize_graphs()
 
 
 def momentum():

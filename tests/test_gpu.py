@@ -9,7 +9,7 @@ import tensorflow as tf
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 import distloop
-from tests.problems import assert_close, assert_equal, classification, classifier, everything, on, rows_of, weights
+from tests.problems import assert_close, assert_equal, batches, classifier, everything, on, rows_of, weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif("not config.getoption('gpu')")]
 WIDTH = 2**18  # 1 MB for each row's activations
@@ -24,10 +24,6 @@ def wide_model():
         return {"loss": tf.reduce_mean(model(batch["x"], training=training) ** 2, 1)}
 
     return distloop.ModelSpec(model, keras.optimizers.SGD(0.1), loss_fn)
-
-
-def batches(size, rows=64):
-    return distloop.make_dataset(classification(rows), size)
 
 
 def test_a_batch_without_memory_ends_the_run_in_one_sentence():
@@ -45,7 +41,7 @@ def test_the_search_for_a_batch_size_ends_where_the_memory_does():
 
 def test_a_row_says_what_the_gpu_does_and_holds(tmp_path):
     trainer = distloop.Trainer(classifier(), on(2, workdir=str(tmp_path), log_every=50))
-    trainer.fit(batches(16), steps=2000)
+    trainer.fit(batches(rows=64), steps=2000)
     row = rows_of(tmp_path)[-1]
     assert 0 <= row["gpu_utilization"] <= 1
     assert row["gpu_memory_gb"] > 1  # what TensorFlow took at its start
@@ -57,14 +53,14 @@ def test_the_numbers_are_those_of_a_cpu():
     for strategy in (None, tf.distribute.OneDeviceStrategy("/CPU:0")):
         model_fn = classifier(l2=0.1, batch_norm="local")
         trainer = distloop.Trainer(model_fn, on(1, clip_norm=0.5, average_decay=0.9), strategy=strategy)
-        trainer.fit(batches(16, 67), steps=12)
+        trainer.fit(batches(), steps=12)
         found.append(weights(trainer))
     assert_close(*found, 1e-5)
 
 
 def test_a_checkpoint_of_gpus_goes_on_upon_a_cpu(tmp_path):
     first = distloop.Trainer(classifier(), on(4, workdir=str(tmp_path)))
-    first.fit(batches(16), steps=5)
+    first.fit(batches(rows=64), steps=5)
     then = distloop.Trainer(classifier(), on(1), strategy=tf.distribute.OneDeviceStrategy("/CPU:0"))
     then.restore(str(tmp_path))
     assert then.step == 5
@@ -76,15 +72,15 @@ def test_a_checkpoint_of_gpus_goes_on_upon_a_cpu(tmp_path):
 def test_half_precision_learns(precision, jit_compile):
     config = on(2, precision=precision, jit_compile=jit_compile)
     trainer = distloop.Trainer(classifier(optimizer=lambda: keras.optimizers.Adam(0.02)), config)
-    first = trainer.fit(batches(16), steps=4)["loss"]
-    assert trainer.fit(batches(16), steps=200)["loss"] < 0.7 * first
+    first = trainer.fit(batches(rows=64), steps=4)["loss"]
+    assert trainer.fit(batches(rows=64), steps=200)["loss"] < 0.7 * first
 
 
 def test_several_strategies_live_in_a_process():
     found = []
     for replicas in (2, 4, 3, 2):
         trainer = distloop.Trainer(classifier(), on(replicas))
-        trainer.fit(batches(16), steps=6)
+        trainer.fit(batches(rows=64), steps=6)
         found.append(everything(trainer))
     for other in found[1:]:
         assert_close({k: v for k, v in other.items() if k in found[0]}, found[0], 1e-5)
@@ -93,9 +89,9 @@ def test_several_strategies_live_in_a_process():
 def test_a_loop_copies_no_row_back_to_the_host(tmp_path):
     """The profile of steps in a compiled loop: what the graph says of GPUs that are not there is so."""
     trainer = distloop.Trainer(classifier(), on(1))
-    trainer.fit(batches(16), steps=100)
+    trainer.fit(batches(rows=64), steps=100)
     tf.profiler.experimental.start(str(tmp_path))
-    trainer.fit(batches(16), steps=300)
+    trainer.fit(batches(rows=64), steps=300)
     tf.profiler.experimental.stop()
     space = xplane_pb2.XSpace()
     (path,) = glob.glob(f"{tmp_path}/plugins/profile/*/*.xplane.pb")

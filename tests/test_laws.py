@@ -23,6 +23,7 @@ from tests import many_rows, problems
 from tests.problems import (
     assert_close,
     assert_equal,
+    batches,
     classification,
     classifier,
     cross_entropy,
@@ -40,10 +41,6 @@ def train(model_fn, config, dataset, steps=12, **arguments):
     trainer = distloop.Trainer(model_fn, config)
     trainer.fit(dataset, steps=steps, **arguments)
     return trainer
-
-
-def batches(size, rows=67, **arguments):
-    return distloop.make_dataset(classification(rows), size, **arguments)
 
 
 # replicas ---------------------------------------------------------------------------------------------------------
@@ -78,7 +75,7 @@ def test_any_number_of_replicas_trains_to_the_same_weights(case, replicas):
 
 def weights_and_averages(case, replicas):
     settings = dict(REPLICA_CASES[case])
-    data = batches(settings.pop("size", 16), settings.pop("rows", 67))
+    data = batches(settings.pop('size', 16), settings.pop('rows', 67))
     of_model = {k: settings.pop(k) for k in ("is_weighted", "l2", "batch_norm", "optimizer") if k in settings}
     trainer = train(classifier(**of_model), on(replicas, **settings), data)
     average = trainer.state.average.variables if trainer.state.average is not None else []
@@ -96,14 +93,14 @@ def test_any_number_of_replicas_trains_large_weights_to_the_same():
         return distloop.ModelSpec(model, keras.optimizers.AdamW(0.003), loss_fn_of(model))
 
     settings = dict(on_nonfinite="skip", average_decay=0.9, microbatches=2)
-    one, two = (train(model_fn, on(replicas, **settings), batches(16)) for replicas in (1, 2))
+    one, two = (train(model_fn, on(replicas, **settings), batches()) for replicas in (1, 2))
     assert all("ResourceApplyAdam" in operation_types(trainer) for trainer in (one, two))
     assert_close(weights(two), weights(one))
 
 
 def test_one_replica_trains_as_a_loop_written_by_hand():
     data = classification(67)
-    trainer = train(classifier(is_weighted=True, l2=0.1), on(1, clip_norm=0.5), batches(16), steps=10)
+    trainer = train(classifier(is_weighted=True, l2=0.1), on(1, clip_norm=0.5), batches(), steps=10)
 
     keras.utils.set_random_seed(0)
     spec = classifier(is_weighted=True, l2=0.1)()
@@ -280,7 +277,7 @@ def change_in_half_precision(precision, replicas, microbatches, case):
     model_fn = classifier(optimizer=lambda: keras.optimizers.SGD(0.1), **settings)
     trainer = distloop.Trainer(model_fn, on(replicas, precision=precision, microbatches=microbatches))
     first = weights(trainer)
-    assert trainer.fit(batches(16), steps=5)["skipped_steps"] == 0
+    assert trainer.fit(batches(), steps=5)["skipped_steps"] == 0
     return {path: value - first[path] for path, value in weights(trainer).items()}
 
 
@@ -292,7 +289,7 @@ def test_a_loss_scale_changes_nothing_that_float32_can_hold():
 
         model_fn = classifier(optimizer=scaled if scale else None, is_weighted=True, l2=0.1)
         trainer = distloop.Trainer(model_fn, on(1, clip_norm=0.5, average_decay=0.9))
-        return trainer.fit(batches(16), steps=12), weights(trainer)
+        return trainer.fit(batches(), steps=12), weights(trainer)
 
     plain_numbers, expected = run(None)
     numbers, found = run(2.0**24)
@@ -309,7 +306,7 @@ def test_a_loss_scale_changes_nothing_that_float32_can_hold():
 @pytest.mark.parametrize("replicas, microbatches", mostly_wide([(2, 3), (1, 2), (1, 5), (1, 16), (3, 4)], (2, 3)))
 def test_any_number_of_microbatches_trains_to_the_same_weights(replicas, microbatches):
     model_fn = classifier(is_weighted=True, l2=0.1)
-    data = batches(16)
+    data = batches()
     expected = weights(train(model_fn, on(1), data))
     assert_close(weights(train(model_fn, on(replicas, microbatches=microbatches), data)), expected)
 
@@ -317,7 +314,7 @@ def test_any_number_of_microbatches_trains_to_the_same_weights(replicas, microba
 @pytest.mark.slow
 @pytest.mark.parametrize("microbatches", [4, pytest.param(1, marks=pytest.mark.wide)])
 def test_a_step_has_one_reduction(microbatches):
-    trainer = train(classifier(metrics=True), on(2, microbatches=microbatches, clip_norm=1.0), batches(16), steps=1)
+    trainer = train(classifier(metrics=True), on(2, microbatches=microbatches, clip_norm=1.0), batches(), steps=1)
     bodies = {f.name: f for f in functions(train_graph(trainer)) if "body" in f.name}.values()
     operations = [op for f in bodies for op in f.get_operations()]
     sums = [op for op in operations if op.type == "AddN" and crosses_devices(op)]
@@ -539,7 +536,7 @@ def test_float16_an_overflow_in_one_update_halves_its_scale_alone_and_skips_both
 @pytest.mark.slow
 def test_float16_a_scale_that_is_too_large_falls_until_the_gradients_fit():
     trainer = distloop.Trainer(classifier(optimizer=lambda: scaled(2.0**24)), float16(1))
-    seen = after_each_step(trainer, batches(16, 64), 14)
+    seen = after_each_step(trainer, batches(rows=64), 14)
     skipped = int(trainer.state.skipped_steps)
     assert 1 < skipped < 14
     for before, after in itertools.pairwise(seen):
@@ -652,10 +649,10 @@ def test_how_a_run_is_cut_changes_no_bit(cut, monkeypatch, tmp_path):
         trainer = distloop.Trainer(classifier(dropout=0.5, batch_norm="local", l2=0.1), on(2, average_decay=0.9, **cut))
 
         def action(report):
-            trainer.predict(batches(16))
+            trainer.predict(batches())
 
-        data = batches(16, shuffle=True)
-        trainer.fit(data, steps=11, evals={"test": batches(16)}, actions=[every("3 s", action)] if cut else [])
+        data = batches(shuffle=True)
+        trainer.fit(data, steps=11, evals={"test": batches()}, actions=[every("3 s", action)] if cut else [])
         trainer.fit(data, steps=23)
         return everything(trainer)
 
@@ -669,7 +666,7 @@ def test_how_a_run_is_cut_changes_no_bit(cut, monkeypatch, tmp_path):
 
 def rows_of_a_run(workdir, steps=23, **settings):
     config = on(1, workdir=str(workdir), average_decay=0.9, **settings)
-    data = batches(16, shuffle=True)
+    data = batches(shuffle=True)
     train(classifier(dropout=0.5, metrics=True), config, data, steps, evals={"test": data})
     return problems.rows_of(workdir)
 
@@ -714,7 +711,7 @@ def test_a_run_that_stops_between_two_rows_writes_the_rows_of_the_run_that_does_
 @pytest.mark.slow
 def test_a_fit_that_was_stopped_and_is_called_again_writes_the_same_rows(monkeypatch, tmp_path):
     monkeypatch.setattr(loop, "_LOOP_SECS", 0.0)  # each loop ends after its first step
-    asked, data = {"loops": 0}, batches(16, shuffle=True)
+    asked, data = {"loops": 0}, batches(shuffle=True)
 
     def reason(_):
         asked["loops"] += 1
@@ -737,7 +734,7 @@ def test_a_fit_that_was_stopped_and_is_called_again_writes_the_same_rows(monkeyp
 def test_logs_that_come_late_are_those_that_come_at_once(tmp_path, monkeypatch):
     def rows(name, **arguments):
         config = on(1, workdir=str(tmp_path / name), log_every=3, checkpoint_every=20, average_decay=0.9)
-        trainer = train(classifier(dropout=0.3), config, batches(16, shuffle=True), steps=100, **arguments)
+        trainer = train(classifier(dropout=0.3), config, batches(shuffle=True), steps=100, **arguments)
         return everything(trainer), problems.json_lines(tmp_path / name / "metrics.jsonl")
 
     def look(report):
@@ -769,8 +766,8 @@ def test_float16_how_a_run_is_cut_changes_no_bit_nor_the_loss_scale():
     def run(**cut):
         model_fn = classifier(optimizer=optimizer, dropout=0.5, batch_norm="local", l2=0.1)
         trainer = distloop.Trainer(model_fn, float16(1, average_decay=0.9, **cut))
-        data = batches(16, shuffle=True)
-        trainer.fit(data, steps=23, evals={"test": batches(16)})
+        data = batches(shuffle=True)
+        trainer.fit(data, steps=23, evals={"test": batches()})
         trainer.fit(data, steps=53)
         return everything(trainer)
 
@@ -788,7 +785,7 @@ def test_operations_one_after_another_or_side_by_side_train_the_same(monkeypatch
     found = []
     for executor in ("serial", "parallel", "auto"):
         config = on(1, executor=executor, average_decay=0.9, clip_norm=0.5, log_every=5)
-        found.append(everything(train(classifier(dropout=0.5, batch_norm="local"), config, batches(16, shuffle=True))))
+        found.append(everything(train(classifier(dropout=0.5, batch_norm="local"), config, batches(shuffle=True))))
     assert_close(found[1], found[0])  # TensorFlow fuses operations otherwise, so the last bits differ
     assert_equal(found[2], found[0])
     assert set(used) == {"SINGLE_THREADED_EXECUTOR", ""} and used[-1] == "SINGLE_THREADED_EXECUTOR"
@@ -800,12 +797,12 @@ def test_operations_one_after_another_or_side_by_side_train_the_same(monkeypatch
 def test_a_run_with_odd_batches_traces_its_step_once(replicas):
     traces = []
     trainer = distloop.Trainer(classifier(on_trace=traces.append), on(replicas, log_every=3, eval_every=4))
-    trainer.fit(batches(16), steps=17, evals={"test": batches(16)})
-    trainer.fit(batches(16), steps=30)
+    trainer.fit(batches(), steps=17, evals={"test": batches()})
+    trainer.fit(batches(), steps=30)
     assert traces.count(True) == replicas  # once for each replica's part of the graph
     assert traces.count(False) == replicas + 1  # and once alone, for its operations to be counted
     trainer.evaluate(batches(11))
-    trainer.evaluate(batches(16))
+    trainer.evaluate(batches())
     assert traces.count(False) == replicas + 1
 
 
@@ -825,7 +822,7 @@ def test_statistics_of_the_forward_pass_are_equal_on_every_replica_at_every_boun
             for value in values:
                 np.testing.assert_array_equal(value, values[0])
 
-    trainer.fit(batches(16), steps=8, actions=[every(2, look)])
+    trainer.fit(batches(), steps=8, actions=[every(2, look)])
     assert len(seen) == 8 and not np.allclose(seen[0], seen[2])
 
 
@@ -865,7 +862,7 @@ def test_a_users_layer_that_drifts_is_averaged():
         model = keras.Sequential([keras.Input((8,)), Codebook(), keras.layers.Dense(1)])
         return distloop.ModelSpec(model, keras.optimizers.SGD(0.1), output_of(model))
 
-    trainer = train(model_fn, on(2), batches(16), steps=4)
+    trainer = train(model_fn, on(2), batches(), steps=4)
     first, second = problems.local_values(trainer, trainer.model.layers[0].code)
     np.testing.assert_array_equal(first, second)
     assert np.abs(first).max() > 0
@@ -937,16 +934,16 @@ def test_evaluating_and_predicting_change_nothing(replicas):
         predict_fn = lambda batch: model(batch["x"], training=False)  # noqa: E731
         return distloop.ModelSpec(model, keras.optimizers.Adam(0.1), output_of(model), predict_fn=predict_fn)
 
-    trainer = train(model_fn, on(replicas, average_decay=0.9), batches(16), steps=3)
+    trainer = train(model_fn, on(replicas, average_decay=0.9), batches(), steps=3)
     before = everything(trainer)
-    trainer.evaluate(batches(16))
-    trainer.predict(batches(16))
+    trainer.evaluate(batches())
+    trainer.predict(batches())
     assert_equal(everything(trainer), before)
 
 
 @pytest.mark.slow
 def test_evaluation_uses_the_average_and_training_does_not():
-    trainer = train(classifier(), on(2, average_decay=0.999), batches(16), steps=10)
+    trainer = train(classifier(), on(2, average_decay=0.999), batches(), steps=10)
     averaged = trainer.evaluate(batches(67))["loss"]
     rows = classification(67)
 
@@ -962,7 +959,7 @@ def test_evaluation_uses_the_average_and_training_does_not():
 @pytest.mark.parametrize(("replicas", "settings"), mostly_wide([(3, {"shard_optimizer": True}), (1, {}), (2, {})]))
 def test_an_equal_average_is_the_mean_of_the_weights_after_each_step_from_its_first(replicas, settings):
     trainer = distloop.Trainer(classifier(), on(replicas, average_from="60 %", **settings))
-    seen = problems.looks(trainer, batches(16), 10, 1, lambda report: weights(report.state))
+    seen = problems.looks(trainer, batches(), 10, 1, lambda report: weights(report.state))
     with trainer.state.averaged():
         found = weights(trainer)
     assert_close(found, {name: np.mean([w[name] for w in seen[5:]], axis=0) for name in found})
@@ -1046,7 +1043,7 @@ def test_a_run_whose_equal_average_would_begin_at_another_step_is_refused_or_beg
         config = on(1, workdir=str(tmp_path), average_from=average_from)
         trainer, action = distloop.Trainer(classifier(), config), Spoiled(stops_after)
         with contextlib.suppress(KeyboardInterrupt):
-            trainer.fit(batches(16), steps=steps, actions=[action])
+            trainer.fit(batches(), steps=steps, actions=[action])
         with trainer.state.averaged():
             return weights(trainer.state), action.seen
 

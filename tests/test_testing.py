@@ -16,16 +16,12 @@ from distloop import testing
 from distloop.distributed import collectives
 from distloop.distributed.strategies import TreeSum
 from tests import forked
-from tests.problems import classification, classifier, cross_entropy, loss_fn_of, mostly_wide, on, refused
-
-
-def data(size=16):
-    return distloop.make_dataset(classification(), size)
+from tests.problems import batches, classification, classifier, cross_entropy, loss_fn_of, mostly_wide, on, refused
 
 
 def count_devices_and_replicas(shift):
     trainer = distloop.Trainer(classifier(), distloop.Config(device="cpu", console="quiet"))
-    trainer.fit(data(), steps=1)
+    trainer.fit(batches(), steps=1)
     strategy = trainer.strategy
     index = collectives.worker_index(strategy)
     return collectives.num_local_replicas(strategy), strategy.num_replicas_in_sync, index + shift
@@ -63,13 +59,13 @@ def test_layers_need_no_names_to_be_compared():
         model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])  # dense, then dense_1
         return distloop.ModelSpec(model, keras.optimizers.SGD(0.1), loss_fn_of(model))
 
-    testing.assert_replica_law(model_fn, data(), (1, 2), steps=2)
+    testing.assert_replica_law(model_fn, batches(), (1, 2), steps=2)
 
 
 @pytest.mark.slow
 def test_a_model_that_keeps_the_replica_law_passes():
     model_fn = classifier(batch_norm="synchronized", is_weighted=True)
-    testing.assert_replica_law(model_fn, data(), (1, 2), steps=3, clip_norm=0.5)
+    testing.assert_replica_law(model_fn, batches(), (1, 2), steps=3, clip_norm=0.5)
 
 
 @pytest.mark.slow
@@ -88,7 +84,7 @@ def test_data_that_can_be_read_once_is_refused():
 
 def test_a_model_that_breaks_the_replica_law_is_an_error_that_names_the_difference():
     with pytest.raises(AssertionError, match="After 3 steps .* between 1 and 2 replicas"):
-        testing.assert_replica_law(classifier(batch_norm="plain"), data(), (1, 2), steps=3)
+        testing.assert_replica_law(classifier(batch_norm="plain"), batches(), (1, 2), steps=3)
 
 
 @pytest.mark.slow
@@ -103,7 +99,7 @@ def test_a_value_that_breaks_the_replica_law_is_an_error():
         return distloop.ModelSpec([weight], keras.optimizers.SGD(0.1), loss_fn)
 
     with pytest.raises(AssertionError, match="After 2 steps rows differs"):
-        testing.assert_replica_law(model_fn, data(), (1, 2), steps=2)
+        testing.assert_replica_law(model_fn, batches(), (1, 2), steps=2)
 
 
 def attentive():
@@ -119,7 +115,7 @@ def attentive():
 
 @pytest.mark.wide
 def test_biases_whose_gradients_are_rounding_alone_keep_the_replica_law():
-    testing.assert_replica_law(attentive, data(), (1, 2), steps=2)
+    testing.assert_replica_law(attentive, batches(), (1, 2), steps=2)
 
 
 @pytest.mark.wide
@@ -137,7 +133,7 @@ def test_a_variable_that_depends_on_the_replicas_breaks_the_replica_law_though_w
         return distloop.ModelSpec([kernel, shift], keras.optimizers.Adam(0.01), loss_fn)
 
     with pytest.raises(AssertionError, match="After 2 steps 1 differs") if violation else contextlib.nullcontext():
-        testing.assert_replica_law(model_fn, data(), (1, 2), steps=2)
+        testing.assert_replica_law(model_fn, batches(), (1, 2), steps=2)
 
 
 def test_gradients_are_zeroed_beside_larger_ones_in_the_innermost_scope_that_has_any():
@@ -187,7 +183,7 @@ def noisy(change=lambda loss: loss):
 
 
 def assert_same_bits():
-    testing.assert_same_bits(noisy(), data(), (1, 2, 4), steps=2)
+    testing.assert_same_bits(noisy(), batches(), (1, 2, 4), steps=2)
 
 
 def assert_same_bits_of_arrays():
@@ -196,7 +192,8 @@ def assert_same_bits_of_arrays():
 
 def assert_same_bits_of_one_that_asks_where_it_runs():
     replica = lambda: tf.distribute.get_replica_context().replica_id_in_sync_group  # noqa: E731
-    testing.assert_same_bits(noisy(lambda loss: loss + 1e-6 * tf.cast(replica(), tf.float32)), data(), (1, 2), steps=2)
+    model_fn = noisy(lambda loss: loss + 1e-6 * tf.cast(replica(), tf.float32))
+    testing.assert_same_bits(model_fn, batches(), (1, 2), steps=2)
 
 
 def add_in_series(tree, value):
@@ -207,7 +204,7 @@ def add_in_series(tree, value):
 
 def assert_same_bits_of_sums_in_series():
     with unittest.mock.patch.object(TreeSum, "append", add_in_series):
-        testing.assert_same_bits(noisy(), data(), (1, 2), steps=1)
+        testing.assert_same_bits(noisy(), batches(), (1, 2), steps=1)
 
 
 @pytest.mark.wide
@@ -246,7 +243,7 @@ def test_activity_regularizers_keep_the_replica_law():
 
         return distloop.ModelSpec(model, keras.optimizers.SGD(0.1), loss_fn)
 
-    testing.assert_replica_law(model_fn, data(), (1, 2), steps=5)  # the last of them has 3 rows
+    testing.assert_replica_law(model_fn, batches(), (1, 2), steps=5)  # the last of them has 3 rows
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from tests import forked
 from tests.problems import (
     FILES_OF_A_RUN,
     assert_equal,
+    batches,
     classification,
     classifier,
     every,
@@ -31,10 +32,6 @@ from tests.problems import (
 )
 
 pytestmark = pytest.mark.slow
-
-
-def batches(size=16, rows=67, **arguments):
-    return distloop.make_dataset(classification(rows), size, **arguments)
 
 
 def train(steps, *, data=None, model_fn=None, replicas=1, **settings):
@@ -91,9 +88,9 @@ def test_another_dataset_starts_at_its_beginning():
 
 def test_epochs_are_passes_over_the_dataset_or_some_batches_of_it_and_what_fit_is_given_goes_before_the_config():
     trainer = distloop.Trainer(classifier(), on(1, epochs=2))
-    trainer.fit(batches(16, 67))
+    trainer.fit(batches())
     assert trainer.step == 10
-    unknown = of_unknown_length(batches(16, 67))
+    unknown = of_unknown_length(batches())
     assert unknown.cardinality() == tf.data.UNKNOWN_CARDINALITY
     trainer.fit(unknown, epochs=3)
     assert trainer.step == 15
@@ -375,7 +372,7 @@ def test_a_run_begins_with_what_it_trains_on_and_ends_with_its_numbers(tmp_path,
     workdir = str(tmp_path / "my run")
     settings = {"workdir": workdir, "average_decay": 0.9, "microbatches": 2}
     trainer = distloop.Trainer(classifier(batch_norm="local"), on(3, **settings))
-    trainer.fit(batches(16), steps=4, evals={"test": batches()})
+    trainer.fit(batches(), steps=4, evals={"test": batches()})
     lines = capsys.readouterr().out.splitlines()
     assert lines[:8] == [
         "distloop: devices 3 replicas (CPU:0, CPU:1, CPU:2)",

@@ -22,6 +22,7 @@ from distloop.variables import (
     unwrap_model,
     walk,
 )
+from tests.model.two_layers import two_layers
 from tests.problems import Lazy, on
 
 
@@ -31,11 +32,6 @@ def make_model(name=None):
     x = keras.layers.Dense(3, name="dense_of_mine")(x)
     x = keras.layers.BatchNormalization()(keras.layers.Dense(3)(x))
     return keras.Model(inputs, keras.layers.Dropout(0.5)(x), name=name)
-
-
-def two_layers():
-    layers = [keras.layers.Dense(4, name="encoder"), keras.layers.Dense(2, name="head")]
-    return keras.Sequential([keras.Input((3,)), *layers], name="net")
 
 
 NAMES = ["net/encoder/kernel", "net/encoder/bias", "net/head/kernel", "net/head/bias"]

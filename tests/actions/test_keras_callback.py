@@ -11,17 +11,13 @@ import distloop
 from distloop.actions import keras_callback
 from distloop.settings.durations import Period, Units
 from distloop.training.action import Report
-from tests.problems import classification, classifier, on, refused
-
-
-def data(rows=67):
-    return distloop.make_dataset(classification(rows), 16)
+from tests.problems import batches, classifier, on, refused
 
 
 def fit(callback, steps, actions=(), **settings):
     """Trains with a callback, whose epochs are of two steps; returns the trainer."""
     trainer = distloop.Trainer(classifier(), on(1, **settings))
-    trainer.fit(data(), steps=steps, actions=[*actions, distloop.from_callback(callback, every=2)])
+    trainer.fit(batches(), steps=steps, actions=[*actions, distloop.from_callback(callback, every=2)])
     return trainer
 
 
@@ -64,7 +60,7 @@ def test_a_callback_is_called_at_the_end_of_an_epoch_and_a_plateau_changes_the_l
     plateau = keras.callbacks.ReduceLROnPlateau("val_loss", factor=0.5, patience=1, min_delta=100.0)
     trainer = distloop.Trainer(classifier(), on(2, eval_every=2))
     actions = [distloop.from_callback(callback, every=2) for callback in (seen, plateau)]
-    trainer.fit(data(), steps=7, evals={"val": data()}, actions=actions)
+    trainer.fit(batches(), steps=7, evals={"val": batches()}, actions=actions)
     logs = ["loss", "val/loss", "val_loss"]
     assert seen.calls == ["begin", (0, logs), (1, logs), (2, logs), (3, logs), "end"]
     assert seen.params == {"steps": 2, "epochs": 4, "verbose": 0}
@@ -77,7 +73,7 @@ def test_an_epoch_may_be_one_of_the_data_and_the_next_fit_goes_on_counting():
     seen = Seen()
     trainer, action = distloop.Trainer(classifier(), on(1)), distloop.from_callback(seen, every="1 epoch")
     for steps in (8, 16):  # epochs of 4 steps
-        trainer.fit(data(64), steps=steps, actions=[action])
+        trainer.fit(batches(rows=64), steps=steps, actions=[action])
     epochs = [call if isinstance(call, str) else call[0] for call in seen.calls]
     assert epochs == ["begin", 0, 1, "end", "begin", 2, 3, "end"] and seen.epochs_seen == 4
     assert seen.params == {"steps": 4, "epochs": 4, "verbose": 0}
@@ -110,9 +106,9 @@ def test_a_callbacks_counters_resume_with_the_run(tmp_path):
 @pytest.mark.slow
 def test_a_callbacks_counters_go_back_with_the_run(tmp_path):
     trainer, seen = distloop.Trainer(classifier(), on(1, workdir=str(tmp_path), checkpoint_every=4)), Seen()
-    trainer.fit(data(), steps=10, actions=[action := distloop.from_callback(seen, every=2)])
+    trainer.fit(batches(), steps=10, actions=[action := distloop.from_callback(seen, every=2)])
     trainer.restore(str(tmp_path / "checkpoints" / "4"))
-    trainer.fit(data(), steps=6, actions=[action])
+    trainer.fit(batches(), steps=6, actions=[action])
     assert seen.epochs_seen == 3
 
 
@@ -216,8 +212,9 @@ def test_a_callback_of_one_run_goes_on_in_its_next_fit_and_is_refused_by_another
     actions = lambda: [distloop.from_callback(callback, every=2) for callback in (losses, listing)]  # noqa: E731
     trainer = distloop.Trainer(classifier(), on(1))
     for steps in (4, 8):
-        trainer.fit(data(), steps=steps, actions=actions())
+        trainer.fit(batches(), steps=steps, actions=actions())
         seen.append((len(losses.losses), listing.epochs))
     assert seen == [(2, [0, 1]), (4, [0, 1, 2, 3])]
     another = distloop.Trainer(classifier(), on(1))
-    refused(lambda: another.fit(data(), steps=4, actions=actions()), "'from_callback(Losses)' was given to another run")
+    sentence = "'from_callback(Losses)' was given to another run"
+    refused(lambda: another.fit(batches(), steps=4, actions=actions()), sentence)

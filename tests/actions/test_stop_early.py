@@ -15,11 +15,7 @@ from distloop.settings.durations import Plan
 from distloop.training.action import Report, StopTraining
 from distloop.training.boundary import run_actions
 from tests import problems
-
-
-def report(step=10, until=100, **metrics):
-    return Report(step, until, metrics, state=None)
-
+from tests.problems import report
 
 NAN = math.nan
 

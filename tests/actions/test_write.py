@@ -12,10 +12,7 @@ from distloop.monitoring.media import Histogram, Text
 from distloop.monitoring.tensorboard import SummaryWriter
 from distloop.training.action import Report
 from distloop.training.boundary import run_actions
-
-
-def report(step=10, until=100, **metrics):
-    return Report(step, until, metrics, state=None)
+from tests.problems import report
 
 
 def test_write_hands_the_step_and_all_numbers_to_every_writer_at_every_boundary():

@@ -11,16 +11,12 @@ import tensorflow as tf
 import distloop
 from distloop.audit.audit import audit
 from distloop.model.state import TrainState
-from tests.problems import assert_equal, classification, classifier, everything, mostly_wide, on, refused
+from tests.problems import assert_equal, batches, classification, classifier, everything, mostly_wide, on, refused
 
 pytestmark = pytest.mark.slow
 
 OUTSIDE = tf.Variable(0.0, name="outside")
 CALLS = []  # of the functions below that Python keeps count of
-
-
-def data(rows=67, size=16, **arguments):
-    return distloop.make_dataset(classification(rows), size, **arguments)
 
 
 def loss_of(batch, logits):
@@ -235,7 +231,7 @@ def wide(*values, is_wide=True):
 )
 def test_a_planted_bug_is_found_by_name(bug, replicas):
     model_fn, parts = BUGS[bug]
-    result = distloop.Trainer(model_fn, on(replicas)).audit(data())
+    result = distloop.Trainer(model_fn, on(replicas)).audit(batches())
     assert result.findings[0].what == parts[0], str(result)
     assert {finding.what for finding in result.findings} == {parts[0]}, str(result)
     line = str(result.findings[0])
@@ -252,7 +248,7 @@ CLEAN = {
 @pytest.mark.parametrize(("case", "replicas"), mostly_wide([*zip(CLEAN, (1, 2), strict=True)]))
 def test_a_clean_model_passes_and_stays_as_it_is(case, replicas):
     trainer = distloop.Trainer(classifier(**CLEAN[case]), on(replicas, average_decay=0.9))
-    dataset = data(shuffle=True)
+    dataset = batches(shuffle=True)
     before, streams = everything(trainer), (random.getstate(), np.random.get_state()[1].tolist())
     result = trainer.audit(dataset)
     assert str(result) == "nothing found." and not result.findings
@@ -270,22 +266,22 @@ def test_a_step_of_the_users_own_is_audited_as_far_as_there_is_no_loss_fn():
 
         return distloop.ModelSpec(model, keras.optimizers.SGD(0.1), step_fn=step_fn)
 
-    result = distloop.Trainer(model_fn, on(1)).audit(data())
+    result = distloop.Trainer(model_fn, on(1)).audit(batches())
     assert str(result).startswith("nothing found.\nnot checked: loss and gradients on several replicas, as a step_fn")
-    result = distloop.Trainer(lambda: model_fn(np.nan), on(1)).audit(data())
+    result = distloop.Trainer(lambda: model_fn(np.nan), on(1)).audit(batches())
     assert len(result.findings) == 1 and "Step 1 is the first that was not finite: loss is nan" in str(result)
 
 
 @pytest.mark.parametrize("precision", ["mixed_float16", wide("mixed_bfloat16")])
 def test_a_clean_model_passes_in_half_precision(precision):
     trainer = distloop.Trainer(classifier(), on(1, precision=precision))
-    assert not trainer.audit(data()).findings
+    assert not trainer.audit(batches()).findings
 
 
 @pytest.mark.wide
 def test_a_layer_that_draws_for_each_row_passes_and_a_mean_over_the_rows_beside_it_is_found():
     def audit(*layers):
-        return distloop.Trainer(planted(layers=layers), on(1)).audit(data())
+        return distloop.Trainer(planted(layers=layers), on(1)).audit(batches())
 
     assert str(audit(Sampling)) == "nothing found."
     (finding,) = audit(Sampling, lambda: Centered(name="centered")).findings
@@ -296,7 +292,7 @@ def test_an_audit_changes_no_bit_of_the_run_after_it():
     runs = []
     for is_audited in (False, True):
         trainer = distloop.Trainer(classifier(dropout=0.3), on(2))
-        dataset = data(shuffle=True, seed=3)
+        dataset = batches(shuffle=True, seed=3)
         if is_audited:
             trainer.audit(dataset)
         trainer.fit(dataset, steps=7)
@@ -327,8 +323,8 @@ def generated_by_chance():
     [
         (shuffled_without_seed, True),
         (generated_by_chance, True),
-        (lambda: data().map(lambda rows: rows | {"x": rows["x"] + tf.random.uniform([])}), False),
-        (lambda: lambda context: data(shuffle=True), False),
+        (lambda: batches().map(lambda rows: rows | {"x": rows["x"] + tf.random.uniform([])}), False),
+        (lambda: lambda context: batches(shuffle=True), False),
     ],
     ids=["no seed", "a generator", "random numbers from TensorFlow's seed", "a function of InputContext"],
 )
@@ -344,10 +340,10 @@ def test_what_talks_to_other_replicas_is_not_compared_and_that_is_told():
         return loss * tf.stop_gradient(tf.reduce_mean(everyone))
 
     trainer = distloop.Trainer(planted(gathered), on(1))
-    result = trainer.audit(data())
+    result = trainer.audit(batches())
     assert not result.findings
     assert "not checked: loss and gradients" in str(result) and "all_gather" in str(result)
-    refused(lambda: trainer.audit(data(size=1)), "less than 2 rows", "larger batches")
+    refused(lambda: trainer.audit(batches(1)), "less than 2 rows", "larger batches")
 
 
 def test_the_setting_tells_the_findings_and_leaves(capsys, tmp_path):
@@ -355,7 +351,7 @@ def test_the_setting_tells_the_findings_and_leaves(capsys, tmp_path):
     model_fn = planted(layers=[lambda: keras.layers.BatchNormalization(name="norm")])
     trainer = distloop.Trainer(model_fn, on(1, audit=True, workdir=str(workdir)))
     with pytest.raises(SystemExit) as left:
-        trainer.fit(data(), steps=5)
+        trainer.fit(batches(), steps=5)
     assert left.value.code == 1 and trainer.step == 0 and not workdir.exists()
     printed = capsys.readouterr().out
     assert "distloop: audit: 1 finding\n" in printed and "distloop: statistics of one replica: net/norm: " in printed
@@ -395,10 +391,10 @@ OF_VIRTUAL_REPLICAS = {
 def test_what_breaks_the_same_bits_of_virtual_replicas_is_found(case):
     model_fn, expected = OF_VIRTUAL_REPLICAS[case]
     state = TrainState(model_fn, tf.distribute.get_strategy(), 0.0, 4)
-    state.build(next(iter(data())))
+    state.build(next(iter(batches())))
     settings = distloop.Config(batch_size=8)
     trainer = types.SimpleNamespace(state=state, strategy=state.strategy, config=settings, build=lambda data: None)
-    findings = audit(trainer, data()).findings
+    findings = audit(trainer, batches()).findings
     told = [(finding.what, finding.name, finding.hint) for finding in findings]
     is_told = any(all(a in b for a, b in zip(expected, texts, strict=True)) for texts in told if expected)
     assert is_told if expected else not told, told

@@ -13,7 +13,7 @@ from distloop.audit.tuning import BatchTrial
 from distloop.keras_models.fit_arguments import read_arguments
 from distloop.model.saved_state import SavedState
 from tests.keras_models import compiled_models
-from tests.problems import classification, classifier, on
+from tests.problems import batches, classification, classifier, on
 
 X, Y = (classification(16)[name] for name in ("x", "label"))
 
@@ -71,10 +71,6 @@ def test_data_of_any_kind_gets_class_weights(make):
     np.testing.assert_array_equal(weights, np.where(Y[:8] == 1, 3, 1))
 
 
-def batches():
-    return distloop.make_dataset(classification(), 16, shuffle=True)
-
-
 def leave_the_workdir(path, replicas=1, **settings):
     settings = {"fast_dev_run": True, "epochs": 1000, "eval_every": 1, **settings}
     return distloop.Trainer(classifier(), on(replicas, workdir=path / "run", **settings))
@@ -83,7 +79,8 @@ def leave_the_workdir(path, replicas=1, **settings):
 @pytest.mark.slow
 def test_everything_is_tried_once_and_printed(tmp_path, capsys):
     trainer = leave_the_workdir(tmp_path, 2, average_decay=0.9)
-    metrics = trainer.fit(batches(), evals={"test": batches()}, actions=[distloop.SaveBest("test/accuracy")])
+    evals, best = {"test": batches(shuffle=True)}, distloop.SaveBest("test/accuracy")
+    metrics = trainer.fit(batches(shuffle=True), evals=evals, actions=[best])
     printed = capsys.readouterr().out
     for part in ("step 1 trained", "restored: all", "predicted 16 rows with serving_default", "read the export back"):
         assert part in printed
@@ -94,7 +91,7 @@ def test_everything_is_tried_once_and_printed(tmp_path, capsys):
 @pytest.mark.slow
 def test_what_a_program_does_after_fit_still_works(tmp_path):
     trainer = leave_the_workdir(tmp_path)
-    data = batches()
+    data = batches(shuffle=True)
     trainer.fit(data, steps=1000)
     trainer.fit(data, steps=2000)
     trainer.save()
@@ -126,7 +123,7 @@ def test_the_directory_goes_with_its_owner_and_checkpoints_of_another_process_ar
     del owner
     assert not os.path.exists(directory)
     with pytest.raises(ValueError, match="leave fast_dev_run out"):
-        distloop.Trainer(classifier(), on(1, fast_dev_run=True)).evaluate_checkpoints(batches())
+        distloop.Trainer(classifier(), on(1, fast_dev_run=True)).evaluate_checkpoints(batches(shuffle=True))
 
 
 @pytest.mark.slow
@@ -141,7 +138,7 @@ def test_a_checkpoint_that_does_not_restore_everything_is_found(tmp_path, monkey
 
     monkeypatch.setattr(SavedState, "restore", forgetful)
     with pytest.raises(RuntimeError, match="model/net/hidden/kernel came back from a checkpoint with other values"):
-        leave_the_workdir(tmp_path, console="quiet").fit(batches())
+        leave_the_workdir(tmp_path, console="quiet").fit(batches(shuffle=True))
 
 
 UNTRIED = (
@@ -166,7 +163,7 @@ def test_a_predict_fn_that_is_not_there_or_reads_what_training_batches_lack_is_t
         predict_fn = (lambda batch: spec.model(batch["inputs"], training=False)) if has_predict_fn else None
         return distloop.ModelSpec(spec.model, spec.optimizer, spec.loss_fn, predict_fn=predict_fn)
 
-    evals = {"test": batches().map(lambda rows: rows | {"inputs": rows["x"]})} if has_evaluation else {}
-    distloop.Trainer(model_fn, on(1, fast_dev_run=True, steps=5)).fit(batches(), evals=evals)
+    evals = {"test": batches(shuffle=True).map(lambda rows: rows | {"inputs": rows["x"]})} if has_evaluation else {}
+    distloop.Trainer(model_fn, on(1, fast_dev_run=True, steps=5)).fit(batches(shuffle=True), evals=evals)
     printed = capsys.readouterr().out
     assert told in printed and untold not in printed

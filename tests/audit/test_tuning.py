@@ -10,11 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import distloop
 from distloop.audit import tuning
-from tests.problems import assert_equal, classification, classifier, everything, on, refused, weights
-
-
-def batches(**arguments):
-    return distloop.make_dataset(classification(), 16, **arguments)
+from tests.problems import assert_equal, batches, classification, classifier, everything, on, refused, weights
 
 
 def trainer_of(replicas=1, optimizer=lambda: keras.optimizers.SGD(0.1, momentum=0.9), **settings):

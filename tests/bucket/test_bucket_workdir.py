@@ -16,7 +16,7 @@ from distloop.checkpoints.checkpoint import load
 from distloop.distributed.collectives import Workers
 from tests import forked
 from tests.bucket.unreliable import URL, Killed, Unreliable, bucket, empty, sealed_steps
-from tests.problems import assert_equal, classification, classifier, everything, mostly_wide, on
+from tests.problems import assert_equal, batches, classifier, everything, mostly_wide, on
 
 
 @pytest.fixture(autouse=True)
@@ -28,14 +28,10 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
-def data():
-    return distloop.make_dataset(classification(67), 16, shuffle=True)
-
-
 def train(workdir, steps=12, actions=(), **settings):
     settings = {"checkpoint_every": 3, "keep_checkpoints": 2, "log_every": 2, "console": "quiet", **settings}
     trainer = distloop.Trainer(classifier(dropout=0.5), on(1, workdir=str(workdir), **settings))
-    trainer.fit(data(), steps=steps, actions=actions)
+    trainer.fit(batches(shuffle=True), steps=steps, actions=actions)
     return trainer
 
 

@@ -15,7 +15,7 @@ import distloop
 from distloop import report
 from distloop.bucket.remote_directory import RemoteDirectory
 from distloop.workdir.run_lock import RunLock
-from tests.bucket.test_bucket_workdir import cache, checkpoints_of, data, rows_of, train  # noqa: F401 - a fixture
+from tests.bucket.test_bucket_workdir import cache, checkpoints_of, rows_of, train  # noqa: F401 - a fixture
 from tests.bucket.unreliable import sealed_steps
 from tests.problems import assert_equal, everything
 

@@ -1,6 +1,7 @@
 """Resuming: a run goes on from its checkpoints as if it had not stopped."""
 
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ from distloop.workdir.run_lock import RunLock
 from tests.problems import (
     Lazy,
     assert_equal,
+    batches,
     classification,
     classifier,
     everything,
@@ -31,16 +33,13 @@ from tests.problems import (
 pytestmark = pytest.mark.slow
 
 EVERYTHING = {"dropout": 0.5, "batch_norm": "local", "metrics": True}  # statistics, seeds and metrics
+data = functools.partial(batches, shuffle=True)
 
 
 def make_trainer(workdir, replicas=1, *, steps_per_log=7, model_fn=None, **settings):
     model_fn = model_fn or classifier(dropout=0.5)
     config = on(replicas, **{"workdir": str(workdir), "log_every": steps_per_log, "average_decay": 0.9, **settings})
     return distloop.Trainer(model_fn, config)
-
-
-def data():
-    return distloop.make_dataset(classification(67), 16, shuffle=True)
 
 
 def make_full_trainer(workdir, **settings):
@@ -479,7 +478,7 @@ class Killed(Exception):
 
 
 def numbered(rows, seed):
-    return distloop.make_dataset(classification(rows), 8, shuffle=True, seed=seed)
+    return data(8, rows, seed=seed)
 
 
 def of_tf_data(rows, seed):

@@ -1,5 +1,6 @@
 """Several calls of `fit` in one workdir are one run; another model or other trained variables are refused."""
 
+import functools
 import signal
 
 import keras
@@ -8,17 +9,7 @@ import pytest
 
 import distloop
 from tests import forked
-from tests.problems import (
-    assert_equal,
-    classification,
-    classifier,
-    everything,
-    mostly_wide,
-    on,
-    refused,
-    rows_of,
-    weights,
-)
+from tests.problems import assert_equal, batches, classifier, everything, mostly_wide, on, refused, rows_of, weights
 
 pytestmark = pytest.mark.slow
 
@@ -75,8 +66,7 @@ def test_a_program_of_two_fits_that_is_killed_ends_like_one_that_was_not(when, w
     assert rows_of(tmp_path) == rows_of(whole)
 
 
-def data(rows=67, seed=1):
-    return distloop.make_dataset(classification(rows), 8, shuffle=True, seed=seed)
+data = functools.partial(batches, 8, shuffle=True, seed=1)
 
 
 def trainer_of(workdir, trainable=None, momentum=0.9, **settings):
@@ -109,17 +99,18 @@ def test_other_trained_variables_are_refused_with_what_to_do(momentum, tmp_path)
 
 def test_data_of_a_second_fit_starts_at_its_beginning_in_a_replay_too(tmp_path, capsys):
     trainer, settings = None, dict(keep_checkpoints=9, checkpoint_every=2)
-    for dataset, steps in ((data(), 4), (data(50, 3), 7)):
+    for dataset, steps in ((data(), 4), (data(rows=50, seed=3), 7)):
         trainer = trainer or trainer_of(tmp_path, **settings)
         trainer.fit(dataset, steps=steps)
     assert trainer._train_source.batches_taken == 3
     again = trainer_of(tmp_path, **settings)
-    replayed = again.replay(data(50, 3), step=7, steps=7)
+    replayed = again.replay(data(rows=50, seed=3), step=7, steps=7)
     assert not replayed.differences
     for path, value in weights(trainer).items():
         if "seed" not in path:
             np.testing.assert_array_equal(replayed.weights_after[path], value)
-    refused(lambda: again.replay(data(50, 3), step=5, steps=7), "began other data at step 4, and has no checkpoint")
+    sentence = "began other data at step 4, and has no checkpoint"
+    refused(lambda: again.replay(data(rows=50, seed=3), step=5, steps=7), sentence)
     assert not trainer_of(tmp_path, **settings).replay(data(), step=4, steps=4).differences
 
 
@@ -132,7 +123,7 @@ def test_a_run_that_was_made_longer_is_replayed_from_before_that(tmp_path):
 def test_a_fit_that_is_over_before_the_checkpoint_says_so_and_saves_nothing(tmp_path, capsys):
     trainer = trainer_of(tmp_path)
     trainer.fit(data(), steps=4)
-    trainer.fit(data(50, 3), steps=7)
+    trainer.fit(data(rows=50, seed=3), steps=7)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("checkpoints/*")}
     again = trainer_of(tmp_path, console="auto")
     again.fit(data(), steps=4)

@@ -9,15 +9,11 @@ import pytest
 import distloop
 from distloop.checkpoints import sidecar
 from tests import forked
-from tests.problems import classification, classifier, on, refused
+from tests.problems import batches, classification, classifier, on, refused
 
 
 def trainer_of(workdir, **settings):
     return distloop.Trainer(classifier(), on(1, workdir=str(workdir), **settings))
-
-
-def data():
-    return distloop.make_dataset(classification(67), 16)
 
 
 def rows_of(workdir, name):
@@ -74,26 +70,26 @@ def test_a_second_process_evaluates_each_checkpoint_once(tmp_path):
 
 @pytest.mark.slow
 def test_a_second_process_under_the_name_of_an_evaluation_is_refused(tmp_path):
-    trainer_of(tmp_path).fit(data(), steps=4)
+    trainer_of(tmp_path).fit(batches(), steps=4)
     first, second = trainer_of(tmp_path), trainer_of(tmp_path)
     evaluate, refusals = first._eval_loop.evaluate, []
 
     def also(*args):
         with pytest.raises(ValueError, match="^name='test' was given .* another process writes its rows .*other name"):
-            second.evaluate_checkpoints(data())
+            second.evaluate_checkpoints(batches())
         refusals.append(1)
-        assert list(second.evaluate_checkpoints(data(), name="other")) == [4]
+        assert list(second.evaluate_checkpoints(batches(), name="other")) == [4]
         return evaluate(*args)
 
     first._eval_loop.evaluate = also
-    assert list(first.evaluate_checkpoints(data())) == [4] and refusals
+    assert list(first.evaluate_checkpoints(batches())) == [4] and refusals
     assert sorted(os.listdir(tmp_path / "evaluations")) == ["other.jsonl", "test.jsonl"]  # no lock is left
 
 
 @pytest.mark.slow
 def test_following_a_run_that_does_not_go_on_times_out_and_its_last_row_is_on_the_disk_before_that(tmp_path):
     with pytest.raises(SystemExit):
-        trainer_of(tmp_path, max_secs=1e-6, steps_per_loop=5).fit(data(), steps=40)
+        trainer_of(tmp_path, max_secs=1e-6, steps_per_loop=5).fit(batches(), steps=40)
     other, rows = trainer_of(tmp_path), []
     follow = other._checkpoints.follow
 
@@ -104,17 +100,17 @@ def test_following_a_run_that_does_not_go_on_times_out_and_its_last_row_is_on_th
 
     other._checkpoints.follow = watched
     with pytest.raises(TimeoutError, match="No checkpoint came to .* for 0.3 seconds"):
-        other.evaluate_checkpoints(data(), poll_secs=0.05, timeout_secs=0.3)
+        other.evaluate_checkpoints(batches(), poll_secs=0.05, timeout_secs=0.3)
     assert rows[0]["step"] == other.step == 5
     with pytest.raises(ValueError, match="no checkpoints to follow"):
-        trainer_of("").evaluate_checkpoints(data())
+        trainer_of("").evaluate_checkpoints(batches())
 
 
 @pytest.mark.slow
 def test_each_checkpoint_of_a_run_is_measured_under_the_name_of_the_evaluation(tmp_path):
     test = distloop.make_dataset(classification(33, seed=1), 8)
     trained = trainer_of(tmp_path, checkpoint_every=5)
-    trained.fit(data(), steps=10)
+    trained.fit(batches(), steps=10)
     found = trainer_of(tmp_path).evaluate_checkpoints(test, name="valid", poll_secs=0.01, timeout_secs=60)
     assert list(found) == [5, 10] and found[5] != found[10] == trained.evaluate(test)
     assert {row["step"]: (row["valid/loss"], row["valid/accuracy"]) for row in rows_of(tmp_path, "valid")} == {
@@ -130,7 +126,7 @@ def test_a_run_in_a_bucket_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     trainer = trainer_of("memory://bucket/run")
     instead = f"give {trainer.config.local_workdir!r} on the machine that trains"
-    refused(lambda: trainer.evaluate_checkpoints(data()), "workdir='memory://bucket/run'", instead)
+    refused(lambda: trainer.evaluate_checkpoints(batches()), "workdir='memory://bucket/run'", instead)
     assert not os.listdir(tmp_path)
 
 

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 import distloop
 from distloop.checkpoints.warm_start import warm_start
-from tests.problems import classification, mostly_wide, on
+from tests.problems import batches, mostly_wide, on
 
 
 def net(units=4, name="net"):
@@ -27,10 +27,6 @@ def make_trainer(replicas=2, model=net, optimizer=lambda: keras.optimizers.SGD(0
         return distloop.ModelSpec(made, optimizer(), loss_fn)
 
     return distloop.Trainer(model_fn, on(replicas, **settings))
-
-
-def data():
-    return distloop.make_dataset(classification(16), 8)
 
 
 def arrays(model):
@@ -53,7 +49,7 @@ def test_slots_that_begin_as_the_weights_begin_as_the_new_ones(is_sharded, tmp_p
     np.savez(tmp_path / "given.npz", **given)
     settings = {"init_from": str(tmp_path / "given.npz"), "shard_optimizer": is_sharded}
     trainer = make_trainer(optimizer=optimizer, **settings)
-    trainer.fit(data(), steps=1)
+    trainer.fit(batches(8, 16), steps=1)
     for variable in trainer.model.variables:
         np.testing.assert_allclose(variable.numpy(), given[variable.path], atol=1e-4)
 
@@ -65,7 +61,7 @@ def run(tmp_path_factory):
     trainer = make_trainer(workdir=str(workdir))
     for variable in trainer.model.variables:
         variable.assign(np.random.default_rng(7).normal(size=variable.shape))
-    trainer.fit(data(), steps=2)
+    trainer.fit(batches(8, 16), steps=2)
     return workdir, trainer.model
 
 
@@ -87,7 +83,7 @@ def test_weights_come_from_any_kind_of_file(kind, replicas, run, tmp_path, capsy
     else:
         path = workdir if kind == "workdir" else workdir / "checkpoints" / "2"
     trainer = make_trainer(replicas, init_from=str(path), init_rename=rename, average_decay=0.9)
-    trainer.fit(data(), steps=1)
+    trainer.fit(batches(8, 16), steps=1)
     assert_same(arrays(trainer.model), arrays(model))
     for average, weight in zip(trainer.state.average.variables, arrays(trainer.model), strict=True):
         np.testing.assert_allclose(average.numpy(), weight, rtol=1e-6)
@@ -105,9 +101,9 @@ def test_weights_come_from_the_checkpoint_that_best_json_names(tmp_path):
 
     measure.every = 1
     trainer = make_trainer(optimizer=lambda: keras.optimizers.SGD(0.1), workdir=str(tmp_path))
-    trainer.fit(data(), steps=4, actions=[measure, distloop.SaveBest("score", mode="max")])
+    trainer.fit(batches(8, 16), steps=4, actions=[measure, distloop.SaveBest("score", mode="max")])
     again = make_trainer(init_from=str(tmp_path / "checkpoints" / "best.json"))
-    again.fit(data(), steps=1)
+    again.fit(batches(8, 16), steps=1)
     assert_same(arrays(again.model), seen[2])
 
 
@@ -117,7 +113,7 @@ def test_a_part_is_taken_under_another_name_and_the_rest_is_listed(run, capsys):
     settings = {"init_from": str(workdir), "init_rename": r"^net/hidden=>a/net/hidden"}
     trainer = make_trainer(model=lambda: {"a": net(), "b": net(name="other")}, **settings)
     head = trainer.model["a"].layers[1].kernel.numpy()
-    trainer.fit(data(), steps=1)
+    trainer.fit(batches(8, 16), steps=1)
     assert_same(arrays(trainer.model["a"].layers[0]), arrays(model.layers[0]))
     np.testing.assert_array_equal(trainer.model["a"].layers[1].kernel.numpy(), head)
     out = capsys.readouterr().out
@@ -128,9 +124,9 @@ def test_a_part_is_taken_under_another_name_and_the_rest_is_listed(run, capsys):
 def test_a_run_that_goes_on_does_not_start_again(run, tmp_path):
     workdir, _ = run
     first = make_trainer(workdir=str(tmp_path / "second"))
-    first.fit(data(), steps=1)
+    first.fit(batches(8, 16), steps=1)
     again = make_trainer(workdir=str(tmp_path / "second"), init_from=str(workdir))
-    again.fit(data(), steps=2)
+    again.fit(batches(8, 16), steps=2)
     assert_same(arrays(again.model), arrays(first.model))
 
 
@@ -150,7 +146,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_taken(settings, model, says
     trainer = make_trainer(model=model, **{"init_from": str(workdir), **settings})
     before = arrays(trainer.model)
     with pytest.raises(ValueError, match=says) as caught:
-        trainer.fit(data(), steps=1)
+        trainer.fit(batches(8, 16), steps=1)
     assert "\n" not in str(caught.value)
     assert_same(arrays(trainer.model), before)
 

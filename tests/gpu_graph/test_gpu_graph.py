@@ -11,7 +11,7 @@ import tensorflow as tf
 import distloop
 from tests.gpu_graph import pretended_gpus
 from tests.gpu_graph.pretended_gpus import trace_on_gpus
-from tests.problems import classification, classifier, cross_entropy, loss_fn_of, mostly_wide
+from tests.problems import batches, classifier, cross_entropy, loss_fn_of, mostly_wide
 
 pytestmark = pytest.mark.slow
 
@@ -47,10 +47,6 @@ KNOWN_OF = {
         "reads: a replica's rows"
     }
 }
-
-
-def data(size=16):
-    return distloop.make_dataset(classification(64), size)
 
 
 def table_model_fn():
@@ -123,7 +119,7 @@ FEATURES = {
 def graphs_of(feature, gpus):
     model_fn, settings = FEATURES[feature]
     config = distloop.Config(**{"batch_size": 16, **settings})
-    return trace_on_gpus(model_fn, config, data(), max(gpus, config.num_stages))
+    return trace_on_gpus(model_fn, config, batches(rows=64), max(gpus, config.num_stages))
 
 
 def file_of(line):

@@ -8,11 +8,7 @@ import tensorflow as tf
 import distloop
 from distloop.model.layers import SEED_STRIDE
 from distloop.model.saved_state import SavedState
-from tests.problems import assert_equal, classification, classifier, everything, on
-
-
-def batches():
-    return distloop.make_dataset(classification(), 16)
+from tests.problems import assert_equal, batches, classifier, everything, on
 
 
 def trained(replicas=1, steps=3, optimizer=lambda: keras.optimizers.Adam(0.01), **settings):

@@ -7,27 +7,14 @@ import tensorflow as tf
 
 from distloop.model.spec import ModelSpec, Update
 from distloop.model.state import TrainState
+from tests.model.two_layers import loss_of, spec_of, two_layers
 from tests.problems import Lazy, mirrored
 
 ONE = tf.distribute.get_strategy()
 STRATEGIES = pytest.mark.parametrize("strategy", [ONE, mirrored(2)], ids=["none", "mirrored"])
 
 
-def two_layers():
-    return keras.Sequential(
-        [keras.Input((3,)), keras.layers.Dense(4, name="encoder"), keras.layers.Dense(2, name="head")], name="net"
-    )
-
-
 NAMES = ["net/encoder/kernel", "net/encoder/bias", "net/head/kernel", "net/head/bias"]
-
-
-def loss_of(model):
-    return lambda batch, training: {"loss": tf.reduce_sum(model(batch["x"], training=training), -1)}
-
-
-def spec_of(model, optimizer=None, **more):
-    return ModelSpec(model, optimizer or keras.optimizers.SGD(0.1), loss_of(model), **more)
 
 
 def paths_of(made, name=""):

@@ -12,13 +12,9 @@ from distloop.actions.built_in import SCALE, GradientNoise
 from distloop.optimizers import gradient_noise
 from distloop.optimizers.gradient_noise import SQUARE, TRACE
 from distloop.training.action import Report
-from tests.problems import classification, classifier, mostly_wide, on, refused
+from tests.problems import batches, classification, classifier, mostly_wide, on, refused
 
 ROWS = 24
-
-
-def data(size=ROWS, rows=ROWS):
-    return distloop.make_dataset(classification(rows), size)
 
 
 def still(**arguments):
@@ -84,9 +80,9 @@ def test_the_estimates_are_those_of_the_gradients_of_the_parts(replicas, setting
     size = 23  # parts of two sizes
     model_fn = still(is_weighted=True)
     trainer = distloop.Trainer(model_fn, on(replicas, gradient_noise_every=1, log_every=1, **settings))
-    trainer.build(data(size))
+    trainer.build(batches(size, ROWS))
     weights = [value.numpy() for value in trainer.model.trainable_variables]
-    found = trainer.fit(data(size), steps=1)
+    found = trainer.fit(batches(size, ROWS), steps=1)
     rows = {name: np.asarray(value)[:size] for name, value in classification(ROWS).items()}
     trace, square = by_hand(*gradients_of(model_fn, weights, cut(rows, *parts)))
     tolerance = 0.1 if "precision" in settings else 1e-4
@@ -115,7 +111,7 @@ def test_over_many_batches_it_is_the_noise_scale_of_the_examples():
 def test_it_has_the_same_bits_on_any_number_of_devices(replicas):
     def numbers(replicas):
         config = on(replicas, virtual_replicas=4, gradient_noise_every=2, log_every=2)
-        found = distloop.Trainer(classifier(), config).fit(data(8), steps=6)
+        found = distloop.Trainer(classifier(), config).fit(batches(8, ROWS), steps=6)
         return found[TRACE], found[SQUARE], found[SCALE]
 
     assert numbers(replicas) == numbers(1)
@@ -125,7 +121,7 @@ def test_it_has_the_same_bits_on_any_number_of_devices(replicas):
 def test_a_run_that_is_resumed_goes_on_with_its_averages(tmp_path):
     def run():
         config = on(2, workdir=str(tmp_path), gradient_noise_every=1, log_every=1, checkpoint_every=3)
-        return distloop.Trainer(classifier(), config).fit(data(8), steps=9)[SCALE]
+        return distloop.Trainer(classifier(), config).fit(batches(8, ROWS), steps=9)[SCALE]
 
     straight = run()
     for step in ("6", "9"):
@@ -136,8 +132,8 @@ def test_a_run_that_is_resumed_goes_on_with_its_averages(tmp_path):
 @pytest.mark.slow
 def test_one_device_replays_a_run_of_two_that_measured_it(tmp_path):
     config = {"workdir": str(tmp_path), "gradient_noise_every": 2, "log_every": 2}
-    distloop.Trainer(classifier(), on(2, **config)).fit(data(8), steps=6)
-    result = distloop.Trainer(classifier(), on(1, steps=6, **config)).replay(data(8), step=5)
+    distloop.Trainer(classifier(), on(2, **config)).fit(batches(8, ROWS), steps=6)
+    result = distloop.Trainer(classifier(), on(1, steps=6, **config)).replay(batches(8, ROWS), step=5)
     assert result.differences == []
 
 
@@ -160,13 +156,12 @@ def test_averages_are_smoothed_before_the_division():
 @pytest.mark.slow
 def test_a_step_that_measures_nothing_computes_nothing_for_it(monkeypatch):
     monkeypatch.setattr(gradient_noise, "of_part", None)
-    found = distloop.Trainer(classifier(), on(2)).fit(data(8), steps=1)
+    found = distloop.Trainer(classifier(), on(2)).fit(batches(8, ROWS), steps=1)
     assert not {TRACE, SQUARE, SCALE} & found.keys()
 
 
 @pytest.mark.parametrize("settings", [{}, {"virtual_replicas": 1}])
 def test_one_part_is_refused(settings):
     trainer = distloop.Trainer(classifier(), on(1, gradient_noise_every=1, **settings))
-    refused(
-        lambda: trainer.fit(data(), steps=1), "gradient_noise_every=1", "give microbatches, virtual_replicas or more"
-    )
+    parts = "gradient_noise_every=1", "give microbatches, virtual_replicas or more"
+    refused(lambda: trainer.fit(batches(ROWS, ROWS), steps=1), *parts)

@@ -18,7 +18,7 @@ from distloop.monitoring.profiler import busy_fractions
 from distloop.run import overview
 from distloop.variables import tensorflow_variable
 from tests import forked
-from tests.problems import assert_close, assert_equal, classification, mostly_wide, refused
+from tests.problems import assert_close, assert_equal, batches, classification, mostly_wide, refused
 
 
 def settings(num_stages=1, **others):
@@ -79,10 +79,6 @@ def classifier(make=sequential, num_stages=1, optimizer=lambda: keras.optimizers
         return distloop.ModelSpec(model, optimizer(), loss_fn, predict_fn=predict_fn)
 
     return model_fn
-
-
-def batches(size=16, rows=67):
-    return distloop.make_dataset(classification(rows), size)
 
 
 def train(model_fn, config, steps=6):

@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from tests.problems import assert_close, assert_equal, classification, everything, mostly_wide, on, optimize_graphs
+from tests.problems import assert_close, assert_equal, classification, everything, mostly_wide, on
 
 layers = keras.layers
 
@@ -43,15 +43,8 @@ def trained(replicas, steps, *, norm=None, **settings):
     return everything(trainer)
 
 
-@pytest.fixture
-def graphs_as_written():
-    """Virtual replicas turn TensorFlow's graph optimizers off in this process; turns them on again."""
-    yield
-    optimize_graphs()
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("graphs_as_written")
+@pytest.mark.usefixtures("graphs_of_other_tests_are_optimized")
 def test_a_run_has_the_same_bits_and_its_checkpoints_go_on_without_recomputation(tmp_path, capsys):
     settings = {"virtual_replicas": 2, "microbatches": 2, "precision": "mixed_float16"}
     expected = trained(1, 2, **settings)

@@ -13,7 +13,7 @@ from distloop.distributed import collectives
 from distloop.run.agreement import require_same_run
 from distloop.workers import messages
 from tests import forked
-from tests.problems import classification, classifier, mirrored, mostly_wide, on
+from tests.problems import batches, classification, classifier, mirrored, mostly_wide, on
 
 
 def test_a_run_is_described_by_its_end_its_lists_and_each_variable_with_what_trains_it(monkeypatch):
@@ -41,7 +41,7 @@ def test_a_run_is_described_by_its_end_its_lists_and_each_variable_with_what_tra
 @pytest.mark.slow
 def test_a_layer_that_is_frozen_or_unfrozen_between_two_fits_is_named():
     trainer = distloop.Trainer(classifier(), on(1))
-    trainer.fit(data(), steps=2)
+    trainer.fit(batches(8, 32), steps=2)
     hidden = trainer.model.get_layer("hidden")
     for frozen, sentence in (
         (hidden, "`trainable` of 'net/hidden/bias', 'net/hidden/kernel' was changed since"),
@@ -49,9 +49,9 @@ def test_a_layer_that_is_frozen_or_unfrozen_between_two_fits_is_named():
     ):
         frozen.trainable = False
         with pytest.raises(ValueError, match=sentence):
-            trainer.fit(data(), steps=4)
+            trainer.fit(batches(8, 32), steps=4)
     trainer.model.trainable = True
-    trainer.fit(data(), steps=4)
+    trainer.fit(batches(8, 32), steps=4)
     assert trainer.step == 4
 
 
@@ -103,12 +103,8 @@ def enter(launcher, monkeypatch):
     return enter
 
 
-def data():
-    return distloop.make_dataset(classification(32), 8)
-
-
 def sharded(context):
-    return data()
+    return batches(8, 32)
 
 
 def fit(data, steps=2, **settings):
@@ -131,7 +127,7 @@ def test_what_cannot_go_on_with_other_workers_is_refused_before_the_first_step(
 ):
     enter()
     with pytest.raises(ValueError, match=sentence):
-        fit(sharded if is_sharded else data(), **{"workdir": str(tmp_path), **settings})
+        fit(sharded if is_sharded else batches(8, 32), **{"workdir": str(tmp_path), **settings})
     launcher.read()
     assert launcher.step is None
 
@@ -151,14 +147,14 @@ def test_what_cannot_go_on_with_other_workers_is_refused_before_the_first_step(
 )
 def test_with_a_fixed_number_of_workers_none_of_it_is_refused(settings, is_sharded, enter, tmp_path):
     enter(least=4)
-    fit(sharded if is_sharded else data(), **{"workdir": str(tmp_path), **settings})
+    fit(sharded if is_sharded else batches(8, 32), **{"workdir": str(tmp_path), **settings})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("virtual_replicas, sizes", mostly_wide([(0, (1, 2, 3, 4)), (4, (1, 2, 4))], (4, (1, 2, 4))))
 def test_the_launcher_is_told_when_the_run_can_be_asked_to_leave(enter, launcher, tmp_path, virtual_replicas, sizes):
     enter()
-    fit(data(), workdir=str(tmp_path), virtual_replicas=virtual_replicas)
+    fit(batches(8, 32), workdir=str(tmp_path), virtual_replicas=virtual_replicas)
     launcher.read()
     assert (launcher.step, launcher.sizes, launcher.began_at) == (0, sizes, None)
 
@@ -167,12 +163,12 @@ def test_the_launcher_is_told_when_the_run_can_be_asked_to_leave(enter, launcher
 def test_a_change_of_workers_is_noted_with_its_cause_and_what_it_cost(enter, launcher, monkeypatch, tmp_path):
     settings = dict(workdir=str(tmp_path), log_every=1, checkpoint_every=1, keep_checkpoints=3)
     enter()
-    fit(data(), steps=3, **settings)
+    fit(batches(8, 32), steps=3, **settings)
     shutil.rmtree(tmp_path / "checkpoints" / "3")
     monkeypatch.setattr(messages, "_marks", {})  # as in a new process
     now = time.time()
     enter(number=2, cause="worker 1 failed", lost_at=now - 9, ended_at=now - 6, started_at=now - 5)
-    fit(data(), steps=3, **settings)
+    fit(batches(8, 32), steps=3, **settings)
     (row,) = map(json.loads, (tmp_path / "incidents.jsonl").read_text().splitlines())
     secs = {name: row.pop(name) for name in list(row) if name.endswith("_secs")}
     expected = {"step": 2, "action": "membership", "membership": 2, "workers": 1, "steps_again": 1}

@@ -11,28 +11,13 @@ from distloop.model.saved_state import SavedState
 from distloop.optimizers import keras_hooks
 from distloop.run import overview
 from distloop.sharding import variable_parts
-from tests.problems import (
-    assert_equal,
-    classification,
-    classifier,
-    local_values,
-    mostly_wide,
-    on,
-    optimize_graphs,
-    refused,
-    weights,
-)
+from tests.problems import assert_equal, classification, classifier, local_values, mostly_wide, on, refused, weights
+
+pytestmark = pytest.mark.usefixtures("graphs_of_other_tests_are_optimized")
 
 ROWS = 67  # the last batch of an epoch is odd
 RNG = np.random.default_rng(0)
 DEVICES = [f"CPU:{i}" for i in range(4)]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def graphs_of_other_tests_are_optimized():
-    """Virtual replicas turn TensorFlow's graph optimizers off in this process; turns them on again."""
-    yield
-    optimize_graphs()
 
 
 def all_of(trainer):

@@ -23,11 +23,7 @@ from distloop.training.action import (
 )
 from distloop.training.boundary import StopPoint, run_actions, started
 from distloop.workers.preemption import Interrupted
-from tests.problems import refused
-
-
-def report(step=10, until=100, **metrics):
-    return Report(step, until, metrics, state=None)
+from tests.problems import refused, report
 
 
 def action(every, returned=None, seen=None):

@@ -7,13 +7,9 @@ import tensorflow as tf
 
 import distloop
 from distloop import testing
-from tests.problems import assert_close, classification, loss_fn_of, mostly_wide, on, refused, weights
+from tests.problems import assert_close, batches, classification, loss_fn_of, mostly_wide, on, refused, weights
 
 KERNEL, BIAS = "net/logits/kernel", "net/logits/bias"
-
-
-def data(rows=67, size=16):
-    return distloop.make_dataset(classification(rows), size)
 
 
 def make(optimizer=lambda: keras.optimizers.SGD(0.1), update=False, **rules):
@@ -32,7 +28,7 @@ def make(optimizer=lambda: keras.optimizers.SGD(0.1), update=False, **rules):
 
 def trained(model_fn, replicas=1, steps=6, **settings):
     trainer = distloop.Trainer(model_fn, on(replicas, **settings))
-    trainer.fit(data(), steps=steps)
+    trainer.fit(batches(), steps=steps)
     return weights(trainer)
 
 
@@ -50,7 +46,7 @@ def one_step_from_ones(model_fn):
     trainer = distloop.Trainer(model_fn, on(1))
     for variable in trainer.model.trainable_variables:
         variable.assign(tf.ones(variable.shape))
-    trainer.fit(data(), steps=1)
+    trainer.fit(batches(), steps=1)
     return weights(trainer)
 
 
@@ -66,7 +62,7 @@ RULES = dict(
 @pytest.mark.wide
 def test_every_rule_keeps_the_laws_of_replicas_and_microbatches():
     model_fn = make(lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1), **RULES)
-    testing.assert_replica_law(model_fn, data(), (1, 3), tolerance=1e-6, clip_norm=0.1)
+    testing.assert_replica_law(model_fn, batches(), (1, 3), tolerance=1e-6, clip_norm=0.1)
     assert_close(trained(model_fn, 2, clip_norm=0.1, microbatches=2), trained(model_fn, clip_norm=0.1))
 
 
@@ -79,12 +75,12 @@ def test_batch_fn_changes_what_training_and_evaluation_see():
         return doubled(batch, training)
 
     trainer = distloop.Trainer(make(batch_fn=noted), on(1))
-    trainer.fit(data(), steps=3)
+    trainer.fit(batches(), steps=3)
     twice = {name: value * 2 if name == "x" else value for name, value in classification().items()}
     plain = distloop.Trainer(make(), on(1))
     plain.fit(distloop.make_dataset(twice, 16), steps=3)
     assert_close(weights(trainer), weights(plain))
-    assert trainer.evaluate(data()) == pytest.approx(plain.evaluate(distloop.make_dataset(twice, 16)), rel=1e-5)
+    assert trainer.evaluate(batches()) == pytest.approx(plain.evaluate(distloop.make_dataset(twice, 16)), rel=1e-5)
     assert modes == {True, False}
 
 
@@ -97,7 +93,7 @@ def test_gradient_fn_sees_gradients_reduced_divided_and_clipped():
     for replicas, settings in ((1, {}), (2, {"microbatches": 2})):
         trainer = distloop.Trainer(make(gradient_fn=one_each), on(replicas, clip_norm=1e-3, **settings))
         before = weights(trainer)
-        trainer.fit(data(), steps=1)
+        trainer.fit(batches(), steps=1)
         np.testing.assert_allclose(before[KERNEL] - weights(trainer)[KERNEL], 0.1 * 1e-3, rtol=1e-2)
 
 
@@ -108,7 +104,7 @@ def test_learning_rates_multiply_the_step_of_the_variables_that_match_first(upda
     for rates in (None, {"logits/k": 0.25, "logits": 0.5}):
         trainer = distloop.Trainer(make(update=update, learning_rates=rates), on(2))
         before = weights(trainer)
-        trainer.fit(data(), steps=1)
+        trainer.fit(batches(), steps=1)
         steps[rates is None] = {path: before[path] - value for path, value in weights(trainer).items()}
     factors = {KERNEL: 0.25, BIAS: 0.5, "net/hidden/kernel": 1.0}
     for path, factor in factors.items():
@@ -144,7 +140,7 @@ def test_weight_decay_follows_the_learning_rate_and_leaves_out_what_it_is_told(r
     rules = dict(gradient_fn=nothing, no_decay="bias$", learning_rates={"logits": 0.5})
     trainer = distloop.Trainer(make(lambda: keras.optimizers.SGD(0.1, weight_decay=0.2), **rules), on(replicas))
     before = weights(trainer)
-    trainer.fit(data(), steps=1)
+    trainer.fit(batches(), steps=1)
     after = weights(trainer)
     np.testing.assert_array_equal(after[BIAS], before[BIAS])
     np.testing.assert_allclose(after[KERNEL], before[KERNEL] * (1 - 0.1 * 0.5 * 0.2), rtol=1e-6)
@@ -162,5 +158,5 @@ def test_weight_decay_follows_the_learning_rate_and_leaves_out_what_it_is_told(r
 )
 def test_gradients_that_do_not_fit_are_refused(gradient_fn, parts):
     trainer = distloop.Trainer(make(gradient_fn=gradient_fn), on(2))
-    refused(lambda: trainer.fit(data(), steps=1), *parts)
+    refused(lambda: trainer.fit(batches(), steps=1), *parts)
     assert trainer.step == 0

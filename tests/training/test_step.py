@@ -6,16 +6,22 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from tests.problems import assert_close, assert_equal, classification, classifier, everything, mostly_wide, on, weights
-
-
-def data():
-    return distloop.make_dataset(classification(67), 16)  # the last batch is odd
+from tests.problems import (
+    assert_close,
+    assert_equal,
+    batches,
+    classification,
+    classifier,
+    everything,
+    mostly_wide,
+    on,
+    weights,
+)
 
 
 def train(replicas, model_fn, **settings):
     trainer = distloop.Trainer(model_fn, on(replicas, **settings))
-    return trainer, trainer.fit(data(), steps=8)
+    return trainer, trainer.fit(batches(), steps=8)
 
 
 # XLA adds up in another order and precision than TensorFlow's kernels do. A bias's gradient is a sum over 16 rows, and
@@ -79,9 +85,9 @@ def test_an_eager_step_trains_to_the_same_numbers(replicas, microbatches, batch_
     model_fn, results = classifier(optimizer=optimizer, **terms), []
     for eager in (True, False):
         trainer = distloop.Trainer(model_fn, on(replicas, eager=eager, **settings))
-        reported = trainer.fit(data(), steps=7, evals={"test": data()})
+        reported = trainer.fit(batches(), steps=7, evals={"test": batches()})
         numbers = {name: np.array(reported[name]) for name in ("loss", "auc", "test/loss", "test/auc", "gradient_norm")}
-        results.append(everything(trainer) | numbers | {"predicted": trainer.predict(data())})
+        results.append(everything(trainer) | numbers | {"predicted": trainer.predict(batches())})
     assert_close(*results)
 
 

@@ -7,17 +7,9 @@ import tensorflow as tf
 
 import distloop
 from distloop.distributed.strategies import Indivisible
-from tests.problems import assert_equal, classification, classifier, mirrored, on, optimize_graphs, refused, weights
+from tests.problems import assert_equal, batches, classifier, mirrored, on, refused, weights
 
-
-@pytest.fixture(autouse=True)
-def graphs_of_other_tests_are_optimized():
-    yield
-    optimize_graphs()
-
-
-def batches():
-    return distloop.make_dataset(classification(40), 8)
+pytestmark = pytest.mark.usefixtures("graphs_of_other_tests_are_optimized")
 
 
 def trainer_of(*layers, virtual_replicas=4, devices=2, strategy=None, gather=lambda logits: None, rows=None, **config):
@@ -81,7 +73,7 @@ def test_settings_that_change_bits_are_refused(settings, parts):
 )
 @pytest.mark.parametrize("devices", [1, 2])
 def test_layers_that_share_values_are_refused(layer, parts, devices):
-    refused(lambda: trainer_of(layer, devices=devices).fit(batches(), steps=2), *parts)
+    refused(lambda: trainer_of(layer, devices=devices).fit(batches(8, 40), steps=2), *parts)
 
 
 @pytest.mark.slow
@@ -91,17 +83,17 @@ def test_gathered_rows_of_gathered_rows_are_refused():
         distloop.gather_rows(tf.gather(rows, place) * 2.0)
 
     parts = ["gather_rows", "from other gathered rows", "use virtual_replicas=0"]
-    refused(lambda: trainer_of(gather=gather).fit(batches(), steps=2), *parts)
-    refused(lambda: trainer_of(gather=gather).evaluate(batches()), *parts)
+    refused(lambda: trainer_of(gather=gather).fit(batches(8, 40), steps=2), *parts)
+    refused(lambda: trainer_of(gather=gather).evaluate(batches(8, 40)), *parts)
 
 
 @pytest.mark.slow
 def test_rows_are_not_gathered_with_microbatches_or_by_collectives():
     trainer = trainer_of(gather=distloop.gather_rows, microbatches=2)
-    refused(lambda: trainer.fit(batches(), steps=2), "gather_rows", "use microbatches=1")
+    refused(lambda: trainer.fit(batches(8, 40), steps=2), "gather_rows", "use microbatches=1")
     trainer = trainer_of(gather=distloop.gather_rows, strategy=by_collectives())
     parts = ["gather_rows", "virtual_replicas=4", "collectives", "use one worker"]
-    refused(lambda: trainer.fit(batches(), steps=2), *parts)
+    refused(lambda: trainer.fit(batches(8, 40), steps=2), *parts)
 
 
 def test_states_of_a_whole_batchs_rows_and_replicas_that_cannot_share_them_out_are_refused():
@@ -125,7 +117,7 @@ def test_a_strategy_object_has_the_same_bits():
     for devices in (0, 2, 4):
         strategy = by_collectives(devices) if devices else None
         trainer = trainer_of(lambda: keras.layers.Dropout(0.2), devices=devices or 1, strategy=strategy)
-        trainer.fit(batches(), steps=20)
+        trainer.fit(batches(8, 40), steps=20)
         found.append(weights(trainer))
     assert_equal(found[1], found[0])
     assert_equal(found[2], found[0])
@@ -139,20 +131,20 @@ def test_a_run_goes_on_with_as_many_virtual_replicas(tmp_path):
 
     def refuse(trainer, count):
         parts = ["checkpoints/2' was trained with virtual_replicas=4", f"{count} were given", "virtual_replicas=4, or"]
-        refused(lambda: trainer.fit(batches(), steps=4), *parts)
+        refused(lambda: trainer.fit(batches(8, 40), steps=4), *parts)
 
-    make(4).fit(batches(), steps=2)
+    make(4).fit(batches(8, 40), steps=2)
     for count in (2, 0):
         trainer = make(count)
         refuse(trainer, count)
         refuse(trainer, count)  # again
         trainer.restore(str(tmp_path / "checkpoints" / "2"))
-        assert np.isfinite(trainer.evaluate(batches())["loss"])
+        assert np.isfinite(trainer.evaluate(batches(8, 40))["loss"])
         refuse(trainer, count)
     trainer = make(4)
-    trainer.fit(batches(), steps=4)
+    trainer.fit(batches(8, 40), steps=4)
     assert trainer.step == 4
     settings = dict(workdir=str(tmp_path / "b"), virtual_replicas=2, init_from=str(tmp_path))
     other = distloop.Trainer(classifier(), on(2, **settings))
-    other.fit(batches(), steps=1)
+    other.fit(batches(8, 40), steps=1)
     assert other.step == 1
