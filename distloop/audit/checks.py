@@ -15,7 +15,7 @@ from distloop.audit.probe import NUM_BATCHES, Probe
 from distloop.audit.tracing import as_replica, compiled
 from distloop.data import shards
 from distloop.errors import as_operation_error, as_user_error, innermost_line, user_line
-from distloop.model.user_functions import SEED_ADVICE
+from distloop.model.guards import SEED_ADVICE
 from distloop.training import step_operations
 from distloop.training.forward_backward import ForwardBackward
 

@@ -90,11 +90,15 @@ def frozen_layers(
     return frozen
 
 
-class Frozen(contextlib.ContextDecorator):
-    """A scope, and a decorator, in which layers are not trainable; threads of several replicas may be in it."""
+class Frozen:
+    """A scope, and a guard of functions, in which layers are not trainable; several replicas' threads may be in it."""
 
     def __init__(self, layers: Sequence[keras.Layer]):
         self._layers, self._lock, self._depth = list(layers), threading.Lock(), 0
+
+    def __call__(self, arguments: Sequence[Any], returned: list[Any]) -> "Frozen":
+        """Returns the scope of a call of a function."""
+        return self
 
     def __enter__(self) -> None:
         self._enter(1)

@@ -16,13 +16,14 @@ import tensorflow as tf
 
 from distloop.distributed import devices, strategies
 from distloop.errors import raise_as_user_error
-from distloop.model import user_functions
+from distloop.model import guards
+from distloop.model.guards import Guard, OutsideVariables, guarded
 from distloop.model.keras_metrics import KerasMetrics
 from distloop.model.layers import Frozen, RandomStreams, frozen_layers, keep_losses_apart
 from distloop.model.metrics import LossWatch
-from distloop.model.outside_variables import OutsideVariables
 from distloop.model.placement import make_placement
 from distloop.model.spec import ModelSpec, Update, plain_optimizer
+from distloop.model.user_functions import explain_mistakes
 from distloop.optimizers import keras_hooks
 from distloop.optimizers.loss_scale import LossScaleOptimizer
 from distloop.optimizers.slot_placement import MovingAverage, make_slot_placement
@@ -102,7 +103,7 @@ class TrainState(tf.Module):
         self.slot_placement = make_slot_placement(strategy, shard_optimizer=shard_optimizer)
         created: dict[int, Any] = {}
         spec = _call(model_fn, strategy, created)
-        self.spec = spec.with_functions(user_functions.explaining_mistakes)
+        self.spec = spec.with_functions(lambda fn: guarded(fn, explain_mistakes))
         self.strategy = strategy
         self.virtual_replicas = virtual_replicas
         self.turns = strategies.virtual_replicas_each(strategy, virtual_replicas) or 1
@@ -120,7 +121,7 @@ class TrainState(tf.Module):
         self.is_built, self.may_be_saved, self.passes_write = False, True, False
         self.placement = make_placement(spec.model)
         self.keras_metrics = KerasMetrics(spec.metrics or {}, strategy, gathers_all=virtual_replicas > 0)
-        with strategy.scope(), user_functions.recorded(created), _explained():
+        with strategy.scope(), guards.recorded(created), _explained():
             optimizers = {id(update.optimizer): update.optimizer for update in spec.updates}
             for key, optimizer in optimizers.items():
                 if is_loss_scaled and not isinstance(optimizer, LossScaleOptimizer):
@@ -163,7 +164,7 @@ class TrainState(tf.Module):
         Raises:
             ValueError: if a layer is not built by the calls, or they create a variable outside the model.
         """
-        with self.strategy.scope(), user_functions.recorded(self.created), _explained():
+        with self.strategy.scope(), guards.recorded(self.created), _explained():
             known = set(self.created)
             for update in self.spec.updates:
                 if update.has_loss:
@@ -176,7 +177,7 @@ class TrainState(tf.Module):
                 )
             in_model = set(map(id, self.model_variables()))
             if outside := [variable.name for i, variable in self.created.items() if i not in known | in_model]:
-                raise ValueError(user_functions.explain_new_variable(outside[0]))
+                raise ValueError(guards.explain_new_variable(outside[0]))
             self._finish()
 
     def _finish(self) -> None:
@@ -207,18 +208,17 @@ class TrainState(tf.Module):
         self.recurrent_states = _find_recurrent_states(layers, replicas)
         self.random_streams = RandomStreams(self.strategy, self.seeds, self.recurrent_states, turns=self.turns)
         self.frozen = Frozen(frozen_layers(layers, self.spec.updates, trained, self.paths))
-        self.spec = self.spec.with_functions(user_functions.refusing_new_variables).with_functions(self.frozen)
-        if sizes := user_functions.fixed_sizes(self.spec.model):
-            explaining = functools.partial(user_functions.explaining_fixed_sizes, sizes=sizes, replicas=replicas)
-            self.spec = self.spec.with_functions(explaining)
-        self.spec = self.outside_variables.watching_all(self.spec)
+        scopes: list[Guard] = [guards.refuse_new_variables, self.frozen]
+        if sizes := guards.fixed_sizes(self.spec.model):
+            scopes.append(functools.partial(guards.explain_fixed_sizes, sizes, replicas))
+        watch = self.outside_variables.watch
+        spec = self.spec.with_functions(lambda fn: guarded(fn, *scopes, watch))
+        self.spec = guards.with_guarded_steps(spec, watch)
         self.is_built = True
 
     def prepared(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a function of a batch that was given beside the spec's, with the same checks."""
-        return self.outside_variables.watching(
-            user_functions.refusing_new_variables(user_functions.explaining_mistakes(fn))
-        )
+        return guarded(fn, explain_mistakes, guards.refuse_new_variables, self.outside_variables.watch)
 
     @property
     def optimizer_updates(self) -> list[Update]:
@@ -290,7 +290,7 @@ def _explained() -> Iterator[None]:
 
 def _call(model_fn: Callable[[], ModelSpec], strategy: tf.distribute.Strategy, created: dict[int, Any]) -> ModelSpec:
     """Returns what `model_fn` makes in the strategy's scope; stores the variables in `created`."""
-    with strategy.scope(), user_functions.recorded(created), _explained():  # initial values go to the other workers
+    with strategy.scope(), guards.recorded(created), _explained():  # initial values go to the other workers
         try:
             spec = model_fn()
         except RuntimeError as error:

@@ -1,23 +1,16 @@
-"""User functions: explains mistakes in `loss_fn` and others, refuses new variables, records which entries are read.
+"""User functions: explains mistakes in `loss_fn` and others, and records which entries of a batch are read.
 
-    with recorded(created):                      # created: {id(variable): variable}
-        spec = model_fn()
-    loss_fn = explaining_mistakes(loss_fn)       # of the key "image" in a batch without it, of `if` on a tensor, ...
-    loss_fn = refusing_new_variables(loss_fn)    # raises VariableCreatedError where it creates a variable
-    loss_fn = explaining_fixed_sizes(loss_fn, sizes=fixed_sizes(model), replicas=2)
+    loss_fn = guarded(loss_fn, explain_mistakes)     # such as a key that the batch lacks, or `if` on a tensor
     reads = Reads()
-    with reads.recorded(rows) as returned:       # while the step is traced
+    with reads.recorded(rows) as returned:           # while the step is traced
         returned.append(outputs := loss_fn(rows, training))
     report_unread([reads], "warn", is_shown=True)    # before the first step
 
-A variable that the first step creates would not be trained, averaged or saved. Most models that were made for a fixed
-number of rows, by `keras.Input(batch_shape=...)`, take any, so only the errors of the others are explained. An entry
-that no `loss_fn` reads costs what the dataset does for it. One that only `predict_fn` or an evaluation reads counts as
-unread.
+An entry that no `loss_fn` reads costs what the dataset does for it. One that only `predict_fn` or an evaluation reads
+counts as unread.
 """
 
 import contextlib
-import functools
 import re
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -26,15 +19,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from distloop.data import shards
 from distloop.errors import entries_of, is_users, up_to_users_line, user_line
 from distloop.log import log, say
-from distloop.variables import top_layers
-
-SEED_ADVICE = (
-    "give keras.random and its layers a keras.random.SeedGenerator that ModelSpec's model holds, as in "
-    "ModelSpec([model, seed_generator], ...)"
-)
 
 _MAX_NAMES = 8  # in a message
 _COMPILED = "a step is compiled, so no tensor has a value yet when the line runs"
@@ -84,22 +70,18 @@ def preparing_batches(loss_fn: Callable[..., Any], batch_fn: Callable[..., Any])
     return call
 
 
-def explaining_mistakes(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that raises a ValueError of one sentence where `fn`, called with a batch, makes a mistake.
+@contextlib.contextmanager
+def explain_mistakes(arguments: Sequence[Any], returned: list[Any]) -> Iterator[None]:
+    """Raises a ValueError of one sentence where a function, called with a batch, makes a mistake.
 
     Its traceback ends with the user's line. Errors that are no such mistake stay as they are.
     """
-
-    @functools.wraps(fn)
-    def call(batch: Any, *arguments: Any) -> Any:
-        try:
-            return fn(batch, *arguments)
-        except Exception as error:
-            if isinstance(error, tf.errors.OpError) or (sentence := next(_sentences(error, batch), None)) is None:
-                raise
-            raise ValueError(sentence).with_traceback(up_to_users_line(error.__traceback__)) from None
-
-    return call
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, tf.errors.OpError) or (sentence := next(_sentences(error, arguments[0]), None)) is None:
+            raise
+        raise ValueError(sentence).with_traceback(up_to_users_line(error.__traceback__)) from None
 
 
 def _sentences(error: Exception, batch: Any) -> Iterator[str]:
@@ -204,107 +186,6 @@ def _describe(batch: Any) -> str:
         return f"a {type(batch).__name__}"
     axes = ["B", *map(str, batch.shape[1:])] if batch.shape.rank else []
     return f"one array, {batch.dtype.name} [{', '.join(axes)}]"
-
-
-class VariableCreatedError(ValueError):
-    """A step created a variable, of the name `variable`."""
-
-    def __init__(self, message: str, variable: str):
-        super().__init__(message)
-        self.variable = variable
-
-
-def recorded(created: dict[int, Any]) -> contextlib.AbstractContextManager[None]:
-    """Returns a scope that stores each new variable by its identity; as it is held, no other object gets the same."""
-
-    def record(next_creator: Callable[..., Any], **settings: Any) -> Any:
-        variable = next_creator(**settings)
-        created[id(variable)] = variable
-        return variable
-
-    scope: contextlib.AbstractContextManager[None] = tf.variable_creator_scope(record)
-    return scope
-
-
-def refusing_new_variables(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that raises VariableCreatedError where `fn`, which a step calls, creates a variable."""
-
-    @functools.wraps(fn)
-    def call(*arguments: Any, **settings: Any) -> Any:
-        refused: list[str] = []
-        try:
-            with _refused(refused):
-                return fn(*arguments, **settings)
-        except Exception as error:  # Keras raises others from it, with the arguments of layers
-            if not refused:
-                raise
-            raise VariableCreatedError(explain_new_variable(refused[0]), refused[0]) from error
-
-    return call
-
-
-def explain_new_variable(variable: str) -> str:
-    """Returns the message about a variable that was created too late."""
-    advice = (
-        SEED_ADVICE
-        if "seed_generator_state" in variable
-        else "create it with the model, by a call of the whole model on an example or by the build of its layer, and "
-        "let it belong to ModelSpec's model"
-    )
-    return f"The variable {variable!r} was created by a step, so it would not be trained or saved: {advice}."
-
-
-@contextlib.contextmanager
-def _refused(refused: list[str]) -> Iterator[None]:
-    """Enters a scope in which a new variable is an error; adds its name to `refused`."""
-
-    def refuse(next_creator: Callable[..., Any], **settings: Any) -> Any:
-        scope = re.sub("^(while/|replica_[0-9]+/)+", "", tf.get_current_name_scope() + "/").lstrip("/")
-        refused.append(scope + (settings.get("name") or "variable"))
-        raise ValueError("too late for a new variable")
-
-    with tf.variable_creator_scope(refuse), contextlib.ExitStack() as stack:
-        with tf.init_scope():  # Keras's layers create variables there, under creators of its own
-            stack.enter_context(tf.variable_creator_scope(refuse))
-        yield
-
-
-def fixed_sizes(model: Any) -> dict[int, str]:
-    """Returns the numbers of rows that the layers of a model were made for, each with the name of one."""
-    inputs = [(layer.name, tensor) for layer in top_layers(model) for tensor in getattr(layer, "inputs", None) or ()]
-    return {tensor.shape[0]: name for name, tensor in inputs if len(tensor.shape) and tensor.shape[0] is not None}
-
-
-def explaining_fixed_sizes(fn: Callable[..., Any], *, sizes: Mapping[int, str], replicas: int) -> Callable[..., Any]:
-    """Returns a function that raises ValueError where `fn` fails by a fixed number of rows, or computes so many.
-
-    `fn` takes a replica's rows first; `sizes` is a result of `fixed_sizes` that is not empty.
-    """
-    size, model = next(iter(sizes.items()))
-
-    @functools.wraps(fn)
-    def call(batch: Any, *arguments: Any) -> Any:
-        rows = shards.batch_size(batch)
-        if isinstance(rows, int) and rows in sizes:
-            return fn(batch, *arguments)
-        actual = f"{rows}" if isinstance(rows, int) else "a number that is known when it runs"
-        explanation = (
-            f"The model {model!r} is made for {size} rows by keras.Input(batch_shape=...), and a replica gets {actual}"
-            f": give keras.Input a shape in place of batch_shape, or batches of {size * replicas} rows, with "
-            "drop_remainder=True."
-        )
-        try:
-            outputs = fn(batch, *arguments)
-        except (ValueError, TypeError, tf.errors.InvalidArgumentError) as error:
-            if not re.search(rf"\b{size}\b", str(error)):  # a Sequential built by a call has that call's size, too
-                raise
-            raise ValueError(explanation) from error
-        tensors = [value for value in tf.nest.flatten(outputs) if isinstance(value, tf.Tensor) and value.shape.rank]
-        if any(tensor.shape[0] in sizes for tensor in tensors):
-            raise ValueError(explanation)
-        return outputs
-
-    return call
 
 
 class NoLoss:

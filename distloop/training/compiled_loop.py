@@ -369,12 +369,6 @@ class CompiledLoop:
         }
 
 
-def graph_of(loop: CompiledLoop, source: Source) -> Any:
-    """Returns the graph of a loop over steps on some data; nothing runs."""
-    loop._prepare(source)
-    return loop._run.get_concrete_function(source.iterator(), source.layout, *_limits(0, 1, NO_LIMIT_SECS)).graph
-
-
 def _kind(iterator: Any, layout: BatchLayout) -> str:
     return f"{iterator.element_spec} {layout}"
 

@@ -193,12 +193,9 @@ class Differentiation:
             with gathering.shard(row_weights, self._microbatches):
                 self._update.loss_fn(rows, True)
             given = [own for own in exchange.given if own.dtype.is_floating]
-            objective = tf.add_n(
-                [
-                    tf.reduce_sum(tf.cast(own, tf.float32) * exchange.own(slope, own))
-                    for own, slope in zip(given, slopes, strict=True)
-                ]
-            )
+            pairs = zip(given, slopes, strict=True)
+            parts = [tf.reduce_sum(tf.cast(rows, tf.float32) * exchange.own(slope, rows)) for rows, slope in pairs]
+            objective = tf.add_n(parts)
         with self._state.frozen:
             return self._state.placement.differentiate(tape, objective, tensors)
 

@@ -9,6 +9,7 @@
 It changes no weight.
 """
 
+import functools
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -169,9 +170,9 @@ class ForwardBackward:
         is_timed = shard.is_first and strategies.times_replicas(self.state.strategy)
         started = _time_after(tf.nest.flatten(batch.rows, expand_composites=True)[:1]) if is_timed else None
 
-        def compute(rows: Any, row_weights: tf.Tensor | None) -> Any:
-            return self.compute(rows, row_weights, factor, value, is_first=shard.is_first, traces=shard.traces)
-
+        compute = functools.partial(
+            self.compute, factor=factor, value=value, is_first=shard.is_first, traces=shard.traces
+        )
         with explaining_merge_call(_explain_merge_call(self)):
             sum_parts = self._sum_turns if self.state.virtual_replicas else self._sum_microbatches
             segments, vector, metric_rows = sum_parts(shard, compute)

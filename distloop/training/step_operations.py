@@ -32,8 +32,8 @@ import tensorflow as tf
 from distloop.errors import user_line
 from distloop.graph_functions import BACKWARD_SCOPE, DRAWS_FROM_KERNEL, outermost, with_called
 from distloop.log import log
+from distloop.model.guards import SEED_ADVICE
 from distloop.model.state import TrainState
-from distloop.model.user_functions import SEED_ADVICE
 from distloop.settings.precision import FLOAT16
 from distloop.training.forward_backward import ForwardBackward
 from distloop.training.step import TrainStep

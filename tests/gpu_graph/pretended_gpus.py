@@ -28,7 +28,7 @@ from distloop.model.spec import ModelSpec
 from distloop.run.assembly import make_train_loop, make_training_source
 from distloop.settings.config import Config
 from distloop.trainer import Trainer
-from distloop.training.compiled_loop import graph_of
+from distloop.training.compiled_loop import NO_LIMIT_SECS, CompiledLoop, _limits
 from tests.gpu_graph.gpu_graph import GpuGraph, look
 from tests.gpu_graph.placed_graph import DEVICE, FIRST_GPU
 
@@ -68,7 +68,7 @@ def trace_on_gpus(model_fn: Callable[[], ModelSpec], config: Config, data: Data,
         source.iterator()
         if is_several:
             _pretend_workers(strategy, _WORKERS)
-        found = [look(graph_of(loop._compiled, source), "train step")]
+        found = [look(_graph_of(loop._compiled, source), "train step")]
         if is_several:
             return found
         reading = arguments.source_settings(here.global_batch_size(state.strategy))
@@ -132,3 +132,9 @@ def pretended_gpus(count: int) -> Iterator[None]:
             stack.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, value)
         yield
+
+
+def _graph_of(loop: CompiledLoop, source: Source):
+    """Returns the graph of a loop over steps on some data; nothing runs."""
+    loop._prepare(source)
+    return loop._run.get_concrete_function(source.iterator(), source.layout, *_limits(0, 1, NO_LIMIT_SECS)).graph

@@ -1,5 +1,6 @@
 """Mistakes of the user's functions, each a sentence before the first step; new variables; fixed numbers of rows."""
 
+import functools
 import math
 import traceback
 
@@ -9,15 +10,15 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.model.user_functions import (
-    Reads,
+from distloop.model.guards import (
     VariableCreatedError,
-    explaining_fixed_sizes,
+    explain_fixed_sizes,
     fixed_sizes,
+    guarded,
     recorded,
-    refusing_new_variables,
-    report_unread,
+    refuse_new_variables,
 )
+from distloop.model.user_functions import Reads, report_unread
 from tests.keras_models.compiled_models import X, Y, compiled
 from tests.problems import classification, mirrored, on, refused
 
@@ -154,7 +155,7 @@ def test_a_shape_that_a_layer_cannot_take_is_one_sentence_in_fit_and_predict_and
 @pytest.mark.parametrize("is_eager", [False, True])
 def test_a_layer_that_is_built_by_a_step_is_refused_by_name(replicas, is_eager):
     layer = keras.layers.Dense(2, name="head")
-    fn = refusing_new_variables(lambda: layer(tf.ones([1, 3])))
+    fn = guarded(lambda: layer(tf.ones([1, 3])), refuse_new_variables)
     strategy = mirrored(replicas) if replicas > 1 else tf.distribute.get_strategy()
 
     def step():
@@ -166,13 +167,13 @@ def test_a_layer_that_is_built_by_a_step_is_refused_by_name(replicas, is_eager):
 
 
 def test_a_random_stream_of_its_own_gets_another_hint_and_other_errors_and_results_pass():
-    fn = refusing_new_variables(lambda: keras.layers.Dropout(0.5))
+    fn = guarded(lambda: keras.layers.Dropout(0.5), refuse_new_variables)
     of_streams = "variable .* was created by a step, .*: give keras.random and"
     with pytest.raises(VariableCreatedError, match=of_streams):
         tf.function(fn, autograph=False)()
-    assert refusing_new_variables(lambda x: x + 1)(1) == 2
+    assert guarded(lambda x: x + 1, refuse_new_variables)(1) == 2
     with pytest.raises(KeyError):
-        refusing_new_variables(lambda: {}["x"])()
+        guarded(lambda: {}["x"], refuse_new_variables)()
     created = {}
     with recorded(created):
         variable = tf.Variable(0.0)
@@ -220,7 +221,7 @@ def test_sizes_are_those_of_the_models_at_the_top_and_other_errors_stay_as_they_
         raise ValueError("no targets")
 
     with pytest.raises(ValueError, match="^no targets$"):
-        explaining_fixed_sizes(fail, sizes={8: "net"}, replicas=2)({"x": tf.ones([4])})
+        guarded(fail, functools.partial(explain_fixed_sizes, {8: "net"}, 2))({"x": tf.ones([4])})
 
 
 @pytest.mark.slow

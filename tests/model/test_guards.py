@@ -101,13 +101,13 @@ def trace(make, strategy=None):
 
 @pytest.mark.parametrize("kind", TRAINED)
 def test_a_trainable_variable_outside_is_refused_with_its_line(kind):
-    place = "test_outside_variables.py:"
+    place = "test_guards.py:"
     refused(lambda: trace(model_fn(TRAINED[kind])), LACKS, place, "neither trained nor saved", FIX, "trainable = False")
 
 
 @pytest.mark.parametrize("kind", WRITTEN)
 def test_a_variable_outside_that_is_written_is_refused_with_its_line(kind):
-    message = refused(lambda: trace(model_fn(WRITTEN[kind])), LACKS, "test_outside_variables.py:", "no checkpoint", FIX)
+    message = refused(lambda: trace(model_fn(WRITTEN[kind])), LACKS, "test_guards.py:", "no checkpoint", FIX)
     assert "writes" in message
 
 
