@@ -220,7 +220,7 @@ def test_a_process_killed_before_the_renames_leaves_the_old_one(tmp_path):
     assert read(tmp_path / "model") == "old" and not leftover.is_old
 
 
-def test_a_process_killed_between_two_renames_leaves_the_old_one_under_its_old_name(tmp_path):
+def test_a_process_killed_between_two_renames_leaves_the_old_one(tmp_path):
     write(tmp_path / "model", "old")
     killed(tmp_path, "new", when=".tmp")
     new, old = sorted(leftovers(str(tmp_path)), key=lambda leftover: leftover.is_old)
@@ -233,7 +233,7 @@ def test_a_process_killed_between_two_renames_leaves_the_old_one_under_its_old_n
     assert remove_leftovers(str(tmp_path)) == [] and os.listdir(tmp_path) == ["model"]
 
 
-def test_a_part_of_what_was_replaced_is_removed_when_the_path_is_replaced_again(tmp_path, monkeypatch):
+def test_leftovers_of_what_was_replaced_go_with_the_next_replacement(tmp_path, monkeypatch):
     write(tmp_path / "model", "old")
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", lambda path, **_: os.remove(os.path.join(path, "folder", "file")))

@@ -88,7 +88,7 @@ def fresh_environment(directory):
 
 
 @pytest.mark.slow
-def test_the_program_of_the_readme_prints_what_it_shows_in_an_empty_directory_without_the_clone(tmp_path):
+def test_the_program_of_the_readme_prints_what_it_shows_without_the_clone(tmp_path):
     program = "\n".join(blocks(README, "python"))
     (tmp_path / "empty").mkdir()
     script = tmp_path / "program.py"
@@ -230,7 +230,7 @@ def linked_pages(name):
     return {heading: pages for heading, pages in tables.items() if pages}
 
 
-def test_the_index_begins_with_six_pages_and_lists_every_page_but_the_evidence_which_the_laws_list():
+def test_the_index_begins_with_six_pages_and_lists_all_but_the_evidence():
     index, laws = linked_pages("index.md"), linked_pages("laws.md")
     assert [len(index[heading]) for heading in (next(iter(index)), "Evidence")] == [6, 1]
     listed = [page for pages in (*index.values(), *laws.values()) for page in pages]
@@ -238,7 +238,7 @@ def test_the_index_begins_with_six_pages_and_lists_every_page_but_the_evidence_w
     assert sorted(listed) == sorted(paths - {"index.md"})
 
 
-def test_every_public_name_is_in_the_reference_once_with_an_example_that_runs():
+def test_every_public_name_is_in_the_reference_once_with_an_example():
     text = text_of_all(REFERENCE)
     programs = "".join(blocks_of(text, "python"))
     of_testing = [name for name, value in vars(testing).items() if inspect.isfunction(value) and name[0] != "_"]
@@ -257,7 +257,7 @@ def test_the_reference_shows_the_flags_of_a_command_with_an_example(command):
     assert re.search(rf"^python -m distloop\.{command} \S", text, re.M)
 
 
-def test_every_law_is_there_with_tests_that_exist_in_the_files_that_are_linked():
+def test_every_law_is_there_with_tests_that_exist_where_it_links():
     text = text_of(ROOT / "docs" / "laws.md")
     rows = re.findall(r"^\| ([a-z ]+) \| (.+) \| (\[.+) \|$", text, re.M)
     assert [law for law, _, _ in rows] == LAWS
@@ -290,7 +290,7 @@ def imports_of(program):
 
 
 @each_page
-def test_distloop_is_imported_before_keras_so_that_tensorflow_logs_errors_alone(page):
+def test_distloop_is_imported_before_keras_so_that_only_errors_are_logged(page):
     for program in blocks(page, "python(?: no-run[^\n]*)?"):
         imported = imports_of(program)
         assert "distloop" not in imported or imported[0] == "distloop", program
@@ -327,7 +327,7 @@ def test_written_pages_are_what_their_program_writes():
     assert guide == program.render_map(guide), "run `make docs`: WORKSPACE.md"
 
 
-def test_the_map_has_the_loop_in_the_order_of_its_imports_and_then_the_parts():
+def test_the_map_has_the_loop_in_order_of_its_imports_then_the_parts():
     names = re.findall(r"^      (\w+)", text_of(ROOT / "WORKSPACE.md").partition("    distloop/\n")[2], re.M)
     of_loop = [name for rank in ORDER[3:] for name in rank]
     first, last = names.index("trainer"), names.index("installed")
@@ -371,7 +371,7 @@ def cells(page):
 
 
 @pytest.mark.parametrize("name", ["data.md", "watching.md", "several_workers.md"])
-def test_a_page_that_teaches_shows_a_program_before_its_first_table_whose_cells_are_short(name):
+def test_a_page_that_teaches_shows_a_program_before_its_first_table(name):
     page = ROOT / "docs" / name
     assert [cell for cell in cells(page) if len(cell.split()) > MAX_CELL_WORDS] == []
     text = text_of(page)

@@ -25,11 +25,11 @@ from tests.problems import batch_taker, classification, classifier, mirrored, on
         ("", "ValueError"),
     ],
 )  # fmt: skip
-def test_the_cause_in_a_message_of_keras_is_a_sentence_that_is_not_cut_within_brackets(message, cause):
+def test_the_cause_in_a_message_of_keras_is_a_complete_sentence(message, cause):
     assert errors.cause(ValueError(message)) == cause
 
 
-def test_a_condition_that_holds_is_returned_and_one_that_does_not_fails_with_the_sentence():
+def test_a_condition_that_does_not_hold_fails_with_the_sentence():
     assert bool(errors.require(tf.constant(True), "never seen"))
     with pytest.raises(tf.errors.InvalidArgumentError, match="rows were given; keep the batch"):
         errors.require(tf.constant(False), "rows were given; keep the batch")
@@ -76,7 +76,7 @@ def test_entries_that_differ_in_their_number_of_rows_are_explained():
     assert "A batch's entries differ in their number of rows" in error and "\n" not in error
 
 
-def test_the_end_of_all_data_is_explained_as_empty_and_an_error_of_another_kind_is_left_alone():
+def test_the_end_of_all_data_is_an_empty_dataset_and_other_errors_stay():
     assert str(explained(generated([], x=X))).startswith("The dataset given is empty")
     assert errors.as_user_error(tf.errors.InvalidArgumentError(None, None, "Matrix size-incompatible")) is None
     assert errors.as_user_error(tf.errors.InternalError(None, None, None)) is None
@@ -137,7 +137,7 @@ def test_the_innermost_frame_of_an_error_in_a_library_stays():
     assert len(functions(error)) == 2 and "/tensorflow/" in traceback.extract_tb(error.__traceback__)[-1].filename
 
 
-def test_a_sentence_for_users_has_no_frames_of_distloop_and_no_cause_in_tensorflow():
+def test_a_sentence_for_users_has_no_frames_of_distloop():
     method = """def run(self):
         try:
             tf.debugging.Assert(False, ["never seen"])
@@ -191,7 +191,7 @@ def test_tensors_of_other_shapes_on_another_worker_are_explained():
 
 
 @pytest.mark.slow
-def test_an_operation_that_fails_while_training_evaluating_or_predicting_is_one_sentence():
+def test_an_operation_that_fails_in_any_call_is_one_sentence():
     def model_fn():
         spec = classifier()()
 
@@ -231,14 +231,14 @@ TWO = (
     ("users", "place"),
     [('\n  File "/home/a/model.py", line 5, in loss_fn\n', "at model.py:5"), ("", "at its operation sub_7")],
 )
-def test_an_error_of_a_compiled_function_is_one_sentence_with_the_users_line(reasons, users, place):
+def test_an_error_of_a_compiled_function_is_a_sentence_with_the_users_line(reasons, users, place):
     message = IN_GRAPH.format(distloop=os.path.dirname(errors.__file__), users=users, reasons=reasons)
     error = errors.as_operation_error(tf.errors.InvalidArgumentError(None, None, message))
     assert type(error) is tf.errors.InvalidArgumentError
     assert str(error).startswith(f"A compiled function failed {place}: Incompatible shapes: [10] vs. [10,4]; Config")
 
 
-def test_an_error_of_a_python_function_in_the_data_names_the_line_of_that_function():
+def test_an_error_of_a_python_function_in_the_data_names_its_line():
     def fail(x):
         raise RuntimeError("boom")
 

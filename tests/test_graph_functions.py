@@ -27,7 +27,7 @@ PACKAGE = pathlib.Path(distloop.__file__).parent
 
 
 @pytest.mark.parametrize(("make", "is_warned_of"), [(tf.function, True), (graph_function, False)])
-def test_tensorflow_does_not_warn_of_a_function_that_each_of_many_trainers_traces(make, is_warned_of, monkeypatch):
+def test_tensorflow_does_not_warn_of_a_function_that_many_trainers_trace(make, is_warned_of, monkeypatch):
     warnings = []
     monkeypatch.setattr(tf.get_logger(), "warning", lambda text, *_: warnings.append(text))
     one = tf.constant(1)
@@ -68,7 +68,7 @@ def test_times_in_a_graph_are_those_of_the_monotonic_clock():
     assert began_at <= found[0] and found[-1] <= time.monotonic()
 
 
-def test_times_in_a_graph_are_exact_though_the_process_is_suspended_between_two_clocks(monkeypatch):
+def test_times_in_a_graph_are_exact_though_the_process_is_suspended(monkeypatch):
     clock = graph_clock()
     times = [time.time() + 0.001 * i for i in range(3)]
     suspended = [0.2]
@@ -84,7 +84,7 @@ def test_times_in_a_graph_are_exact_though_the_process_is_suspended_between_two_
 
 
 @pytest.mark.parametrize("change_secs", [-3600.0, 3600.0])
-def test_times_in_a_graph_stay_in_order_where_the_clock_is_set_between_them(change_secs):
+def test_times_in_a_graph_stay_in_order_where_the_clock_is_set(change_secs):
     began_at, clock = time.monotonic(), graph_clock()
     now = time.time()
     found = clock([now, now + 0.1, now + 0.2 + change_secs, now + 0.3 + change_secs])

@@ -151,6 +151,12 @@ def test_no_module_is_a_junk_drawer():
         assert not JUNK_DRAWERS & {path.name for path in (ROOT / package).rglob("*") if path.is_dir()}
 
 
+def test_a_name_of_a_test_has_70_letters_at_most():
+    nodes = [node for path in (ROOT / "tests").rglob("*.py") for node in ast.walk(tree_of(path))]
+    names = [node.name for node in nodes if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+    assert not [name for name in names if len(name) > 70]
+
+
 @each_module
 def test_a_module_begins_with_a_line_of_what_it_holds(module):
     first_line = (ast.get_docstring(tree_of(MODULES[module])) or "").partition("\n")[0]

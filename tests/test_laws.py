@@ -201,7 +201,7 @@ def test_updates_that_share_an_optimizer_train_as_successive_steps_of_it():
 
 
 @pytest.mark.wide
-def test_a_step_is_undone_whole_if_the_third_update_of_an_optimizer_is_not_finite():
+def test_a_step_is_undone_completely_if_the_third_update_is_not_finite():
     config = on(2, on_nonfinite="skip", average_decay=0.9, precision="mixed_float16")
     trainer = distloop.Trainer(critic_and_generator, config)
     seen = after_each_step(trainer, rows_of_four(bad=[(1, 2), (2, 1)]), 4)
@@ -367,7 +367,7 @@ def test_gradients_are_reduced_before_they_are_clipped(replicas, setting):
 @pytest.mark.slow
 @pytest.mark.parametrize("replicas", mostly_wide([1, 2], 2))
 @pytest.mark.parametrize("precision", mostly_wide(["mixed_float16", "mixed_bfloat16"], "mixed_float16"))
-def test_half_precision_gradients_are_unscaled_and_reduced_before_they_are_clipped(precision, replicas):
+def test_half_precision_gradients_are_unscaled_and_reduced_before_clipping(precision, replicas):
     dtypes = []
 
     def model_fn():
@@ -496,7 +496,7 @@ def without_counts(found):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("replicas,microbatches", mostly_wide([(2, 1), (1, 4)], (2, 1)))
-def test_float16_an_overflow_in_any_row_changes_nothing_anywhere_but_the_scale(replicas, microbatches):
+def test_float16_an_overflow_in_any_row_changes_nothing_but_the_scale(replicas, microbatches):
     size = max(8, 2 * replicas * microbatches)
     kinds = [(value, row) for value in (np.nan, np.inf, 1e5) for row in range(size)]  # 1e5 is infinite in float16 alone
     rows = classification(size * (2 * len(kinds) + 1))  # good and bad batches by turns
@@ -521,7 +521,7 @@ def test_float16_an_overflow_in_any_row_changes_nothing_anywhere_but_the_scale(r
 
 @pytest.mark.wide
 @pytest.mark.parametrize("culprits, replicas", mostly_wide([("second", 2), ("first second", 1)], ("second", 2)))
-def test_float16_an_overflow_in_one_update_halves_its_scale_alone_and_skips_both(culprits, replicas):
+def test_float16_an_overflow_in_one_update_halves_its_scale_and_skips_both(culprits, replicas):
     rows = classification(24)
     rows["label"][13] = -1  # in the second batch
     trainer = distloop.Trainer(two_models(culprits), float16(replicas, average_decay=0.9))
@@ -695,7 +695,7 @@ def test_however_a_run_is_cut_a_row_has_the_means_since_the_row_before(cut, monk
 
 
 @pytest.mark.slow
-def test_a_run_that_stops_between_two_rows_writes_the_rows_of_the_run_that_does_not(monkeypatch, tmp_path):
+def test_a_run_that_stops_between_two_rows_writes_the_same_rows(monkeypatch, tmp_path):
     cut = dict(log_every=7, eval_every=10, checkpoint_every="1 s", keep_checkpoints=99)
     monkeypatch.setattr(loop, "time", problems.seconds_of_one_loop())
     monkeypatch.setattr(loop, "_LOOP_SECS", 0.0)  # a checkpoint after each step
@@ -810,7 +810,7 @@ def test_a_run_with_odd_batches_traces_its_step_once(replicas):
 
 
 @pytest.mark.slow
-def test_statistics_of_the_forward_pass_are_equal_on_every_replica_at_every_boundary():
+def test_statistics_are_equal_on_every_replica_at_every_boundary():
     trainer = distloop.Trainer(classifier(batch_norm="local"), on(3))
     norm = trainer.model.layers[1]
     seen = []
@@ -957,7 +957,7 @@ def test_evaluation_uses_the_average_and_training_does_not():
 
 
 @pytest.mark.parametrize(("replicas", "settings"), mostly_wide([(3, {"shard_optimizer": True}), (1, {}), (2, {})]))
-def test_an_equal_average_is_the_mean_of_the_weights_after_each_step_from_its_first(replicas, settings):
+def test_an_equal_average_is_the_mean_of_the_weights_since_its_first(replicas, settings):
     trainer = distloop.Trainer(classifier(), on(replicas, average_from="60 %", **settings))
     seen = problems.looks(trainer, batches(), 10, 1, lambda report: weights(report.state))
     with trainer.state.averaged():
@@ -1038,7 +1038,7 @@ def test_an_average_counts_the_steps_of_the_run_that_are_applied(kind, average, 
 
 
 @pytest.mark.slow
-def test_a_run_whose_equal_average_would_begin_at_another_step_is_refused_or_begins_later(tmp_path):
+def test_an_equal_average_that_would_begin_elsewhere_is_refused_or_waits(tmp_path):
     def fit(steps, stops_after=0, average_from="50 %"):
         config = on(1, workdir=str(tmp_path), average_from=average_from)
         trainer, action = distloop.Trainer(classifier(), config), Spoiled(stops_after)
@@ -1084,7 +1084,7 @@ def test_predictions_come_in_dataset_order_each_row_once(replicas, sizes):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("source", mostly_wide(["rows", "arrays"]))
-def test_a_start_at_any_step_of_ten_million_rows_reads_as_little_as_the_first_one(source, tmp_path):
+def test_a_start_at_any_step_of_ten_million_rows_reads_as_little(source, tmp_path):
     rows = many_rows.ManyRows() if source == "rows" else {"row": np.arange(many_rows.COUNT)}
 
     def start(at, last_step):

@@ -55,7 +55,7 @@ IN_GRAPH = (
         (f"{IN_GRAPH}2 root error(s) found.\n  (0) UNKNOWN:  boom [Op:f_1]\n\t [[{NODE}]]\n  (1) UNKNOWN:  b", "boom"),
     ],
 )
-def test_the_reason_of_an_error_is_its_first_line_without_tensorflows_operations(message, reason):
+def test_the_reason_of_an_error_is_its_first_line_without_operations(message, reason):
     assert reason_of(message) == reason
 
 

@@ -9,7 +9,7 @@ def reached(*names):
     return {str(path.relative_to(TESTS)) for path in files}, {str(path.relative_to(TESTS)) for path in whole}
 
 
-def test_a_module_reaches_its_own_slow_tests_and_the_fast_ones_of_what_imports_it():
+def test_a_module_reaches_its_slow_tests_and_fast_ones_of_its_importers():
     files, whole = reached("distloop/optimizers/gradients.py")
     assert whole == {"optimizers/test_gradients.py"}
     assert {"test_house.py", "test_laws.py", "training/test_step.py"} <= files and "bucket/test_tree.py" not in files

@@ -10,13 +10,13 @@ import distloop
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
-def test_the_version_has_a_dated_section_in_the_changelog_below_what_is_not_released():
+def test_the_version_has_a_dated_section_in_the_changelog():
     heads = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.M)
     assert re.fullmatch(r"\d+\.\d+\.\d+ \(unreleased\)", heads[0])
     assert re.fullmatch(rf"{re.escape(distloop.__version__)} - \d{{4}}-\d\d-\d\d", heads[1])
 
 
-def test_the_page_of_the_package_is_the_readme_without_its_picture_and_links_between_files():
+def test_the_page_of_the_package_is_the_readme_without_links_between_files():
     tomllib = pytest.importorskip("tomllib")  # of Python 3.11
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     readme = page = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -108,7 +108,7 @@ def test_a_pipe_gets_one_line_per_run(sweep, shown):
     assert (first, second) == (a | common, b | common)
 
 
-def test_device_hours_are_those_of_all_starts_with_the_steps_that_were_lost_and_without_pauses(tmp_path, shown):
+def test_device_hours_are_those_of_all_starts_with_lost_steps(tmp_path, shown):
     path = write_run(tmp_path / "a", [{"step": 100, "loss": 1.0}, {"step": 200, "loss": 1.0}], age_secs=0)
     (row,) = (row for row in read_metrics(path) if row["step"] == 100)
     starts = [(row["time"] - 7200, 4, None), (row["time"] - 5400, 4, row["time"] - 6300), (row["time"], 2, None)]
@@ -154,7 +154,7 @@ def test_incidents_are_listed(sweep, shown):
     assert "c    9     stop      -      -        -         loss was no better" in lines
 
 
-def test_settings_that_differ_are_shown_side_by_side_and_of_a_single_run_none(sweep, shown):
+def test_settings_that_differ_are_shown_side_by_side(sweep, shown):
     write_run(sweep / "c", [{"step": 9}], {"steps": 9, "seed": 0, "init_from": "", "hidden": 16})
     assert shown(sweep / "a", sweep / "b").endswith("\n\nrun  hidden\na    16\nb    64\n\n")
     assert table(shown(sweep), "run", "steps") == [

@@ -82,7 +82,7 @@ def test_data_that_can_be_read_once_is_refused():
         testing.assert_replica_law(classifier(), generator, replicas=(1, 2), steps=2)
 
 
-def test_a_model_that_breaks_the_replica_law_is_an_error_that_names_the_difference():
+def test_a_model_that_breaks_the_replica_law_is_named_with_the_difference():
     with pytest.raises(AssertionError, match="After 3 steps .* between 1 and 2 replicas"):
         testing.assert_replica_law(classifier(batch_norm="plain"), batches(), (1, 2), steps=3)
 
@@ -120,7 +120,7 @@ def test_biases_whose_gradients_are_rounding_alone_keep_the_replica_law():
 
 @pytest.mark.wide
 @pytest.mark.parametrize("violation", mostly_wide([0.0, 1e-4]))
-def test_a_variable_that_depends_on_the_replicas_breaks_the_replica_law_though_without_that_it_is_rounding(violation):
+def test_a_variable_that_depends_on_the_replicas_breaks_the_replica_law(violation):
     def model_fn():
         kernel, shift = tf.Variable(np.eye(8, 4, dtype=np.float32), name="kernel"), tf.Variable(0.0, name="shift")
 
@@ -136,7 +136,7 @@ def test_a_variable_that_depends_on_the_replicas_breaks_the_replica_law_though_w
         testing.assert_replica_law(model_fn, batches(), (1, 2), steps=2)
 
 
-def test_gradients_are_zeroed_beside_larger_ones_in_the_innermost_scope_that_has_any():
+def test_gradients_are_zeroed_beside_larger_ones_in_the_innermost_scope():
     gradients = {"a/key/kernel": [1.0], "a/key/bias": [1e-8, 2e-5], "a/alone/bias": [1e-6], "b/kernel": [1e-9]}
     tensors = {path: tf.constant(values) for path, values in gradients.items()}
     zeroed = testing._zero_noise(1e-5, None, tensors)
@@ -148,7 +148,7 @@ def test_gradients_are_zeroed_beside_larger_ones_in_the_innermost_scope_that_has
 
 @pytest.mark.slow
 @pytest.mark.parametrize("has_updates", mostly_wide([False, True]))
-def test_without_rounding_noise_gradients_below_a_hundred_thousandth_are_left_out(has_updates):
+def test_without_noise_gradients_below_a_hundred_thousandth_are_left_out(has_updates):
     slopes = [1.0, 0.9e-5, 1.1e-5, -0.9e-5, -1.1e-5]
 
     def model_fn():
@@ -214,7 +214,7 @@ def test_dropout_and_the_statistics_of_virtual_replicas_have_the_same_bits():
 
 
 @pytest.mark.wide
-def test_a_loss_that_asks_where_it_runs_has_other_bits_and_the_first_of_them_are_named():
+def test_a_loss_that_asks_where_it_runs_has_other_bits_which_are_named():
     message = r"After step 1, loss has other bits on 1 and 2 devices with virtual_replicas=4: 1\.\d+ and"
     with pytest.raises(RuntimeError, match=f"AssertionError: {message}"):
         forked.run_on_devices(assert_same_bits_of_one_that_asks_where_it_runs, 2)

@@ -86,7 +86,7 @@ def test_another_dataset_starts_at_its_beginning():
     assert seen == [[0, 1], [2, 0], [10]]
 
 
-def test_epochs_are_passes_over_the_dataset_or_some_batches_of_it_and_what_fit_is_given_goes_before_the_config():
+def test_epochs_are_passes_or_some_batches_and_fit_goes_before_the_config():
     trainer = distloop.Trainer(classifier(), on(1, epochs=2))
     trainer.fit(batches())
     assert trainer.step == 10
@@ -199,7 +199,7 @@ def steps_of_norms(*norms):
 
 @pytest.mark.parametrize("precision", mostly_wide(["float32", "mixed_float16"]))
 @pytest.mark.parametrize("replicas", mostly_wide([1, 2]))
-def test_clipped_share_is_the_share_of_applied_steps_that_were_clipped_since_the_last_log(replicas, precision):
+def test_clipped_fraction_counts_clipped_steps_among_those_applied(replicas, precision):
     model_fn, data = steps_of_norms(1.0, 3.0, 2.0, np.nan, 5.0, 0.5, 1.0, -1.0, 2.0, 3.0, np.inf, 4.0)
     settings = dict(clip_norm=2.0, log_every=3, steps_per_loop=2, on_nonfinite="skip", precision=precision)
     trainer = distloop.Trainer(model_fn, on(replicas, **settings))

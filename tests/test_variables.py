@@ -62,7 +62,7 @@ def test_a_runner_has_the_names_and_layers_of_its_model():
     assert list(top_layers([runner], in_parts=True)) == runner.whole.layers
 
 
-def test_a_keras_models_variables_are_named_by_their_paths_and_a_subclassed_ones_too():
+def test_a_keras_models_variables_are_named_by_their_paths():
     assert list(named_variables(two_layers())) == NAMES
     model = Lazy()
     model(tf.zeros([1, 3]))
@@ -81,7 +81,7 @@ def test_a_modules_variables_and_layers_are_named_by_attribute():
     assert list(named_variables(module)) == ["inner/weight", *of_parts, "scale", "table"]
 
 
-def test_models_in_a_dict_or_list_are_named_by_key_or_place_and_a_shared_variable_once():
+def test_models_in_a_dict_or_list_are_named_by_key_or_index():
     named = named_variables({"g": two_layers(), "d": two_layers()})
     assert list(named) == [f"{key}/{name}" for key in "gd" for name in NAMES]
     assert list(named_variables([two_layers()])) == [f"0/{name}" for name in NAMES]
@@ -109,7 +109,7 @@ def test_random_streams_are_named_by_their_order():
     assert list(named_variables(module)) == ["draws"]
 
 
-def test_recurrent_states_and_the_layers_of_bidirectional_ones_have_portable_names():
+def test_recurrent_states_and_bidirectional_layers_have_portable_names():
     def make_model():
         layer = keras.layers.Bidirectional(keras.layers.SimpleRNN(2, stateful=True))
         return keras.Sequential([keras.Input(batch_shape=(4, 3, 5)), layer])
@@ -140,7 +140,7 @@ class Unnamed(keras.layers.Layer):
         return x * self.gains[0] + self.gains[1] + self.bias
 
 
-def test_weights_without_a_name_have_portable_names_in_the_order_of_their_creation():
+def test_weights_without_a_name_have_portable_names_in_their_order():
     first, second = (keras.Sequential([keras.Input((3,)), Unnamed(), Unnamed()], name="net") for _ in range(2))
     names = portable_names(first)
     assert list(names) == list(portable_names(second)) and list(named_variables(first)) != list(names)
@@ -200,7 +200,7 @@ def test_slots_are_named_by_what_they_belong_to(make_optimizer, slots):
             assert variable.path.replace("/", "_") in named[f"{slot}/{name}"].path
 
 
-def test_variables_that_share_a_name_or_the_beginning_of_one_have_slots_of_their_own():
+def test_variables_that_share_a_name_or_its_beginning_have_own_slots():
     variables = [tf.Variable([1.0], name="w"), tf.Variable([1.0, 2.0], name="w")]
     named = slots_of(keras.optimizers.SGD(0.1, momentum=0.9), variables, ["a/w", "b/w"])
     assert named["momentum/a/w"].shape == (1,) and named["momentum/b/w"].shape == (2,)
@@ -210,7 +210,7 @@ def test_variables_that_share_a_name_or_the_beginning_of_one_have_slots_of_their
     assert named["velocity/w_momentum"].shape == (2,)
 
 
-def test_slots_that_share_a_name_or_have_none_are_named_alike_whatever_the_process_has_made_before():
+def test_slots_without_a_name_of_their_own_are_named_alike_everywhere():
     for make_optimizer, some in (
         (keras.optimizers.Adafactor, {"kernel", "kernel_1", "kernel_2", "kernel_3", "bias"}),  # rows and columns
         (keras.optimizers.Nadam, {"variable"}),
@@ -244,7 +244,7 @@ def test_parameters_that_are_in_no_layer_are_the_models():
     assert count_parameters(model) == {"inner": 8, "net": 5}
 
 
-def test_parameters_of_several_models_are_counted_by_model_and_once_and_of_a_module_by_attribute():
+def test_parameters_of_several_models_are_counted_by_model_and_once():
     shared = tf.Variable(tf.zeros([7]))
     models = {"g": [tf.Variable(0.0), shared], "d": [shared, tf.Variable([0.0, 1.0])]}
     assert count_parameters(models) == {"g": 8, "d": 2}
@@ -278,7 +278,7 @@ def digested(value=1.0, *, mirrored=False, seed=1):
     return digest(model)
 
 
-def test_a_digest_counts_each_byte_but_no_random_stream_and_is_the_same_in_every_process_and_on_several_replicas():
+def test_a_digest_counts_each_byte_and_is_the_same_in_every_process():
     assert digested() == digested() == digested(seed=2) == digested(mirrored=True)
     assert digested(np.nextafter(np.float32(1), np.float32(2))) != digested()
     assert digest({"a": tf.Variable(0.0)}) != digest({"b": tf.Variable(0.0)}) != digest({"b": tf.Variable(0)})

@@ -11,7 +11,7 @@ RAN = """<testsuites><testsuite name="pytest" time="90.0">
 </testsuite></testsuites>"""
 
 
-def test_cases_are_counted_by_folder_and_file_and_what_failed_or_did_not_run_is_named(tmp_path):
+def test_cases_are_counted_by_folder_and_failed_or_missing_ones_named(tmp_path):
     for name in ["files", "campaigns", "folders a-d.cut", "folders e-m", "folders n-z", "collectives"]:
         (tmp_path / f"{name}.xml").write_text(RAN)
     text = wide.render(tmp_path)

@@ -124,7 +124,7 @@ def test_four_workers_have_the_bits_of_one_process(alone, tmp_path):
 
 
 @pytest.mark.wide
-def test_one_process_has_the_bits_of_several_workers_whose_run_it_goes_on_with(on_workers, alone, tmp_path):
+def test_one_process_has_the_bits_of_the_workers_whose_run_it_goes_on_with(on_workers, alone, tmp_path):
     found, expected = (
         worker_scenarios.run(worker_scenarios.bits, devices, out, steps=16)
         for devices, out in ((2, on_workers[1]), (1, tmp_path))
@@ -132,7 +132,7 @@ def test_one_process_has_the_bits_of_several_workers_whose_run_it_goes_on_with(o
     assert_same_bits([found], expected)
 
 
-def test_a_worker_that_fails_between_steps_is_saved_by_all_and_a_step_by_none(on_workers):
+def test_a_worker_that_fails_between_steps_is_saved_and_within_one_not(on_workers):
     for index, result in enumerate(on_workers[0]["failures"]):
         ends = ["KeyboardInterrupt ", "RuntimeError mine"] if index else [f"SystemExit {heartbeat.EXIT_CODE}"] * 2
         assert [str(result["local/Ctrl-C"]), str(result["local/rows_fn"])] == ends
@@ -153,7 +153,7 @@ def test_the_console_names_the_device_of_each_part_of_the_slots(on_workers):
     assert f"slots and averages {', '.join(devices)}" in on_workers[0]["sharded"][0]["local/lines"]
 
 
-def test_each_worker_names_gradients_that_are_not_finite_wherever_they_are_summed(results, alone):
+def test_each_worker_names_gradients_that_are_not_finite(results, alone):
     expected = str(alone("sharded")["local/error"])
     assert "the gradient of net/hidden/kernel, net/hidden/bias, net/logits/kernel and 1 more is not finite" in expected
     for result in results["sharded"]:
@@ -241,7 +241,7 @@ def test_a_stop_on_the_last_worker_stops_all(on_workers):
     assert [result["local/rows"].tolist() for result in results["stops"]] == [[4, 8, -1], []]  # the chief's writer
 
 
-def test_all_workers_run_as_many_steps_as_the_chief_has_time_for_by_its_clock(on_workers):
+def test_all_workers_run_as_many_steps_as_the_chiefs_clock_has_time_for(on_workers):
     chief, *others = on_workers[0]["by_time"]
     assert max(chief["local/loops"]) > 1  # 1: what the others had time for
     for other in others:
@@ -260,7 +260,7 @@ def test_sigterm_to_the_last_worker_in_an_evaluation_saves_and_stops_all(on_work
     assert f"[worker 0] {interrupted}" in lines
 
 
-def test_sigterm_to_the_last_worker_stops_all_between_two_loops_and_while_batches_are_skipped(on_workers):
+def test_sigterm_to_the_last_worker_stops_all_between_loops(on_workers):
     results, out, _ = on_workers
     for result, why in zip(results["interrupts_between_loops"], ("by worker 1", "by SIGTERM"), strict=True):
         assert int(result["code/between two loops"]) == int(result["code/skipping"]) == 75
@@ -295,7 +295,7 @@ def test_values_are_exchanged_and_an_error_on_one_worker_is_raised_on_all(on_wor
         "variables": "At step 2 model/net/logits/bias of replica 1 of worker 1 differs from that of the first replica:",
     }.items(),
 )
-def test_a_difference_between_workers_is_an_error_on_all_in_place_of_a_hang(name, sentence, on_workers):
+def test_a_difference_between_workers_is_an_error_on_all_and_no_hang(name, sentence, on_workers):
     for result in on_workers[0]["differences"]:
         assert sentence in str(result[f"local/{name}"])
 

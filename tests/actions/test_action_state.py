@@ -64,7 +64,7 @@ def test_a_state_comes_back_as_it_was(state):
         (enum.IntEnum("Phase", "warm cold").cold, 2),
     ],
 )
-def test_numbers_of_other_types_come_back_as_those_of_python_that_are_equal(value, plain):
+def test_numbers_of_other_types_come_back_as_equal_numbers_of_python(value, plain):
     assert repr(kept({"value": value})) == repr({"value": plain}) and (plain == value or math.isnan(plain))
 
 
@@ -99,7 +99,7 @@ def test_what_json_would_change_is_refused_with_the_action_and_the_entry(state, 
         assert entry in str(error.value)
 
 
-def test_an_action_that_has_no_state_before_its_first_call_passes_the_check():
+def test_an_action_without_a_state_before_its_first_call_passes_the_check():
     class Late(Counts):
         def get_state(self):
             return self.missing
@@ -109,7 +109,7 @@ def test_an_action_that_has_no_state_before_its_first_call_passes_the_check():
         action_state.states_of({"late": Late()})
 
 
-def test_actions_are_named_by_what_they_watch_and_those_without_a_state_need_no_name():
+def test_actions_are_named_by_what_they_watch_and_need_a_name_for_a_state():
     def function(report):
         pass
 
@@ -160,7 +160,7 @@ def test_an_action_of_another_run_is_refused_and_its_own_goes_on(is_written):
     assert action.state == 7
 
 
-def test_the_next_fit_of_a_run_goes_on_with_its_state_unless_it_goes_back_to_a_checkpoint_without_one():
+def test_the_next_fit_keeps_its_state_unless_it_goes_back_before_it():
     action, run = used(0, 7)
     run.attach([action], None)
     assert action.state == 7

@@ -82,7 +82,7 @@ def accounted(workdir):
 
 
 @pytest.mark.slow
-def test_a_run_that_fell_has_done_some_steps_twice_and_each_second_is_accounted_for(tmp_path, capsys):
+def test_a_run_that_failed_counts_repeated_steps_and_each_second_once(tmp_path, capsys):
     def fall(report):
         raise SystemExit
 
@@ -103,7 +103,7 @@ def test_a_run_that_fell_has_done_some_steps_twice_and_each_second_is_accounted_
 
 @pytest.mark.wide
 @pytest.mark.slow
-def test_a_run_that_goes_back_to_a_checkpoint_accounts_for_each_second_once(tmp_path):
+def test_a_run_that_goes_back_accounts_for_each_second_once(tmp_path):
     data = classification(48)
     data["x"][-3] = np.nan  # in the last batch of the first epoch
     config = on(1, workdir=str(tmp_path), checkpoint_every=2, log_every=1, on_divergence="rollback")
@@ -186,7 +186,7 @@ def test_operations_per_second_follow_from_the_examples_per_second():
     assert "model_flops_per_sec" not in Utilization()(report)
 
 
-def test_gpus_report_their_peak_memory_at_each_log_and_cpus_nothing_before_there_is_a_profile(monkeypatch):
+def test_gpus_report_peak_memory_at_each_log_and_cpus_without_profile_none(monkeypatch):
     monkeypatch.setattr(memory, "device_peak_gb", {"GPU:0": 1.5, "GPU:1": 2.5}.get)
     profile = types.SimpleNamespace(is_written=False, directory="")
     gpus, cpus = (PipelineUsage([f"{kind}:0", f"{kind}:1"], profile) for kind in ("GPU", "CPU"))
@@ -209,7 +209,7 @@ def test_a_checksum_changes_with_one_element(dtype):
 
 
 @pytest.mark.slow
-def test_a_variable_that_differs_between_replicas_ends_the_run_before_it_is_saved(tmp_path):
+def test_a_variable_that_differs_between_replicas_ends_the_run_unsaved(tmp_path):
     def change(report):
         if report.step == 3:
             kernel = report.state.model.get_layer("logits").kernel.value

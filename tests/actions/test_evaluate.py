@@ -45,7 +45,7 @@ def test_an_evaluation_refuses_what_it_cannot_use(wrong, message):
 
 
 @pytest.mark.slow
-def test_what_was_trained_is_saved_when_an_evaluation_fails_and_the_next_start_begins_with_it(tmp_path):
+def test_a_failed_evaluation_saves_the_training_and_comes_first_next_time(tmp_path):
     x, y = np.zeros((16, 4), np.float32), np.arange(16) % 3
 
     def trainer():

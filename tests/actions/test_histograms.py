@@ -65,7 +65,7 @@ def test_histograms_change_no_bit_of_a_run(settings, tmp_path):
     problems.assert_equal(problems.everything(watched), problems.everything(plain))
 
 
-def test_gradients_are_of_the_last_step_and_updates_since_the_previous_histograms(tmp_path, replicas=2):
+def test_gradients_are_of_the_last_step_and_updates_since_the_last_row(tmp_path, replicas=2):
     (look, weights), seen = watcher(), []
 
     class Watch(WeightHistograms):
@@ -185,7 +185,7 @@ class Block(keras.layers.Layer):
         return self.recurrent(self.inner(self.inner(inputs)))
 
 
-def test_all_calls_of_a_layer_without_parts_are_recorded_and_a_recurrent_layer_as_a_whole():
+def test_all_calls_of_a_layer_are_recorded_and_of_a_recurrent_one_once():
     block = Block(name="block")
     block(tf.zeros([1, 4, 3]))
     drop = keras.layers.Dropout(0.5, name="drop")

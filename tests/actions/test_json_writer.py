@@ -28,7 +28,7 @@ def test_rows_of_an_earlier_run_are_kept_aside(tmp_path):
     assert rows == {"m.jsonl": [2], "m.jsonl.1": [0], "m.jsonl.2": [1]}
 
 
-def test_each_write_is_one_row_of_a_new_file_with_step_and_time_that_strict_parsers_read(tmp_path, monkeypatch):
+def test_each_write_is_a_row_with_step_and_time_that_strict_parsers_read(tmp_path, monkeypatch):
     synced = []
     monkeypatch.setattr("distloop.actions.write.sync", synced.append)
     writer = JsonWriter(str(tmp_path / "run" / "metrics.jsonl"))
@@ -68,7 +68,7 @@ class Disk:
         return getattr(self._file, name)
 
 
-def test_after_a_full_disk_the_rows_are_written_over_the_half_row_that_it_took(tmp_path):
+def test_after_a_full_disk_new_rows_replace_the_half_row_it_took(tmp_path):
     path = tmp_path / "metrics.jsonl"
     writer = JsonWriter(str(path))
     writer.write(1, {"loss": 1.0})
@@ -87,7 +87,7 @@ def test_after_a_full_disk_the_rows_are_written_over_the_half_row_that_it_took(t
     assert [row["step"] for row in read_rows(path)] == [1, 2, 3]
 
 
-def test_a_run_that_goes_on_from_step_0_keeps_its_file_without_the_later_rows(tmp_path):
+def test_a_run_that_goes_on_from_step_0_keeps_its_file_without_later_rows(tmp_path):
     path = tmp_path / "metrics.jsonl"
     for again, kept in [(False, [0]), (True, [])]:
         path.write_text('{"step": 0, "loss": 1.0}\n{"step": 2, "loss": 0.5}\n')

@@ -55,7 +55,7 @@ class Seen(keras.callbacks.Callback):
 
 
 @pytest.mark.slow
-def test_a_callback_is_called_at_the_end_of_an_epoch_and_a_plateau_changes_the_learning_rate():
+def test_a_callback_is_called_each_epoch_and_a_plateau_changes_the_rate():
     seen = Seen()
     plateau = keras.callbacks.ReduceLROnPlateau("val_loss", factor=0.5, patience=1, min_delta=100.0)
     trainer = distloop.Trainer(classifier(), on(2, eval_every=2))
@@ -137,7 +137,7 @@ def test_a_state_holds_counters_and_no_settings():
         (lambda: "ModelCheckpoint", "keras.callbacks.Callback"),
     ],
 )
-def test_an_unsupported_callback_is_refused_with_its_replacement_and_so_is_half_a_step(make, instead):
+def test_an_unsupported_callback_or_half_a_step_is_refused_with_advice(make, instead):
     refused(lambda: distloop.from_callback(make(), every=10), instead)
     refused(lambda: distloop.from_callback(Seen(), every=0.5), "every=0.5", "whole number")
 
@@ -200,7 +200,7 @@ def test_a_plateau_takes_its_direction_from_the_monitors_name():
 
 
 @pytest.mark.slow
-def test_a_callback_of_one_run_goes_on_in_its_next_fit_and_is_refused_by_another_run():
+def test_a_callback_goes_on_in_the_next_fit_and_is_refused_by_another_run():
     class Listing(keras.callbacks.Callback):
         def on_train_begin(self, logs=None):
             self.epochs = []

@@ -73,7 +73,7 @@ def test_values_of_an_evaluation_alone_are_known_from_its_trace(rows):
 
 
 @pytest.mark.slow
-def test_what_an_action_of_the_users_reports_is_not_known_and_keras_spelling_is_said(rows, caplog):
+def test_what_a_users_action_reports_is_unknown_and_keras_names_are_said(rows, caplog):
     def measure(report):
         return {"val/reward": 1.0}
 

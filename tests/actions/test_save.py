@@ -61,7 +61,7 @@ def test_the_checkpoint_holds_what_later_actions_did_at_the_boundary():
     assert log == ["later action", "save"]
 
 
-def test_without_a_workdir_the_best_steps_are_known_and_a_line_says_that_nothing_is_kept(caplog):
+def test_without_a_workdir_a_line_says_that_no_best_checkpoint_is_kept(caplog):
     best = SaveBest("score", mode="min")
     best.set_saves(None)
     run_actions([best], Report(2, 10, {"score": 0.5}, None))

@@ -81,7 +81,7 @@ def test_a_rule_that_makes_no_sense_is_refused(arguments, settings, message):
 
 
 @pytest.mark.slow
-def test_a_run_that_it_ends_has_what_is_due_at_the_end_alone_in_its_row_and_its_checkpoint(tmp_path):
+def test_a_run_that_it_ends_has_what_is_due_at_the_end_in_its_last_row(tmp_path):
     data = distloop.make_dataset(problems.classification(16), 8)
     evals = {"val": distloop.Evaluation(data, every=2), "test": distloop.Evaluation(data, every=0)}
     for exports in (True, False):  # the second run ends where the first one did

@@ -110,7 +110,7 @@ def test_the_name_and_the_data_are_both_needed(arguments):
 
 @pytest.mark.wide
 @pytest.mark.slow
-def test_a_loss_that_draws_numbers_leaves_the_random_streams_of_the_replicas_as_they_were():
+def test_a_loss_that_draws_numbers_leaves_the_replicas_streams_alone():
     def model_fn():  # its loss draws in evaluations, too
         spec = problems.classifier()()
         noise = keras.random.SeedGenerator(7)

@@ -15,7 +15,7 @@ from distloop.training.boundary import run_actions
 from tests.problems import report
 
 
-def test_write_hands_the_step_and_all_numbers_to_every_writer_at_every_boundary():
+def test_every_writer_gets_the_step_and_all_numbers_at_every_boundary():
     class Writer:
         def __init__(self):
             self.rows = []
@@ -103,7 +103,7 @@ def test_no_row_is_lost_or_twice_there_while_another_thread_writes(monkeypatch):
     assert file.rows == list(range(1, 2001))
 
 
-def test_a_row_that_another_thread_writes_while_its_media_are_encoded_is_not_lost(monkeypatch):
+def test_a_row_that_a_thread_writes_while_media_are_encoded_is_not_lost(monkeypatch):
     def replace_slowly(report, **changes):
         write.flush()  # by the timer, for another row
         return replace(report, **changes)

@@ -279,7 +279,7 @@ def test_a_clean_model_passes_in_half_precision(precision):
 
 
 @pytest.mark.wide
-def test_a_layer_that_draws_for_each_row_passes_and_a_mean_over_the_rows_beside_it_is_found():
+def test_a_layer_that_draws_for_each_row_passes_and_a_mean_beside_it_not():
     def audit(*layers):
         return distloop.Trainer(planted(layers=layers), on(1)).audit(batches())
 

@@ -38,7 +38,7 @@ def test_no_run_is_needed_and_nothing_private_is_shown(monkeypatch, capsys):
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
-def test_the_commit_of_the_users_code_and_whether_files_differ_from_it_are_listed(tmp_path, monkeypatch, capsys):
+def test_the_commit_of_the_users_code_and_changes_to_it_are_listed(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "program.py").write_text("1")
     identity = ["-c", "user.name=a", "-c", "user.email=a@b"]

@@ -33,7 +33,7 @@ def test_equal_draws_are_found_unless_chance_may_explain_them(one, other, is_fou
     assert findings(checks.identical_draws, draws=drawn, layers=[]) == expected
 
 
-def test_an_audit_prints_a_line_for_each_kind_of_finding_and_for_what_was_not_checked():
+def test_an_audit_prints_a_line_for_each_finding_and_what_was_not_checked():
     findings = [Finding("no gradient", f"net/kernel{i}", "use it in the loss") for i in range(52)]
     other = Finding("no gradient", "net/bias", "leave it out")
     assert str(Audit((*findings, other), ("the rest",))).splitlines() == [
@@ -58,7 +58,7 @@ def compare(whole, halves=HALVES):
     return [*audit._values_and_gradients(probe, SimpleNamespace(name=""), whole, halves, True)]
 
 
-def test_a_gradient_that_differs_is_named_unless_it_is_small_beside_the_others():
+def test_a_gradient_that_differs_is_named_unless_others_are_far_larger():
     (finding,) = compare(WHOLE._replace(gradients={**WHOLE.gradients, "kernel": np.array([1.0, 3.0])}))
     assert finding.name == "kernel" and "the gradient of kernel differs between 1 and 2 replicas" in finding.hint
     large = {"kernel": np.array([1.0, 2.0]), "large": np.array([1e6])}
@@ -80,7 +80,7 @@ def test_two_calls_have_the_same_operations_though_the_first_one_captures():
     assert calls[0] == calls[1] and "Mul" in calls[0]
 
 
-def test_random_numbers_are_held_but_for_whole_ones_and_those_in_called_functions():
+def test_random_floats_are_held_also_outside_of_called_functions():
     def draw(kind, are_left):
         draws = {
             "float": lambda: tf.random.stateless_normal([2], [1, 2]),

@@ -25,7 +25,7 @@ def found_in(fn, dtype=tf.float32):
         (lambda x: tf.nn.sparse_softmax_cross_entropy_with_logits(tf.zeros([4], tf.int64), x), tf.float64, None),
     ],
 )
-def test_texts_python_and_dtypes_without_a_kernel_are_found_also_in_branches(fn, dtype, kind):
+def test_texts_python_and_dtypes_without_a_kernel_are_found_in_branches(fn, dtype, kind):
     assert found_in(fn, dtype) == [(kind or "SparseSoftmaxCrossEntropyWithLogits", "test_gpu_kernels.py")]
 
 

@@ -49,7 +49,7 @@ def test_weights_slots_averages_batch_activations_and_gradients_are_told():
 
 
 @pytest.mark.slow
-def test_on_gpus_a_step_that_may_be_skipped_takes_a_copy_of_what_it_changes(monkeypatch):
+def test_on_gpus_a_step_that_may_be_skipped_copies_what_it_changes(monkeypatch):
     monkeypatch.setattr(strategies, "has_gpus", lambda strategy: True)
     changed = ("weights", "optimizer slots", "averages of weights")
     parts = estimate(average_decay=0.9, on_nonfinite="skip").parts
@@ -59,7 +59,7 @@ def test_on_gpus_a_step_that_may_be_skipped_takes_a_copy_of_what_it_changes(monk
 
 
 @pytest.mark.slow
-def test_activations_grow_with_the_rows_and_shrink_with_the_microbatches_of_which_enough_are_named(monkeypatch):
+def test_activations_grow_with_rows_and_enough_microbatches_are_named(monkeypatch):
     activation = 100 * ROWS * WIDTH * 4
     available(monkeypatch, 5 * activation / 1e9)
     whole = estimate(100 * ROWS)
@@ -82,7 +82,7 @@ def test_a_replica_holds_its_own_rows():
 
 
 @pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
-def test_a_table_counts_apart_and_its_sparse_gradient_by_the_rows_of_the_batch(optimizer):
+def test_a_table_counts_apart_and_its_gradient_by_the_rows_of_the_batch(optimizer):
     def model_fn():
         table = keras.layers.Embedding(100_000, 8, name="items")
         model = keras.Sequential([keras.Input((2,), dtype="int32"), table, keras.layers.Dense(1)], name="net")
@@ -152,7 +152,7 @@ def test_the_backward_pass_keeps_what_it_reads():
     assert 4 * N <= most.gradients <= 3 * 4 * N
 
 
-def test_activations_that_the_backward_pass_computes_again_are_no_gradients():
+def test_activations_computed_again_in_the_backward_pass_are_no_gradients():
     def fn(x):
         with tf.name_scope("gradient_tape"):
             slope = tf.exp(x)

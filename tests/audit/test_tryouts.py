@@ -116,7 +116,7 @@ def test_a_dry_run_leaves_the_model_of_the_program_as_it_is():
     assert not np.array_equal(trainer.model.get_weights()[0], before[0])
 
 
-def test_the_directory_goes_with_its_owner_and_checkpoints_of_another_process_are_not_waited_for():
+def test_the_directory_goes_with_its_owner_and_other_saves_are_not_awaited():
     owner = set()  # anything that can be referred to weakly
     directory = tryouts.dry_settings(on(1, fast_dev_run=True), owner).workdir
     assert os.path.isdir(directory)
@@ -155,7 +155,7 @@ UNTRIED = (
         (True, True, "read the export back", UNTRIED),
     ],
 )
-def test_a_predict_fn_that_is_not_there_or_reads_what_training_batches_lack_is_told(
+def test_a_missing_predict_fn_and_entries_that_it_lacks_are_named(
     has_predict_fn, has_evaluation, told, untold, capsys
 ):
     def model_fn():

@@ -27,7 +27,7 @@ def test_the_suggestion_is_the_same_on_any_number_of_replicas():
 
 
 @pytest.mark.slow
-def test_the_rate_grows_by_the_same_factor_until_the_loss_explodes_and_is_left_to_its_variable():
+def test_the_rate_grows_by_one_factor_until_the_loss_explodes():
     whole, trainer = distloop.make_dataset(classification(), 67), trainer_of()
     result = distloop.find_learning_rate(trainer, whole, lowest=1e-3, highest=1e5, steps=33)
     assert len(result.rates) == len(result.losses) == len(result.smoothed) < 33
@@ -44,7 +44,7 @@ def test_the_rate_grows_by_the_same_factor_until_the_loss_explodes_and_is_left_t
 
 
 @pytest.mark.slow
-def test_a_loss_that_is_not_finite_at_the_lowest_rate_is_an_error_and_not_a_rate():
+def test_a_loss_not_finite_at_the_lowest_rate_is_an_error_and_no_rate():
     trainer = trainer_of()
     before = weights(trainer)
     rows = classification()
@@ -147,7 +147,7 @@ def test_what_makes_no_sense_is_refused():
             distloop.find_learning_rate(trainer, batches(), **arguments)
 
 
-def test_noise_is_no_fall_a_fall_is_seen_through_noise_and_smoothing_has_no_bias():
+def test_noise_is_no_fall_and_a_fall_is_seen_through_it_without_bias():
     noises = [np.random.default_rng(seed).normal(1.0, 0.1, 100) for seed in range(100)]
     assert sum(tuning.steepest_fall(noise, 10) is not None for noise in noises) <= 3
     for noise in noises:
@@ -182,7 +182,7 @@ def test_the_fastest_batch_is_suggested_and_larger_ones_are_not_tried(monkeypatc
 
 
 @pytest.mark.slow
-def test_no_batch_has_more_rows_than_the_dataset_and_one_that_a_device_cannot_hold_ends_the_search(monkeypatch):
+def test_the_search_ends_at_the_dataset_or_a_batch_that_does_not_fit(monkeypatch):
     speeds(monkeypatch, {16: 100.0, 32: 200.0, 64: 400.0})
     result = distloop.autotune_batch(trainer_of(), batches())  # 67 rows
     assert result.suggestion == 64 and result.reason == "a batch of 128 is more than the dataset has"

@@ -49,7 +49,7 @@ def test_the_lock_of_another_host_is_taken_when_it_shows_no_sign_of_life(directo
         lock_of(directory).__enter__()
 
 
-def test_a_lock_that_was_removed_is_written_again_and_who_was_taken_over_writes_no_more(directory):
+def test_a_removed_lock_is_written_again_and_who_lost_it_writes_no_more(directory):
     with lock_of(directory) as held:
         directory.delete(run_lock.FILE)
         held.verify()

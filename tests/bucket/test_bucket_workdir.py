@@ -130,7 +130,7 @@ def test_the_best_checkpoint_of_a_bucket_is_named_by_its_url(cache, capsys):
 
 
 @pytest.mark.slow
-def test_a_bucket_that_goes_away_before_the_end_is_an_error_and_the_same_machine_uploads_the_rest(monkeypatch):
+def test_a_bucket_that_goes_away_is_an_error_and_the_rest_comes_later(monkeypatch):
     def go_away(report):
         faults._share, faults._random.choice = 1.1, lambda kinds: "fails"
 

@@ -14,7 +14,7 @@ def no_files():
     empty()
 
 
-def test_what_is_written_and_read_is_whole_though_30_percent_of_the_requests_fail(tmp_path):
+def test_what_is_written_is_complete_though_30_percent_of_requests_fail(tmp_path):
     source, target = tmp_path / "source", tmp_path / "target"
     source.write_bytes(bytes(range(200)))
     for seed in range(20):

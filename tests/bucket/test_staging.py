@@ -78,7 +78,7 @@ def test_a_start_that_ends_before_all_workers_agree_gives_the_bucket_back(url):
     assert run(url, 1) == [] and run(url) == [1]
 
 
-def test_a_bucket_that_looks_empty_is_refused_in_a_sentence_and_deletes_nothing(url, tmp_path):
+def test_a_bucket_that_looks_empty_is_refused_and_nothing_is_deleted(url, tmp_path):
     run(url, 2, 4)
     os.rename(tmp_path / "bucket", tmp_path / "unmounted")
     for act in (run, read):
@@ -90,7 +90,7 @@ def test_a_bucket_that_looks_empty_is_refused_in_a_sentence_and_deletes_nothing(
     assert run(url, 6) == [2, 4]
 
 
-def test_a_run_whose_bucket_was_emptied_is_uploaded_anew_or_begins_anew_as_the_sentence_says(url, tmp_path):
+def test_a_run_whose_bucket_was_emptied_is_uploaded_or_begins_anew(url, tmp_path):
     run(url, 2, 4)
     shutil.rmtree(root_of(url) / "checkpoints")
     assert run(url) == [2, 4]  # filled from the bucket
@@ -102,7 +102,7 @@ def test_a_run_whose_bucket_was_emptied_is_uploaded_anew_or_begins_anew_as_the_s
     assert run(url) == []
 
 
-def test_what_the_disk_has_and_the_bucket_has_not_is_what_a_run_goes_on_from_on_this_machine_alone(url, move_to):
+def test_a_run_goes_on_from_what_the_disk_has_on_this_machine_alone(url, move_to):
     run(url, 2, 4)
     save(url, 8)  # of a process that was killed before the upload
     move_to("other")
@@ -111,7 +111,7 @@ def test_what_the_disk_has_and_the_bucket_has_not_is_what_a_run_goes_on_from_on_
     assert read(url) == run(url) == sealed(url) == [2, 4, 8]
 
 
-def test_where_another_machine_has_gone_on_what_was_not_uploaded_is_kept_aside(url, move_to, capsys):
+def test_where_another_machine_has_gone_on_the_rest_is_kept_aside(url, move_to, capsys):
     run(url, 2, 4)
     root = root_of(url)
     save(url, 8)
@@ -154,7 +154,7 @@ def test_a_run_that_was_copied_within_a_bucket_goes_on_by_itself(url, tmp_path):
     assert sealed(copied) == [2, 4, 6]
 
 
-def test_a_bucket_that_was_put_back_to_what_it_was_takes_nothing_from_the_disk(url, tmp_path):
+def test_a_bucket_that_was_put_back_takes_nothing_from_the_disk(url, tmp_path):
     run(url, 2)
     shutil.copytree(tmp_path / "bucket", tmp_path / "backup")
     run(url, 4, 6, 8, 10)
@@ -163,7 +163,7 @@ def test_a_bucket_that_was_put_back_to_what_it_was_takes_nothing_from_the_disk(u
     assert read(url) == run(url) == [6, 8, 10]
 
 
-def test_a_state_of_a_staging_directory_that_names_files_of_others_deletes_none(url, tmp_path):
+def test_a_staging_state_that_names_files_of_others_deletes_none(url, tmp_path):
     run(url, 2)
     (tmp_path / "bucket/mine").write_text("precious")
     (root_of(url) / STATE).write_text('{"uploaded": {"../mine": [8, 1]}, "manifests": []}')
@@ -172,7 +172,7 @@ def test_a_state_of_a_staging_directory_that_names_files_of_others_deletes_none(
 
 
 @pytest.mark.parametrize("state", ["", "[[", '{"uploaded": {"metrics.jsonl": 7}, "manifests": null}', "[" * 10**5])
-def test_a_state_of_a_staging_directory_that_holds_something_else_costs_an_upload_alone(state, url):
+def test_a_staging_state_that_holds_something_else_costs_an_upload_alone(state, url):
     run(url, 2)
     (root_of(url) / STATE).write_text(state)
     assert run(url, 4) == [2] and sealed(url) == [2, 4]

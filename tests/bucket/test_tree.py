@@ -46,7 +46,7 @@ def test_locks_temporary_names_and_damaged_checkpoints_stay_where_they_are(run):
     assert units[3:] == ["export/variables/variables.index", "metrics.jsonl", "train/events.1", "export/saved_model.pb"]
 
 
-def test_a_checkpoint_counts_with_its_manifest_and_the_sizes_that_it_names_else_the_one_before(run, url, caplog):
+def test_a_checkpoint_counts_with_its_manifest_and_the_sizes_it_names(run, url, caplog):
     def whole():
         return {found.step: found.path for found in tree.whole_checkpoints(RemoteDirectory(url))}
 
@@ -62,7 +62,7 @@ def test_a_checkpoint_counts_with_its_manifest_and_the_sizes_that_it_names_else_
     assert whole() == {}
 
 
-def test_the_newest_or_the_best_checkpoint_comes_or_one_by_its_url_and_a_local_path_stays_as_it_is(url, tmp_path):
+def test_a_checkpoint_comes_by_its_rank_or_url_and_a_local_path_stays(url, tmp_path):
     for best, steps in ((False, [20]), (True, [10])):
         with local_copy(url, best=best) as local:
             assert Checkpoints(os.path.join(local, "checkpoints")).steps == steps
@@ -85,7 +85,7 @@ def test_what_a_report_cannot_read_is_refused_in_a_sentence(arguments, words, ur
     assert words in capsys.readouterr().err
 
 
-def test_a_report_reads_a_run_a_directory_and_rows_replaced_since_they_were_listed(url, run, monkeypatch, capsys):
+def test_a_report_reads_runs_and_rows_replaced_since_they_were_listed(url, run, monkeypatch, capsys):
     found = RemoteDirectory.list
 
     def list_then_replace(directory, below=""):
@@ -138,7 +138,7 @@ def keys():
     return Keys.store
 
 
-def test_a_key_that_no_file_of_a_directory_can_have_is_named_and_comes_nowhere(keys, tmp_path, caplog):
+def test_a_key_that_no_file_of_a_directory_can_have_is_named_and_left_out(keys, tmp_path, caplog):
     good = {"checkpoints/5/manifest.json": b'{"files": {}}', "metrics.jsonl": b'{"step": 1}\n', "train/events": b"x"}
     good["b" * 255] = b"x"
     may_be, beside = ["a\\..\\b", "A"], ["train", "a/../metrics.jsonl"]  # beside train/events

@@ -85,7 +85,7 @@ def moved(requests):
     return [path[: -len(".01234567.tmp")].removeprefix("/bucket/run/") for kind, path in requests if kind == "mv"]
 
 
-def test_rows_come_first_then_the_newest_checkpoint_its_manifest_last_and_nothing_again(root):
+def test_rows_come_first_then_the_checkpoint_and_its_manifest_last(root):
     save(root, 10, 20)
     assert upload(root) == []
     names = moved(Unreliable.faults.requests)
@@ -96,7 +96,7 @@ def test_rows_come_first_then_the_newest_checkpoint_its_manifest_last_and_nothin
     assert {kind for kind, _ in Unreliable.faults.requests} == {"find"}
 
 
-def test_old_checkpoints_and_files_go_after_their_successors_and_others_stay(root):
+def test_old_checkpoints_go_after_their_successors_and_other_files_stay(root):
     save(root, 10, 20, keep=1, best={"score": [10]})
     (root / "old.txt").write_text("x")
     upload(root)
@@ -108,7 +108,7 @@ def test_old_checkpoints_and_files_go_after_their_successors_and_others_stay(roo
     assert "checkpoints/notes/mine.txt" in files_there() and "old.txt" not in files_there()
 
 
-def test_of_a_staging_directory_that_was_deleted_nothing_is_deleted_in_the_bucket(root):
+def test_a_deleted_staging_directory_deletes_nothing_in_the_bucket(root):
     save(root, 10)
     upload(root)
     before = files_there()
@@ -120,7 +120,7 @@ def test_of_a_staging_directory_that_was_deleted_nothing_is_deleted_in_the_bucke
     assert files_there() == before
 
 
-def test_a_run_that_has_gone_back_leaves_its_later_checkpoints_under_another_name(root):
+def test_a_run_that_went_back_keeps_its_later_checkpoints_elsewhere(root):
     save(root, 10, 20)
     upload(root)
     save(root, 15)
@@ -131,7 +131,7 @@ def test_a_run_that_has_gone_back_leaves_its_later_checkpoints_under_another_nam
     assert not [path for path in files_there() if "abandoned" in path]
 
 
-def test_a_checkpoint_that_is_being_replaced_on_the_disk_stays_in_the_bucket(root):
+def test_a_checkpoint_being_replaced_on_the_disk_stays_in_the_bucket(root):
     save(root, 10, 20)
     upload(root)
     os.rename(root / "checkpoints" / "20", root / "checkpoints" / "20.7-0123abcd.old")  # as `replacing` does
@@ -161,7 +161,7 @@ def test_a_checkpoint_that_the_run_deletes_meanwhile_is_uploaded_whole(root, mon
     assert upload.finish() == [] and steps_there() == [20]
 
 
-def test_a_bucket_that_is_away_is_named_once_and_awaited_while_it_is_silent(root, caplog, capsys, monkeypatch):
+def test_a_bucket_that_is_away_is_named_once_and_awaited_in_silence(root, caplog, capsys, monkeypatch):
     save(root, 10)
     faults = Unreliable.faults
     faults._share, faults._random.choice = 1.1, lambda kinds: "fails"
@@ -216,7 +216,7 @@ def test_a_checkpoint_that_the_bucket_refuses_keeps_no_other_one_back(root, monk
     assert upload.finish() == [] and steps_there() == [30]
 
 
-def test_a_checkpoint_with_a_file_that_cannot_be_read_keeps_no_other_one_back(root, monkeypatch):
+def test_a_checkpoint_with_an_unreadable_file_keeps_no_other_one_back(root, monkeypatch):
     monkeypatch.setattr(uploading, "STALLED_SECS", 0.5)
     save(root, 10, 20)
     (root / "checkpoints/20/notes").symlink_to(root / "gone")
@@ -249,7 +249,7 @@ def test_a_checkpoint_is_uploaded_before_the_files_that_wait(root, monkeypatch):
     assert names[0].startswith("events") and names[1] == "metrics.jsonl" and names[4] == "checkpoints/10/manifest.json"
 
 
-def test_a_checkpoint_goes_up_at_once_however_long_the_last_pass_over_the_files_took(root, monkeypatch):
+def test_a_checkpoint_goes_up_at_once_however_long_the_last_pass_took(root, monkeypatch):
     before_put(
         monkeypatch, lambda path: time.sleep(1.0 if "events" in path else 0.0)
     )  # the next pass is ten seconds away

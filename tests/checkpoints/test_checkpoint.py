@@ -46,7 +46,7 @@ def test_what_was_written_is_loaded_and_tensorflow_reads_it_by_name(tmp_path):
     assert set(manifest["files"]) == {INDEX, DATA}
 
 
-def test_weights_that_older_versions_numbered_across_the_process_load_by_their_place_in_the_layer(tmp_path):
+def test_weights_numbered_by_older_versions_load_by_order_in_a_layer(tmp_path):
     parts = ("model", "optimizer/momentum", "average")
     names = ["model/a/variable_72", *(f"{part}/a/variable_103" for part in parts)]
     write_files(str(tmp_path / "5"), 5, {name: tf.constant(i) for i, name in enumerate(names)}, {})
@@ -128,7 +128,7 @@ def rewrite(path, **changes):
     (path / MANIFEST).write_text(json.dumps({**manifest, "checksum": checkpoint._checksum(manifest)}))
 
 
-def test_a_checkpoint_of_the_first_format_is_loaded_and_one_of_a_newer_version_is_not_damaged(tmp_path):
+def test_a_first_format_checkpoint_loads_and_a_newer_one_is_no_damage(tmp_path):
     values = write(tmp_path / "5")
     rewrite(tmp_path / "5", format=1, index=None)
     np.testing.assert_array_equal(load(str(tmp_path / "5")).values["model/kernel"], values["model/kernel"])
@@ -173,7 +173,7 @@ def test_an_error_of_the_disk_or_the_process_is_no_damage(code, place, tmp_path,
         assert load(str(tmp_path / "5")).step == 5
 
 
-def test_what_tensorflow_takes_for_damage_is_none_if_the_files_cannot_be_read(tmp_path, monkeypatch):
+def test_files_that_cannot_be_read_are_not_damaged_as_tensorflow_says(tmp_path, monkeypatch):
     write(tmp_path / "5")
 
     def restore(**arguments):

@@ -92,7 +92,7 @@ def test_data_that_fails_in_the_middle_of_a_loop_loses_no_step(tmp_path, expecte
     assert_equal(fit(tmp_path, data()), expected[0])
 
 
-def test_a_step_that_is_not_finite_is_not_saved_and_the_checkpoint_before_it_stays(tmp_path, capsys):
+def test_a_step_that_is_not_finite_is_not_saved_and_the_last_save_stays(tmp_path, capsys):
     rows = classification(64)
     rows["x"][40] = np.nan  # of step 6
     with pytest.raises(FloatingPointError):
@@ -101,7 +101,7 @@ def test_a_step_that_is_not_finite_is_not_saved_and_the_checkpoint_before_it_sta
     assert "Nothing is saved, as a step failed after step 6; the checkpoint of step 4 stays." in capsys.readouterr().out
 
 
-def test_an_error_before_the_first_step_and_one_that_cannot_be_saved_say_so(tmp_path, capsys, monkeypatch):
+def test_an_error_before_the_first_step_or_that_cannot_be_saved_says_so(tmp_path, capsys, monkeypatch):
     with pytest.raises(OSError, match="gone"):
         fit(tmp_path / "a", data(fail_at=0))
     assert in_workdir(str(tmp_path / "a")).steps == []

@@ -61,7 +61,7 @@ def times_of(workdir):
 
 
 @pytest.mark.parametrize("replicas", mostly_wide([1, 2]))
-def test_running_again_finishes_or_does_nothing_and_returns_the_last_numbers(replicas, tmp_path, capsys):
+def test_running_again_finishes_and_returns_the_last_numbers(replicas, tmp_path, capsys):
     first = make_full_trainer(tmp_path, replicas=replicas)
     numbers = first.fit(data(), steps=6, evals={"test": data()})
     again = make_full_trainer(tmp_path, replicas=replicas)
@@ -249,7 +249,7 @@ def test_one_process_at_a_time_writes_to_a_workdir(tmp_path):
     assert (tmp_path / "run.lock").exists()
 
 
-def test_a_workdir_that_is_moved_while_it_trains_ends_the_run_and_goes_on_elsewhere(tmp_path):
+def test_a_workdir_that_moves_while_it_trains_ends_the_run_and_goes_on(tmp_path):
     old, new = tmp_path / "old", tmp_path / "new"
     move = every(5, lambda report: None if new.exists() else old.rename(new) and None)
     with pytest.raises(run_lock.LockLost, match="old' was moved or removed while"):
@@ -260,7 +260,7 @@ def test_a_workdir_that_is_moved_while_it_trains_ends_the_run_and_goes_on_elsewh
 
 
 @pytest.mark.parametrize("looks_by", mostly_wide(["fit", "restore"]))
-def test_a_run_that_another_process_has_trained_on_meanwhile_is_refused_and_its_work_stays(looks_by, tmp_path):
+def test_a_run_that_another_process_has_trained_on_is_refused_and_stays(looks_by, tmp_path):
     first, second = make_trainer(tmp_path), make_trainer(tmp_path)
     first.fit(data(), steps=4)
     if looks_by == "restore":
@@ -279,7 +279,7 @@ def test_a_run_that_another_process_has_trained_on_meanwhile_is_refused_and_its_
 
 
 @pytest.mark.wide
-def test_a_run_that_goes_on_from_an_earlier_step_leaves_the_later_ones_before_it_cuts_their_rows(tmp_path):
+def test_a_run_from_an_earlier_step_leaves_later_ones_before_cutting_rows(tmp_path):
     def train(steps, restored=None, **settings):
         trainer = make_trainer(tmp_path, steps_per_log=1, keep_checkpoints=9, **settings)
         if restored is not None:
@@ -378,7 +378,7 @@ def test_the_best_of_another_workdir_is_restored_by_its_name(tmp_path):
     assert again.step == 4
 
 
-def test_the_best_is_restored_when_the_run_has_ended_and_the_run_goes_on_from_its_end_or_from_the_best(tmp_path):
+def test_the_best_is_restored_at_the_end_and_the_run_goes_on_from_either(tmp_path):
     def make(workdir):
         return make_trainer(workdir, 1, model_fn=classifier(dropout=0.5), checkpoint_every=2)
 
@@ -487,7 +487,7 @@ def of_tf_data(rows, seed):
 
 @pytest.mark.parametrize("make_data", mostly_wide([numbered, of_tf_data]))
 @pytest.mark.parametrize("last_step", mostly_wide([4, 5]))
-def test_a_program_that_died_before_its_second_fit_saved_begins_the_second_data(make_data, last_step, tmp_path):
+def test_a_program_that_died_before_its_second_save_begins_the_second_data(make_data, last_step, tmp_path):
     def die(report):
         if report.step == last_step:
             raise Killed
@@ -513,7 +513,7 @@ def seen_in(numbers):
 
 
 @pytest.mark.wide
-def test_the_second_of_two_fits_begins_its_data_after_the_first_has_shown_its_best(tmp_path):
+def test_the_second_of_two_fits_begins_its_data_after_the_firsts_best(tmp_path):
     def program(workdir, restore):
         trainer = make_trainer(workdir, steps_per_log=2)
         trainer.fit(numbered(67, 1), steps=4, actions=[distloop.SaveBest("loss", restore=restore)])

@@ -14,7 +14,7 @@ from distloop.checkpoints.loading import Rollback
 from tests.problems import assert_equal, classification, classifier, everything, mostly_wide, on, rows_of
 
 
-def test_the_batch_that_failed_is_left_out_with_those_before_and_progress_gives_all_tries_back():
+def test_the_batch_that_failed_is_left_out_and_progress_counts_all_tries():
     rollback = Rollback(3)
     assert rollback.choose(step=8, batch=7, skipped={2}) == (7, {2, 7})
     assert rollback.num_tries == 0
@@ -26,7 +26,7 @@ def test_the_batch_that_failed_is_left_out_with_those_before_and_progress_gives_
     assert rollback.choose(3, 2, set()) is None and rollback.choose(3, 2, set()) is None
 
 
-def test_the_last_try_blames_the_batch_that_the_weights_learned_from_last_and_none_that_is_left_out_already():
+def test_the_last_try_blames_the_batch_that_was_learned_from_last():
     rollback = Rollback(3)
     assert rollback.choose(8, 7, set()) == (7, {7})
     assert rollback.choose(8, 8, {7}) == (8, {7, 8})
@@ -98,7 +98,7 @@ def run_without(tmp_path_factory):
 
 
 @pytest.mark.wide
-def test_a_run_that_diverges_before_the_first_checkpoint_of_a_second_fit_goes_back_to_its_start(tmp_path):
+def test_a_second_fit_that_diverges_before_its_save_goes_back_to_its_start(tmp_path):
     def program(workdir, second):
         trainer, _ = fit(workdir, stream(seed=4), steps=12)
         trainer.fit(second, steps=30)
@@ -130,7 +130,7 @@ def test_a_run_that_goes_back_to_its_start_has_each_row_once_in_its_file(tmp_pat
 
 
 @pytest.mark.wide
-def test_a_run_whose_batches_became_smaller_leaves_out_the_batch_that_failed(tmp_path):
+def test_a_run_whose_batches_became_smaller_leaves_the_failed_batch_out(tmp_path):
     rows = classification(160)
     rows["x"][100] = np.nan
     for batch_size, steps in [(16, 4), (8, 12)]:
@@ -219,7 +219,7 @@ def test_a_run_that_comes_no_further_ends_after_so_many_tries(tmp_path):
 
 
 @pytest.mark.wide
-def test_data_by_number_leaves_out_the_bad_batch_also_when_the_run_resumes_in_between(tmp_path):
+def test_data_by_number_leaves_the_bad_batch_out_also_after_a_resume(tmp_path):
     rows = {**classification(67), "row": np.arange(67)}
     numbers, epochs = distloop.make_dataset(rows, BATCH_SIZE, shuffle=True).order.rows(tf.constant(13, tf.int64))
     bad_row, bad_epoch = int(numbers[3]), int(epochs[3])

@@ -120,7 +120,7 @@ def test_a_run_that_was_made_longer_is_replayed_from_before_that(tmp_path):
     assert not trainer_of(tmp_path).replay(data(), step=5, steps=7).differences
 
 
-def test_a_fit_that_is_over_before_the_checkpoint_says_so_and_saves_nothing(tmp_path, capsys):
+def test_a_fit_that_ends_before_the_checkpoint_says_so_and_saves_nothing(tmp_path, capsys):
     trainer = trainer_of(tmp_path)
     trainer.fit(data(), steps=4)
     trainer.fit(data(rows=50, seed=3), steps=7)

@@ -87,7 +87,7 @@ def test_a_second_process_under_the_name_of_an_evaluation_is_refused(tmp_path):
 
 
 @pytest.mark.slow
-def test_following_a_run_that_does_not_go_on_times_out_and_its_last_row_is_on_the_disk_before_that(tmp_path):
+def test_following_a_run_that_stands_still_times_out_with_its_last_row(tmp_path):
     with pytest.raises(SystemExit):
         trainer_of(tmp_path, max_secs=1e-6, steps_per_loop=5).fit(batches(), steps=40)
     other, rows = trainer_of(tmp_path), []
@@ -107,7 +107,7 @@ def test_following_a_run_that_does_not_go_on_times_out_and_its_last_row_is_on_th
 
 
 @pytest.mark.slow
-def test_each_checkpoint_of_a_run_is_measured_under_the_name_of_the_evaluation(tmp_path):
+def test_each_checkpoint_of_a_run_is_measured_under_the_evaluations_name(tmp_path):
     test = distloop.make_dataset(classification(33, seed=1), 8)
     trained = trainer_of(tmp_path, checkpoint_every=5)
     trained.fit(batches(), steps=10)

@@ -126,7 +126,7 @@ def test_nothing_is_renamed_once_another_process_has_taken_over(renames, tmp_pat
     assert after == expected[renames].split()
 
 
-def test_a_checkpoint_of_the_same_step_is_replaced_and_loaded_where_a_process_was_killed_at_that(tmp_path):
+def test_a_checkpoint_of_the_same_step_is_replaced_also_after_a_kill(tmp_path):
     kept = save(tmp_path, 5)
     kept.save(5, {"step": tf.constant(6)}, {})
     kept.wait()
@@ -255,7 +255,7 @@ def test_what_is_not_named_as_a_step_is_no_checkpoint(tmp_path):
     assert set(os.listdir(tmp_path)) == names | {"4", "5"}
 
 
-def test_what_this_process_has_written_is_read_again_only_where_files_have_changed(tmp_path, monkeypatch):
+def test_what_this_process_wrote_is_read_again_only_where_files_changed(tmp_path, monkeypatch):
     kept, read = save(tmp_path, 1, 2, keep=2), reads(monkeypatch)
     save(tmp_path, 3, kept=kept)
     assert kept.steps == [2, 3] and not read and kept.seen.keys() == {2, 3}
@@ -305,7 +305,7 @@ def save_of_5(directory, step):
     return save(directory, step, notes={"stop_reason": None, "until": 5})
 
 
-def test_the_last_checkpoint_is_read_if_it_comes_after_the_look_for_new_ones(tmp_path, monkeypatch):
+def test_the_last_checkpoint_is_read_if_it_comes_after_the_listing(tmp_path, monkeypatch):
     kept = save_of_5(tmp_path, 4)
 
     def look(checkpoints, steps=Checkpoints.steps.fget):
@@ -353,7 +353,7 @@ def test_a_half_deleted_checkpoint_never_comes_back(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("leftover", ["6.123.tmp", "5.{}.tmp", "5.{}.old"])
-def test_the_next_save_removes_what_a_killed_process_left_also_one_of_the_same_number(leftover, tmp_path):
+def test_the_next_save_removes_what_a_killed_process_left_behind(leftover, tmp_path):
     leftover = leftover.format(os.getpid())
     shutil.copytree(save(tmp_path, 5).load_newest().path, tmp_path / leftover)
     assert save(tmp_path, 7, keep=1).steps == [7] and os.listdir(tmp_path) == ["7"]

@@ -184,7 +184,7 @@ def test_a_damaged_file_is_said_to_be_unreadable_and_nothing_is_taken(file, tmp_
     assert num_unread >= 5
 
 
-def test_a_file_of_weights_is_found_in_the_home_directory_waits_for_no_model_and_is_named_as_given(
+def test_a_file_of_weights_at_home_waits_for_no_model_and_keeps_its_name(
     tmp_path, monkeypatch
 ):
     monkeypatch.setenv("HOME", str(tmp_path))

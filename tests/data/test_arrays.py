@@ -37,7 +37,7 @@ def test_arrays_become_batches_in_order():
 
 
 @pytest.mark.parametrize("examples", [np.arange(20), tf.data.Dataset.range(20)], ids=["arrays", "dataset"])
-def test_shuffling_gives_every_epoch_every_row_once_in_another_order_that_the_seed_fixes(examples):
+def test_shuffling_gives_each_epoch_each_row_once_in_an_order_of_the_seed(examples):
     dataset = make_dataset(examples, 4, shuffle=True)
     first, second = flat(dataset), flat(dataset)
     assert sorted(first) == sorted(second) == list(range(20))
@@ -54,7 +54,7 @@ def test_rows_of_several_arrays_stay_together_when_shuffled():
         np.testing.assert_array_equal(10 * batch["x"], batch["y"])
 
 
-def test_a_buffer_shuffles_examples_of_a_dataset_that_are_near_and_all_only_where_the_length_is_known():
+def test_a_buffer_shuffles_near_examples_and_all_where_the_length_is_known():
     order = flat(make_dataset(tf.data.Dataset.range(20), 4, shuffle=3))
     assert sorted(order) == list(range(20)) and order != list(range(20))
     assert all(value <= place + 2 for place, value in enumerate(order))  # never earlier than the buffer allows
@@ -75,7 +75,7 @@ def test_a_cached_dataset_is_read_once():
     assert len(reads) == 1
 
 
-def test_arrays_become_a_dataset_in_their_order_or_in_that_of_a_seed_and_a_dataset_stays_as_it_is():
+def test_arrays_become_a_dataset_in_order_and_a_dataset_stays_as_it_is():
     data = tf.data.Dataset.range(4).batch(2)
     assert as_dataset(data, 3, 0) is data
     assert [batch["x"].numpy().tolist() for batch in as_dataset({"x": np.arange(5)}, 2)] == [[0, 1], [2, 3], [4]]
@@ -142,7 +142,7 @@ def test_arrays_on_disk_stay_there(tmp_path):
         assert next(iter(as_dataset(arrays, 3)))[0].numpy().tolist() == [0, 1, 2]
 
 
-def test_ragged_and_sparse_arrays_and_those_of_several_types_are_refused_with_what_to_do():
+def test_ragged_sparse_and_mixed_arrays_are_refused_with_what_to_do():
     for given in (tf.ragged.constant([[1], [2, 3]]), tf.sparse.from_dense(np.eye(3))):
         with pytest.raises(ValueError, match="distloop takes dense ones.*from_tensor_slices"):
             as_arrays((given, np.zeros(3)))
@@ -222,7 +222,7 @@ def run(data, workdir="", steps=9, replicas=2, **settings):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("replicas", mostly_wide([2, 1]))
-def test_runs_on_arrays_that_go_on_where_they_stopped_equal_one_on_a_shuffled_dataset(replicas, tmp_path):
+def test_runs_on_arrays_that_resume_equal_one_on_a_shuffled_dataset(replicas, tmp_path):
     rows = classification(67)  # the last batch has 3 rows
     expected = everything(run(make_dataset(rows, 16, shuffle=True, seed=5), steps=12, replicas=replicas))
     run(rows, tmp_path, steps=7, replicas=replicas)
@@ -243,7 +243,7 @@ def test_arrays_are_evaluated_and_predicted_in_their_order():
 
 
 @pytest.mark.slow
-def test_epochs_include_the_odd_last_batch_batches_are_those_of_replicas_and_changes_in_place_are_seen():
+def test_epochs_of_arrays_include_the_odd_last_batch_and_changes_in_place():
     trainer, rows = distloop.Trainer(classifier(), on(2, replica_batch_size=8)), classification(40)
     assert [len(part) for part in trainer.stream_predictions(rows)] == [16, 16, 8]
     first = trainer.predict(rows)

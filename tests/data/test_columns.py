@@ -55,7 +55,7 @@ def test_rows_on_disk_are_those_of_the_array_in_memory(values, tmp_path):
         assert tf.TensorSpec(values.shape[1:], tf.as_dtype(expected.dtype)) == column.spec
 
 
-def test_neighbours_are_read_at_once_and_others_one_by_one_and_a_row_that_cannot_be_read_is_named():
+def test_neighbours_are_read_at_once_and_an_unreadable_row_is_named():
     stored = Stored(np.arange(10))
     column = DiskColumn(stored)
     column.read(np.array([4, 5, 6]))
@@ -68,7 +68,7 @@ def test_neighbours_are_read_at_once_and_others_one_by_one_and_a_row_that_cannot
         DiskColumn(Stored(np.zeros(3, [("a", int)])))
 
 
-def test_a_dataset_and_a_mixture_read_no_more_of_an_array_on_disk_than_they_give():
+def test_no_more_of_an_array_on_disk_is_read_than_is_given():
     stored = Stored(np.arange(1000))
     data = make_dataset({"a": stored, "b": np.arange(1000) * 2}, 4, shuffle=True)
     assert not [rows for rows in stored.asked if isinstance(rows, slice) and rows.stop - rows.start > 1]

@@ -48,7 +48,7 @@ def padded(row, shape, width):
     return pad_row(row, tf.TensorSpec(shape, row.dtype), tf.constant(width, tf.int64)).numpy().tolist()
 
 
-def test_free_axes_are_padded_with_zeros_or_empty_texts_and_a_longer_example_is_refused():
+def test_free_axes_are_padded_and_a_longer_example_is_refused():
     assert padded(np.ones([1, 2, 3]), [None, 2, None], 3) == [[[1] * 3] * 2] + [[[0] * 3] * 2] * 2
     assert padded(["a"], [None], 2) == [b"a", b""]
     fixed = tf.ones([2])

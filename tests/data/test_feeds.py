@@ -44,7 +44,7 @@ def test_an_error_in_batches_that_are_read_again_shows_its_line():
     assert 'raise OSError("disk is gone")' in "".join(traceback.format_exception(caught.value))
 
 
-def test_axes_and_the_batch_size_are_free_in_which_the_first_two_batches_differ():
+def test_axes_and_batch_sizes_that_differ_in_two_batches_are_free():
     source = Source(lambda: ({"x": np.zeros([2, n, 4])} for n in (3, 5, 9)), ONE)
     assert source.info.element_spec["x"].shape.as_list() == [None, None, 4]
     taken(source, 3)

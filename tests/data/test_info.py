@@ -36,7 +36,7 @@ def test_the_rows_of_each_replica_are_known(count, batch_size, microbatches, exp
     assert sizes(numbers(20, batch_size), strategy, microbatches) == (batch_size, expected)
 
 
-def test_the_batch_size_is_known_behind_operations_that_keep_it_and_not_guessed():
+def test_the_batch_size_is_known_behind_operations_and_never_guessed():
     data = tf.data.Dataset.range(20).batch(4, num_parallel_calls=2).shuffle(3).cache().take(3).repeat().prefetch(1)
     assert sizes(data) == (4, (4,))
     assert sizes(make_dataset(np.arange(9.0), 5, shuffle=True)) == (5, (5,))
@@ -45,7 +45,7 @@ def test_the_batch_size_is_known_behind_operations_that_keep_it_and_not_guessed(
     assert sizes(sizes_1_to_9()) == sizes(numbers(20, 4).concatenate(numbers(20, 5))) == (None, ())
 
 
-def test_rows_are_counted_only_where_something_may_have_changed_the_batches():
+def test_rows_are_counted_only_where_the_batches_may_have_changed():
     """Counting them costs a batch of a small model as much as computing it."""
     pairs = tf.data.Dataset.from_tensor_slices((np.arange(9.0), np.arange(9)))
     batched = pairs.batch(4)

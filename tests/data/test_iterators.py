@@ -32,7 +32,7 @@ class Data:
         return iterator
 
 
-def test_iterators_that_end_together_are_deleted_together_each_in_a_thread_of_its_own():
+def test_iterators_that_end_together_are_each_deleted_in_a_thread():
     deleted = []
     alive = [iterate(Data(deleted)) for _ in range(20)]
     time.sleep(2 * iterators._RELEASE_SECS)

@@ -21,7 +21,7 @@ def images(count=10):
 
 
 @pytest.mark.slow
-def test_a_map_of_tensorflow_brings_rows_to_one_shape_and_dropping_the_remainder_fixes_it():
+def test_a_map_of_tensorflow_brings_rows_to_one_shape():
     def resized(example, seed):
         return {"image": tf.image.resize(example["image"][..., None], [2, 2]), "label": example["label"]}
 
@@ -47,7 +47,7 @@ def test_a_map_of_python_runs_in_python_with_the_same_seeds(capsys):
         np.testing.assert_array_equal(one["seed"], other["seed"])
 
 
-def test_lists_are_sources_lists_of_arrays_are_columns_and_python_maps_rows_of_arrays():
+def test_lists_are_sources_and_lists_of_arrays_are_columns():
     assert next(iter(make_dataset([3, 1, 2], 2))).numpy().tolist() == [3, 1]
     columns = next(iter(make_dataset([np.arange(4), np.ones([4, 2])], 2)))
     assert [column.shape.as_list() for column in columns] == [[2], [2, 2]]

@@ -102,7 +102,7 @@ def test_a_worker_reads_no_row_of_another():
 
 
 @pytest.mark.slow
-def test_the_place_is_a_few_numbers_at_which_a_source_goes_on_on_any_number_of_replicas():
+def test_a_position_is_a_few_numbers_that_serve_any_number_of_replicas():
     def source_on(replicas):
         return Source(distloop.make_dataset(rows_of_two(), 4, shuffle=True, seed=7, map_fn=augment), mirrored(replicas))
 
@@ -227,7 +227,7 @@ def test_a_place_is_the_same_epoch_and_example_in_epochs_of_other_batches(capsys
     assert place_in(2 * 9 + 1, 64, 64, limit=2, other_limit=2)[0] == 2 * 9 + 1
 
 
-def test_a_place_of_an_older_version_does_not_know_the_length_of_its_epochs():
+def test_a_position_of_an_older_version_knows_no_length_of_its_epochs():
     facts = distloop.make_dataset(np.arange(23), 2, shuffle=True, seed=7).facts_at({})
     assert convert_numbered(PLACE, facts)["batches"] == 2 * 5
     assert convert_numbered({**PLACE, "batch_size": 2}, facts)["batches"] == 5

@@ -26,7 +26,7 @@ def test_every_epoch_has_every_row_once_and_an_order_of_its_own(num_rows):
         assert len(set(map(tuple, epochs))) == 3
 
 
-def test_the_seed_alone_chooses_the_order_of_rows_which_come_in_order_unless_they_are_shuffled():
+def test_the_seed_alone_chooses_the_order_of_shuffled_rows():
     first, larger, other = (
         epoch_of(Order(num_rows=30, batch_size=size, seed=seed, is_shuffled=True), 5)
         for size, seed in [(4, 1), (7, 1), (4, 2)]

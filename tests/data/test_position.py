@@ -36,7 +36,7 @@ def test_a_position_is_after_as_many_examples_of_the_same_epoch(then, now, expec
     assert convert_batches(then, now)["batches"] == expected
 
 
-def test_a_position_of_an_older_version_stays_and_one_in_arrays_is_none_in_a_dataset():
+def test_an_older_versions_position_stays_and_fits_its_kind_of_data():
     old = {"batches": 4, "skipped": [1]}
     assert convert_batches(old, position(0, batch_size=8, num_batches=3)) is old
     arrays = Source(np.arange(32), ONE, batch_size=4)
@@ -57,7 +57,7 @@ def going_on(data, other, batches):
     return again
 
 
-def test_batches_of_another_size_go_on_at_the_same_rows_and_both_sizes_are_named(caplog):
+def test_batches_of_another_size_go_on_at_the_same_rows_and_are_named(caplog):
     again = going_on(tf.data.Dataset.range(32).batch(4), tf.data.Dataset.range(32).batch(8), 4)
     assert next(again.iterator()).numpy().tolist() == list(range(16, 24))
     assert "batches of 4 examples and 8 batches an epoch" in caplog.text
@@ -112,7 +112,7 @@ def test_of_a_large_array_some_rows_are_digested():
 
 
 @pytest.mark.parametrize("is_list", [False, True])
-def test_arrays_changed_in_place_between_two_fits_train_on_with_their_new_values(is_list, caplog):
+def test_arrays_changed_between_two_fits_train_on_with_their_new_values(is_list, caplog):
     rows = classification(40)
     data = {**rows, "label": rows["label"].tolist()} if is_list else rows
 

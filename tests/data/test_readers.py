@@ -36,7 +36,7 @@ def test_states_of_bytes_are_kept_as_text():
     assert going_on == again == [3, 4, 5, 1]
 
 
-def test_a_generator_is_read_from_its_first_batch_and_its_function_again_at_the_end_or_at_a_limit():
+def test_a_generator_is_read_from_the_start_and_called_again_at_the_end():
     assert taken(Source(three, ONE), 7) == [0, 1, 2, 0, 1, 2, 0]
     generator = endless()
     assert Source(generator, ONE).first_rows()["x"].numpy().tolist() == [0, 0]
@@ -51,7 +51,7 @@ def source_at(data, batches, **facts):
     return source
 
 
-def test_a_state_is_restored_without_reading_what_comes_before_unless_it_is_refused():
+def test_a_state_is_restored_without_reading_on_unless_it_is_refused():
     source = source_at(Stateful(), 9, state={"pass": 1, "iterator": {"place": 4}})
     Stateful.read.clear()
     assert taken(source, 1) == [5]
@@ -60,7 +60,7 @@ def test_a_state_is_restored_without_reading_what_comes_before_unless_it_is_refu
     assert taken(source_at(Stateful(), 7, state={"pass": 1, "iterator": {"another": 4}}), 2) == [3, 4]
 
 
-def test_states_of_batches_that_were_trained_on_are_forgotten_and_workers_that_read_their_shards_keep_none():
+def test_states_of_trained_batches_are_forgotten_and_shards_keep_none():
     source = Source(Stateful(), ONE)
     for _ in range(12):
         taken(source, 1)
@@ -70,7 +70,7 @@ def test_states_of_batches_that_were_trained_on_are_forgotten_and_workers_that_r
     assert "state" not in source.save_position()
 
 
-def test_a_pydataset_is_at_its_place_at_once_after_its_epochs_have_ended_or_in_its_endless_one():
+def test_a_pydataset_is_at_its_position_at_once_after_ended_epochs():
     data = Numbers()
     source = source_at(data, 7)
     data.read.clear()
@@ -81,7 +81,7 @@ def test_a_pydataset_is_at_its_place_at_once_after_its_epochs_have_ended_or_in_i
 
 
 @pytest.mark.parametrize("hook", ["on_epoch_begin", "on_epoch_end"])
-def test_a_pydataset_that_draws_its_order_in_a_hook_is_resumed_in_that_order(hook):
+def test_a_pydataset_that_draws_its_order_in_a_hook_resumes_in_that_order(hook):
     whole = taken(Source(Drawn(hook), ONE), 16)
     assert [sorted(whole[i : i + 5]) for i in (0, 5, 10)] == [[0, 1, 2, 3, 4]] * 3 and whole[:5] != whole[5:10]
     for position in (3, 5, 11):
@@ -101,7 +101,7 @@ def test_an_evaluation_on_data_that_is_trained_on_leaves_its_order():
     assert passes == [list(order) for order in alone.drawn[1:3]]
 
 
-def test_what_changed_its_order_for_an_earlier_run_is_refused_in_the_middle(caplog):
+def test_what_changed_its_order_for_an_earlier_run_is_refused_midway(caplog):
     for data in (Drawn("on_epoch_end"), Loader()):
         taken(Source(data, ONE), 7)
         assert len(taken(Source(data, ONE), 3)) == 3  # a run of its own
@@ -116,7 +116,7 @@ def test_what_changed_its_order_for_an_earlier_run_is_refused_in_the_middle(capl
 
 
 @pytest.mark.slow
-def test_batches_of_a_pydataset_come_in_another_order_each_epoch_with_a_seed_and_else_in_its_own():
+def test_a_pydatasets_batches_have_another_order_each_epoch_with_a_seed():
     orders = [taken(Source(Numbers(8), ONE, shuffle_seed=seed), 16) for seed in (1, 1, 2)]
     assert orders[0] == orders[1] != orders[2]
     assert sorted(orders[0][:8]) == list(range(8)) and sorted(orders[0][8:]) == list(range(10, 18))

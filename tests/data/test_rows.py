@@ -34,7 +34,7 @@ def test_examples_may_be_of_numbers_texts_lists_and_arrays():
     assert read(SourceRows(Rows(lambda row: b"%d" % row)), [7, 1]).numpy().tolist() == [b"7", b"1"]
 
 
-def test_a_source_may_read_several_rows_at_once_and_a_failure_names_the_row(monkeypatch):
+def test_a_source_may_read_several_rows_at_once_and_a_failure_names_one(monkeypatch):
     monkeypatch.setattr(rows_module, "_SLOW_SECS", 1e9)  # no threads, which would share the rows
 
     class Many(Rows):
@@ -55,7 +55,7 @@ def test_a_source_may_read_several_rows_at_once_and_a_failure_names_the_row(monk
     assert "__getitems__ of the Many given returned 1 examples for 2 rows" in str(failure(reader, [3, 4]))
 
 
-def test_entries_of_different_shapes_are_rows_of_an_uneven_entry_and_an_empty_list_has_their_type():
+def test_entries_of_different_shapes_are_rows_of_an_uneven_entry():
     reader = SourceRows(Rows(lambda row: np.full([row + 1, 2], row, np.float32)))
     assert reader.spec == tf.TensorSpec([None, 2], tf.float32)
     first, second = read(reader, [3, 0], part=lambda entry: (entry[0], entry[1]))
@@ -108,7 +108,7 @@ def test_a_function_of_python_gets_each_example_and_its_seed():
         ),
     ],
 )
-def test_sources_whose_first_rows_or_length_will_not_do_are_refused_at_once(source, words):
+def test_sources_with_unusable_first_rows_or_length_are_refused_at_once(source, words):
     with pytest.raises(ValueError, match=words):
         SourceRows(source)
 
@@ -143,7 +143,7 @@ def test_a_row_that_cannot_be_read_is_named(make, words):
         raise failure(reader, [4, 5])
 
 
-def test_a_source_whose_length_changes_is_refused_and_its_fingerprint_is_a_fact_about_its_order():
+def test_a_source_whose_length_changes_is_refused_and_has_a_fingerprint():
     source = Rows(lambda row: row)
     reader = SourceRows(source)
     assert reader.facts == {}
@@ -169,7 +169,7 @@ def rows_but_one(usual, other):
     ],
     ids=["uint8", "int32", "float32", "float16"],
 )
-def test_values_that_fit_the_type_of_the_first_rows_take_it_and_others_are_refused(usual, fitting, other):
+def test_values_take_the_type_of_the_first_rows_or_are_refused(usual, fitting, other):
     read = rows_but_one(usual, fitting)
     assert read.dtype == usual.dtype and read.tolist() == [usual, usual, fitting, usual]
     with pytest.raises(RuntimeError) as error:

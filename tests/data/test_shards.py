@@ -12,7 +12,7 @@ from distloop.distributed import strategies
 from tests.problems import batch_taker, mirrored, mostly_wide, numbers, sizes_1_to_9
 
 
-def test_a_batch_that_is_too_small_for_replicas_and_microbatches_is_padded_with_its_own_rows():
+def test_a_batch_that_is_too_small_is_padded_with_its_own_rows():
     source = Source(sizes_1_to_9(), mirrored(4))
     assert source.layout.is_padded
     take = batch_taker(source, source.iterator())

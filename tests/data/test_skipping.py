@@ -34,7 +34,7 @@ class SlowSource:
         return self.num_batches
 
 
-def test_skipping_is_announced_once_and_shown_in_pieces_and_a_signal_is_not_answered_by_saving(monkeypatch):
+def test_skipping_is_announced_once_and_a_signal_in_it_saves_nothing(monkeypatch):
     source, lines, progress = SlowSource(22, monkeypatch), [], []
     requests = StopRequests(catch_signals=False)
     read_again(source.behind, ONE, requests, lines.append, lambda *shown: progress.append((*shown, requests.plan)))
@@ -77,7 +77,7 @@ def test_a_stop_ends_the_skipping_after_one_piece(monkeypatch, stop, kind, words
 
 
 @pytest.mark.wide
-def test_a_signal_ends_skipping_after_a_piece_and_leaves_the_checkpoint_as_it_was(tmp_path, capsys, monkeypatch):
+def test_a_signal_ends_skipping_after_a_piece_and_keeps_the_checkpoint(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(iterators, "_PIECE_SECS", 0.01)
     rows, signals_after, num_read = classification(64), None, 0
 
@@ -113,7 +113,7 @@ def test_a_signal_ends_skipping_after_a_piece_and_leaves_the_checkpoint_as_it_wa
     assert fit(301).step == 301
 
 
-def test_the_iterator_is_behind_the_batches_that_are_skipped_and_data_that_ends_among_them_is_an_error():
+def test_data_that_ends_among_the_batches_to_skip_is_an_error():
     iterator = iter(numbers(12, 2).repeat())
     assert Behind(iterator, 8).skip() == 0
     assert next(iterator)["x"].numpy().tolist() == [4, 5]

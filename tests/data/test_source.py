@@ -22,7 +22,7 @@ def taken(source, count, strategy=ONE):
     return [[t.numpy().tolist() for t in strategy.experimental_local_results(take().rows["x"])] for _ in range(count)]
 
 
-def test_a_dataset_is_read_in_order_and_repeated_and_the_iterator_keeps_its_place():
+def test_a_dataset_is_read_in_order_and_repeated_and_keeps_its_position():
     source = Source(numbers(5, 2), ONE)
     assert taken(source, 2) == [[[0, 1]], [[2, 3]]]
     assert source.iterator() is source.iterator()
@@ -87,7 +87,7 @@ def test_functions_give_global_batches(make, count):
     assert taken(source, 2) == [[list(range(8))], [list(range(8, 16))]]
 
 
-def test_each_worker_counts_as_one_replica_for_a_function_that_makes_the_dataset():
+def test_each_worker_counts_as_one_replica_for_a_function_of_data():
     context = worker_context(num_workers=3, worker=1)
     assert (context.num_input_pipelines, context.input_pipeline_id) == (3, 1)
     assert (context.get_per_replica_batch_size(12), 12 // context.num_replicas_in_sync) == (4, 4)
@@ -117,7 +117,7 @@ def test_a_position_is_restored_in_a_new_source(batches):
     assert taken(second, 6) == taken(first, 6)
 
 
-def test_a_position_is_restored_in_a_source_that_was_read_and_at_batches_to_skip():
+def test_a_position_is_restored_in_a_source_that_was_read_or_skips():
     source = Source(shuffled(), ONE, may_go_back=True)
     start = source.save_position()
     batches = taken(source, 6)

@@ -112,7 +112,7 @@ def test_the_seed_reaches_python_numpy_tensorflow_and_keras():
     ("device", "visible", "grown"),
     [("cpu", [([], "GPU")], []), ("auto", [], GPUS), ("gpu", [], GPUS)],
 )
-def test_gpus_are_hidden_from_a_run_on_cpus_and_else_take_memory_as_they_need_it(device, visible, grown, claimed_gpus):
+def test_gpus_are_hidden_from_cpu_runs_and_else_take_memory_as_needed(device, visible, grown, claimed_gpus):
     devices.prepare_process(Config(device=device))
     assert claimed_gpus.visible == visible and claimed_gpus.grown == [(gpu.name, True) for gpu in grown]
 
@@ -137,7 +137,7 @@ def refuse(*_):
     raise RuntimeError("Physical devices cannot be modified after being initialized")
 
 
-def test_gpus_that_have_started_are_warned_about_when_they_cannot_be_hidden(claimed_gpus, monkeypatch, caplog):
+def test_started_gpus_that_cannot_be_hidden_are_warned_about(claimed_gpus, monkeypatch, caplog):
     monkeypatch.setattr(tf.config, "set_visible_devices", refuse)
     with caplog.at_level("WARNING", "distloop"):
         devices.prepare_process(Config(device="cpu"))

@@ -35,7 +35,7 @@ def data(seed=0):
 
 
 @pytest.mark.wide
-def test_a_loss_over_gathered_rows_trains_and_evaluates_the_same_on_any_number_of_replicas():
+def test_a_loss_over_gathered_rows_is_the_same_on_any_number_of_replicas():
     testing.assert_replica_law(contrast, data(), (1, 4), steps=7, tolerance=1e-6)
     (_, one), (_, several) = (train_and_evaluate(num_devices=count) for count in (1, 4))
     assert several == pytest.approx(one, rel=1e-5)
@@ -83,7 +83,7 @@ def test_rows_have_the_order_of_the_batch_and_an_index():
 
 
 @pytest.mark.slow
-def test_microbatches_and_a_batch_that_is_larger_than_the_first_ones_are_refused():
+def test_microbatches_and_a_batch_larger_than_the_first_are_refused():
     @tf.function(input_signature=[tf.TensorSpec([], tf.int32)], autograph=False)
     def gather(size):
         def on_replica():
@@ -122,7 +122,7 @@ def test_each_batch_normalization_at_any_depth_is_synchronized(make):
     assert len(norms) == len(tops) and all(norm.synchronized for norm in norms)
 
 
-def test_a_model_without_batch_normalization_stays_and_what_holds_no_layer_is_refused():
+def test_a_model_without_batch_normalization_stays_and_no_layer_is_refused():
     dense = keras.layers.Dense(2)
     assert distloop.synchronize(dense) is dense
     refused(lambda: distloop.synchronize(lambda: None), "<lambda>", "give a Keras model")

@@ -87,14 +87,14 @@ def test_small_steps_of_one_replica_use_the_serial_executor(replicas, setting, s
     assert strategies.choose_executor(make(num_devices=replicas), setting, step_flops) == expected
 
 
-def test_a_small_step_on_a_gpu_uses_the_parallel_executor_and_a_serial_one_of_several_replicas_is_refused(monkeypatch):
+def test_a_small_gpu_step_is_parallel_and_a_serial_executor_is_refused(monkeypatch):
     with pytest.raises(ValueError, match="executor=serial was given with 2 replicas.*: use executor=auto."):
         strategies.choose_executor(make(num_devices=2), "serial", 1e6)
     monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: [kind])
     assert strategies.choose_executor(tf.distribute.get_strategy(), "auto", 1e6) == PARALLEL
 
 
-def test_multi_worker_without_a_cluster_and_more_devices_than_available_are_refused():
+def test_multi_worker_without_a_cluster_or_too_many_devices_are_refused():
     with pytest.raises(ValueError, match="tells of no other workers: start .* by srun with several tasks"):
         make(strategy="multi_worker")
     with pytest.raises(ValueError, match="num_devices=9 of device=cpu were asked for, but there are 4: ask for"):
@@ -157,7 +157,7 @@ def test_a_sum_of_sums_has_the_same_bits_whatever_the_cut(count):
         assert np.sum(values, 0).tobytes() != whole.tobytes()
 
 
-def test_values_are_added_in_pairs_as_soon_as_they_are_there_and_few_are_held():
+def test_values_are_added_in_pairs_as_soon_as_they_are_there():
     tree = TreeSum[str](lambda a, b: f"({a}+{b})")
     assert [tree.append(name) for name in "abcd"] == ["a", "(a+b)", "c", "((a+b)+(c+d))"]
     assert tree.total() == "((a+b)+(c+d))"

@@ -41,7 +41,7 @@ def test_a_fit_on_several_replicas_leaves_no_graph_behind():
     assert registered() == before
 
 
-def test_sums_over_replicas_leave_no_gradient_function_behind_that_keeps_their_graph():
+def test_sums_over_replicas_leave_no_function_that_keeps_their_graph():
     def sums():
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
         return tensorflow_internals.sum_over_replicas([tf.cast(replica + 1, tf.float32), tf.ones([3])])
@@ -64,7 +64,7 @@ def test_workers_may_be_silent_for_longer_than_tensorflow_allows(monkeypatch):
 
 
 @pytest.mark.slow
-def test_synchronized_batch_normalization_is_traced_without_walks_through_the_graph(monkeypatch):
+def test_synchronized_batch_normalization_is_traced_without_graph_walks(monkeypatch):
     walks = []
 
     def counted(input_ops, output_ops, original=custom_gradient._get_dependent_variables):

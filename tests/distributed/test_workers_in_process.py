@@ -61,7 +61,7 @@ def assert_arrives(array):
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "int8", "uint64", "bool", "complex64", "U3", "S2", "M8[s]"])
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0), (2, 3)])
-def test_arrays_arrive_with_dtype_and_shape_whatever_the_order_of_their_memory(dtype, shape):
+def test_arrays_arrive_with_dtype_and_shape_in_any_memory_order(dtype, shape):
     array = np.arange(math.prod(shape)).reshape(shape).astype(dtype)
     for other in (array, array.T, array[..., ::-2] if shape else array):
         assert_arrives(other)

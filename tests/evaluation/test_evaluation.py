@@ -32,7 +32,7 @@ def dataset():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("eager", [False, True])
-def test_a_pass_divides_sums_over_all_examples_once_and_restores_what_the_forward_pass_writes(eager):
+def test_a_pass_divides_sums_once_and_restores_what_is_written(eager):
     trainer = make_trainer(has_metric=True, eager=eager)
     before = weights(trainer)
     for _ in range(2):

@@ -25,7 +25,7 @@ def predictor(predict_fn):
     return Predictor(types.SimpleNamespace(spec=types.SimpleNamespace(predict_fn=predict_fn)))
 
 
-def test_without_a_name_the_first_function_is_called_unless_one_has_the_name_of_the_default():
+def test_without_a_name_the_first_function_or_the_default_is_called():
     several = predictor({"classify": abs, "embed": abs})
     assert [several._find(name) for name in (None, DEFAULT_SIGNATURE, "embed")] == ["classify", "classify", "embed"]
     assert predictor({"embed": abs, DEFAULT_SIGNATURE: abs})._find(DEFAULT_SIGNATURE) == DEFAULT_SIGNATURE

@@ -21,7 +21,7 @@ def test_batches_become_one_array_that_can_be_mapped(dtype, shape, tmp_path):
     np.testing.assert_array_equal(read, whole)
 
 
-def test_outputs_by_name_have_a_file_each_and_an_older_directory_is_replaced(tmp_path):
+def test_outputs_by_name_have_a_file_each_and_replace_an_older_directory(tmp_path):
     for rows in (2, 3):
         batches = [{name: (np.ones([2, 3]), np.zeros(2)) for name in ["a/b", "c"]}] * rows
         write_outputs(f"{tmp_path}/new/out", batches, is_chief=True)
@@ -85,7 +85,7 @@ def test_what_a_file_cannot_hold_is_refused_in_a_sentence(batches, sentence, tmp
     assert not os.listdir(tmp_path)
 
 
-def test_a_place_that_holds_something_else_is_refused_in_a_sentence_and_kept(tmp_path):
+def test_a_path_that_holds_something_else_is_refused_and_kept(tmp_path):
     thesis, train = tmp_path / "out" / "thesis.tex", tmp_path / "data" / "train.npy"
     for file in (thesis, train):
         file.parent.mkdir()

@@ -55,7 +55,7 @@ def test_the_smallest_part_gives_a_row_with_every_ratio(tmp_path):
 
 
 @pytest.mark.wide
-def test_a_cell_of_distloop_alone_takes_settings_from_before_tensorflow_starts():
+def test_a_cell_of_distloop_takes_settings_from_before_tensorflow_starts():
     spec = {"part": "training", "workload": "tiny", "replicas": 2, "rounds": 1, "turn_secs": 0.01}
     found = processes.run_cell({**spec, "systems": ["distloop"], "settings": {"intra_op_threads": 3}})
     assert found.get("failed") is None and len(found["times"]["distloop"]) == 1
@@ -89,7 +89,7 @@ def test_the_page_says_how_far_each_ratio_came(own, reached):
     assert row["reached"] == reached
 
 
-def test_the_page_says_why_a_system_is_missing_and_what_could_not_be_measured():
+def test_the_page_says_why_a_system_is_missing_and_what_has_no_measure():
     cell = {**a_cell(bare=[1.0], distloop=[1.0]), "missing": {"orbit": "no network"}}
     assert "- Orbit: no network\n" in rendered(cell)
     assert "Not measured: calls, tiny, 1 replica (code 1)." in rendered({**a_cell("calls"), "failed": "code 1"})
@@ -116,7 +116,7 @@ def test_a_page_is_not_made_of_two_commits():
         rendered(a_cell(bare=[1.0]), {**a_cell(bare=[1.0]), "commit": "def"})
 
 
-def test_a_part_is_measured_again_alone_and_its_newest_cell_of_the_present_commit_counts(tmp_path, monkeypatch):
+def test_a_part_is_measured_again_alone_and_its_newest_cell_counts(tmp_path, monkeypatch):
     monkeypatch.setattr(kept, "PATH", tmp_path / "runs" / "benchmarks.jsonl")
     spec = {"part": "training", "workload": "tiny", "place": "1 replica", "systems": ["bare", "distloop"]}
     others = [{**spec, "workload": "conv"}, {**spec, "systems": ["bare"]}]
@@ -202,7 +202,7 @@ def test_the_pictures_are_those_of_their_page():
     assert re.findall("^## (.*)$", text, re.M) == [name.capitalize() for name in growth.CURVES]
 
 
-def test_a_cost_that_grows_with_its_size_lies_on_the_dotted_line_of_its_panel():
+def test_a_cost_that_grows_with_its_size_lies_on_the_dotted_line():
     rows = ["| rows | flat, s | linear, MB |", "| --- | --- | --- |", "| 10 | 2 | 3 |", "| 1,000 | 2 | 300 |"]
     (panel,) = curves.read_panels("\n".join(["\n## Rows", "", *rows, "| 100 times | 1.0 times | 100.0 times |"]))
     assert panel.costs == {"flat, s": [1, 1], "linear, MB": [1, 100]} and panel.sizes == [10, 1000]

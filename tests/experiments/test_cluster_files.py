@@ -157,7 +157,7 @@ def test_the_job_restarts_pods_that_saved_or_followed_and_counts_crashes(code, a
     assert actions == ([action] if action else [])
 
 
-def test_a_rayjob_has_a_node_of_ray_for_each_worker_and_one_for_the_launcher():
+def test_a_rayjob_has_a_node_for_each_worker_and_one_for_the_launcher():
     job = documents("kubernetes_elastic.yaml")["RayJob"]["spec"]
     assert job["entrypoint"].startswith("python -m distloop.launch --ray ")
     options = launch._parse(job["entrypoint"].split()[3:])

@@ -61,7 +61,7 @@ def test_the_test_split_keeps_its_order_unless_it_is_shuffled():
 
 
 @pytest.mark.slow
-def test_the_train_split_has_a_new_order_each_pass_fixed_by_the_seed_unless_it_is_not_shuffled():
+def test_the_train_split_has_a_new_order_each_pass_fixed_by_the_seed():
     images = read(datasets.digits("train", 1437).repeat(2))[0]
     first, second = rows(images[:1437]), rows(images[1437:])
     assert first != second and sorted(first) == sorted(second)

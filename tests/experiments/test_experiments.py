@@ -100,7 +100,7 @@ def test_a_grid_runs_each_combination_and_compares_them(tmp_path):
 
 
 @pytest.mark.wide
-def test_a_sweep_that_is_killed_goes_on_with_its_trial_and_prunes_what_is_worse_than_most(tmp_path):
+def test_a_sweep_that_is_killed_goes_on_with_its_trial_and_prunes(tmp_path):
     optuna = pytest.importorskip("optuna", reason="needs Optuna")
 
     def sweep(name, trials):

@@ -51,7 +51,7 @@ def test_a_save_waits_for_the_one_before():
     assert planning.plan_saves(WRITTEN_IN_BACKGROUND, 10.0, FAILURES).save_every_secs >= 55
 
 
-def test_the_best_interval_grows_as_the_square_root_of_the_time_between_failures():
+def test_the_best_interval_grows_as_the_root_of_the_time_between_failures():
     best = [planning.plan_saves(BLOCKING, mean, FAILURES) for mean in (1e4, 1e6)]
     assert best[1].save_every_secs / best[0].save_every_secs == pytest.approx(10, rel=0.13)  # a step of the grid
     assert best[0].save_every_secs == pytest.approx(planning.daly_secs(5, 1e4), rel=0.13)

@@ -128,7 +128,7 @@ def test_a_trial_that_is_done_is_not_run_again_and_one_that_dies_is_a_cell(tmp_p
     assert capfd.readouterr().out.count("exact:") == 2
 
 
-def test_a_sentence_of_distloop_is_a_refusal_and_any_other_exception_an_error():
+def test_a_sentence_of_distloop_is_a_refusal_and_other_exceptions_errors():
     refusal = trials.attempt(lambda: distloop.synchronize({}))
     error = trials.attempt(lambda: keras.activations.get("no such activation"))
     assert refusal["refused"].startswith("synchronize was given") and error["error"].startswith("ValueError: ")

@@ -114,7 +114,7 @@ def half_fn():
 
 
 @pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
-def test_weights_of_bfloat16_and_statistics_that_training_moves_are_written_and_read(tmp_path, suffix):
+def test_bfloat16_weights_and_statistics_that_training_moves_are_kept(tmp_path, suffix):
     trainer, other = make_trainer(half_fn), make_trainer(half_fn)
     trainer.export(path := str(tmp_path / f"half{suffix}"))
     other.restore(path)

@@ -73,7 +73,7 @@ def write_old(path):
     (path / "saved_model.pb").write_text("old")
 
 
-def test_the_leftovers_of_dead_processes_are_restored_or_removed_and_nothing_else(tmp_path):
+def test_leftovers_of_dead_processes_and_nothing_else_are_cleaned_up(tmp_path):
     path, dead = tmp_path / "model", dead_process()
     gone = [f"model.{process}-0123abcd.{end}" for process in (dead, os.getpid()) for end in ("tmp", "tmp.keras")]
     kept = [f"model.{os.getppid()}-0123abcd.tmp", "model.backup.old", "model.20240101.old"]

@@ -65,7 +65,7 @@ def test_an_export_that_fails_is_logged_and_removes_no_older_one(tmp_path, caplo
     assert os.listdir(tmp_path) == ["10"]
 
 
-def test_after_a_best_export_that_failed_the_next_is_compared_with_the_last_one_that_did_not(tmp_path):
+def test_after_a_best_export_that_failed_the_next_meets_the_last_complete(tmp_path):
     def write_unless_full(path):
         if path.endswith("20"):
             raise OSError("disk full")
@@ -100,7 +100,7 @@ def test_exports_of_another_run_are_named_when_the_run_starts_and_stay(tmp_path,
     assert [os.path.basename(path) for _, path, _ in action.run_files()] == ["20"]
 
 
-def test_a_run_that_goes_on_removes_the_exports_that_it_wrote_before_if_its_state_names_them(tmp_path):
+def test_a_run_that_goes_on_removes_the_exports_that_its_state_names(tmp_path):
     write(tmp_path / "5")
     before, after = (Export(write, tmp_path, every=10, keep=2) for _ in range(2))
     run_at(before, 10, 20)
@@ -111,7 +111,7 @@ def test_a_run_that_goes_on_removes_the_exports_that_it_wrote_before_if_its_stat
     assert after.written == []
 
 
-def test_keras_files_are_numbered_too_and_the_directory_may_begin_with_a_tilde(tmp_path, monkeypatch):
+def test_keras_files_are_numbered_and_a_directory_may_begin_with_a_tilde(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "models").mkdir()
     run_at(Export(lambda path: open(path, "w").close(), "~/models", every=10, keep=1, suffix=".keras"), 10, 20)

@@ -40,7 +40,7 @@ def test_a_keras_file_predicts_as_predict_does_with_the_averaged_weights(tmp_pat
         assert isinstance(trainer.model.weights[0].value, tf.distribute.DistributedValues)
 
 
-def test_a_keras_file_needs_no_data_and_no_predict_fn_and_leaves_pythons_random_numbers_alone(tmp_path):
+def test_a_keras_file_needs_no_data_and_leaves_random_numbers_alone(tmp_path):
     def model_fn():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
         return distloop.ModelSpec(model, keras.optimizers.SGD(0.1), lambda b, training: {"loss": model(b)[:, 0]})

@@ -41,7 +41,7 @@ def make_trainer_of(functions_of, replicas=1, **settings):
     return distloop.Trainer(model_fn, on(replicas, **settings))
 
 
-def test_dropout_is_off_where_predict_fn_says_so_and_the_batch_dimension_is_free(tmp_path):
+def test_dropout_is_off_where_predict_fn_says_so_and_the_batch_is_free(tmp_path):
     trainer = make_trainer()
     trainer.predict(distloop.make_dataset(ROWS, 4, drop_remainder=True))  # its batch dimension is fixed
     trainer.export(tmp_path / "model")
@@ -84,7 +84,7 @@ def test_a_function_that_draws_is_exported_and_moves_no_random_stream(replicas, 
 
 
 @pytest.mark.parametrize("replicas", mostly_wide([1, 2]))
-def test_each_function_has_a_signature_that_takes_what_it_reads_and_serves_the_averages(replicas, tmp_path):
+def test_each_function_has_a_signature_of_what_it_reads_with_averages(replicas, tmp_path):
     trainer = make_trainer_of(make_pair, replicas, average_decay=0.9)
     untrained = {name: trainer.predict(dataset(), signature=name) for name in ("classify", "embed")}
     trainer.fit(dataset(), steps=5)
@@ -113,7 +113,7 @@ def test_each_function_has_a_signature_that_takes_what_it_reads_and_serves_the_a
         np.testing.assert_allclose(outputs[name], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_function_called_serving_default_is_the_default_wherever_it_stands(tmp_path):
+def test_a_function_called_serving_default_is_the_default_anywhere(tmp_path):
     def functions_of(model):
         pair = make_pair(model)
         return {"embed": pair["embed"], "serving_default": pair["classify"]}

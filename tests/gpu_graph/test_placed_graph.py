@@ -73,7 +73,7 @@ def test_float64_without_a_kernel_is_found_and_float32_is_clean():
     assert found.operation == "SparseSoftmaxCrossEntropyWithLogits(float64, int64)"
 
 
-def test_a_tensor_that_goes_to_the_host_and_back_is_found_with_bytes_and_line():
+def test_a_tensor_that_goes_to_the_host_and_back_is_found_with_its_line():
     def fn(x):
         hidden = x @ WEIGHT
         with tf.device("/CPU:0"):
@@ -110,7 +110,7 @@ def test_functions_branches_and_loops_are_followed():
     assert any(copy.producer == "Greater" and copy.bytes == 1 for copy in found.through)  # the condition of tf.cond
 
 
-def test_in_a_loop_on_the_host_an_operation_that_names_no_device_is_there_and_effects_on_a_gpu_hold_it_back():
+def test_in_a_loop_on_the_host_an_operation_without_a_device_is_there():
     found = step_of(lambda rows, carried: carried + tf.reduce_sum(rows @ WEIGHT), device="/CPU:0")
     assert found.operations["host"] > 4 and found.operations["GPU:0"] == 1  # it reads the variable
     (wait,) = step_of(clean, device="/CPU:0").waits
@@ -139,7 +139,7 @@ def test_rows_that_the_step_itself_reads_are_late():
 
 
 @pytest.mark.parametrize("is_read_first", [True, False])
-def test_rows_that_a_variable_keeps_are_late_where_the_step_reads_it_after_that(is_read_first):
+def test_rows_that_a_variable_keeps_are_late_where_the_step_reads_it_after(is_read_first):
     kept = tf.Variable(tf.ones([4, 8]))
     kept.handle._distloop_device = "/device:GPU:0"
 
@@ -163,7 +163,7 @@ def test_rows_that_go_to_the_next_step_are_not_late():
     assert (copy.path, copy.is_late) == ("into", False)
 
 
-def test_an_effect_on_the_host_that_needs_a_number_of_the_step_holds_back_the_next():
+def test_an_effect_on_the_host_that_needs_a_number_holds_back_the_next():
     with tf.device("/CPU:0"):
         counter = tf.Variable(0.0)
     counter.handle._distloop_device = "/device:CPU:0"

@@ -22,7 +22,7 @@ from tests.problems import mostly_wide, on
 pytestmark = pytest.mark.slow  # half a minute or so in all; left to `make test`
 
 
-def test_a_function_that_compiles_a_model_and_one_that_calls_supervised_train_as_fit_does():
+def test_a_function_that_compiles_or_supervises_a_model_trains_as_fit_does():
     weights = net().get_weights()
 
     def make():
@@ -46,7 +46,7 @@ def arrays_of(variables):
     return [variable.numpy() for variable in variables]
 
 
-def test_the_original_model_and_its_optimizer_have_what_was_trained_when_fit_ends_and_what_was_restored(tmp_path):
+def test_the_original_model_has_what_was_trained_or_restored_when_fit_ends(tmp_path):
     model = compiled(net())
     model.optimizer.learning_rate = 0.025
     model.fit(batches(X, Y), epochs=1, verbose=0)
@@ -107,7 +107,7 @@ def test_a_learning_rate_and_a_loss_scale_are_taken_over_and_come_back_too():
 
 
 @pytest.mark.wide
-def test_the_original_model_has_the_averages_and_the_trainer_the_weights_that_train():
+def test_the_original_model_has_the_averages_and_the_trainer_the_weights():
     model = compiled(net())
     start = copy_of(model)
     trainer = distloop.Trainer(distloop.from_keras(model), on(2, average_decay=0.9))
@@ -120,7 +120,7 @@ def test_the_original_model_has_the_averages_and_the_trainer_the_weights_that_tr
     assert np.abs(model.get_weights()[0] - trainer.model.get_weights()[0]).max() > 1e-4
 
 
-def test_an_optimizer_that_keras_begins_at_zeros_is_refused_until_it_is_built():
+def test_an_optimizer_that_begins_at_zeros_is_refused_until_it_is_built():
     model, twin = net(), net()
     twin.set_weights(model.get_weights())
     for one in (model, twin):
@@ -135,7 +135,7 @@ def test_an_optimizer_that_keras_begins_at_zeros_is_refused_until_it_is_built():
 
 
 @pytest.mark.parametrize("kind", mostly_wide([KeyError, KeyboardInterrupt, SystemExit], KeyError, KeyboardInterrupt))
-def test_the_original_model_has_weights_and_statistics_after_an_error_and_an_interruption_too(kind):
+def test_the_original_model_has_its_weights_after_an_error_or_interruption(kind):
     model = compiled(keras.Sequential([keras.Input((6,)), keras.layers.BatchNormalization(), keras.layers.Dense(2)]))
     trainer = distloop.Trainer(distloop.from_keras(model), on(1))
     before = model.get_weights()
@@ -194,7 +194,7 @@ def test_a_script_in_mixed_float16_keeps_its_precision_and_its_loss_scale():
         assert trainer.evaluate(data)["loss"] < 0.5 * first
 
 
-def test_what_is_no_compiled_and_built_model_and_no_function_that_makes_one_is_refused():
+def test_what_is_no_compiled_model_and_makes_none_is_refused():
     with pytest.raises(ValueError, match=r"is not compiled; .*: call model.compile\(...\) first"):
         distloop.from_keras(net())
     with pytest.raises(ValueError, match="is not built, so it has no weights .*: give it an input shape, or give"):

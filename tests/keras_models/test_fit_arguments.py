@@ -32,7 +32,7 @@ def weights_of(*batch, class_weight=CLASS_WEIGHT):
     return weigh(*map(tf.constant, batch))[2].numpy()
 
 
-def test_without_them_the_data_is_as_it_was_given_and_validation_data_goes_before_a_split_as_in_keras():
+def test_validation_data_goes_before_a_split_and_other_data_stays():
     data, evals = batches(*ARRAYS), {"test": ARRAYS}
     read = read_arguments(data, evals, {})
     assert read.train is data and read.evals == evals and read.map_batch is None
@@ -92,7 +92,7 @@ def test_a_class_weight_of_a_class_that_no_label_is_is_told_of(labels, caplog):
     assert not caplog.records
 
 
-def test_a_class_weight_of_a_class_that_one_hot_labels_have_no_column_for_is_refused():
+def test_a_class_weight_without_a_column_in_one_hot_labels_is_refused():
     weigh = read_arguments(batches(X, ONE_HOT), None, {"class_weight": {0: 1.0, 7: 2.0}}).map_batch
     refused(lambda: weigh(X, tf.constant(ONE_HOT)), "class 7", "one-hot of 3 classes, 0 to 2")
 

@@ -161,7 +161,7 @@ def test_a_loss_that_pairs_the_rows_is_refused(axes, sentence):
     assert of_as_many_parts.get_concrete_function(tf.TensorSpec([None, None, 2])).structured_outputs.shape.rank == 2
 
 
-def test_a_loss_that_computes_nothing_and_weights_and_masks_that_fit_no_values_are_refused():
+def test_losses_that_compute_nothing_and_misfit_weights_are_refused():
     with pytest.raises(ValueError, match="The loss 'empty' has no call.*: define it in Empty"):
         mean_of(type("Empty", (L.Loss,), {})(name="empty"), *map(tf.constant, NUMBERS))
     with pytest.raises(ValueError, match="The loss '<lambda>' returns None; .* one value per example"):

@@ -100,7 +100,7 @@ def test_a_metric_without_a_whole_config_is_made_where_it_is_used(make_metric):
         assert make_measures([metric], None, [])[0].metric is metric
 
 
-def test_a_metric_that_is_no_value_per_example_and_a_name_of_distloops_own_are_refused():
+def test_metrics_without_values_per_example_or_a_free_name_are_refused():
     with pytest.raises(ValueError, match=r"The metric 'lambda' has values of shape \(\); .* one value per example"):
         measured(compiled(net(), metrics=[lambda y_true, y_pred: tf.reduce_mean(y_pred)]), X, Y)
     with pytest.raises(ValueError, match="name 'skipped_steps', which distloop itself reports: give it another"):
@@ -131,7 +131,7 @@ def watched():
 
 
 @pytest.mark.parametrize("settings", mostly_wide([{}, {"microbatches": 2}, {"virtual_replicas": 2}]))
-def test_metrics_that_layers_update_in_their_call_are_reported_as_keras_does(settings):
+def test_metrics_that_layers_update_in_a_call_are_reported_as_in_keras(settings):
     x, y = np.random.default_rng(0).normal(size=(2, 21, 6)).astype("float32")
     y = y[:, :2]
     model = watched()

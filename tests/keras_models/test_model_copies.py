@@ -51,7 +51,7 @@ def adapted_model():
 
 
 @pytest.mark.wide
-def test_statistics_vocabularies_and_state_of_layers_come_along_to_training_and_export(tmp_path):
+def test_statistics_and_vocabularies_come_along_to_training_and_export(tmp_path):
     model = adapted_model()
     inputs = {"numbers": tf.constant(X), "words": tf.constant(WORDS)}
     data = batches(inputs, Y)
@@ -136,7 +136,7 @@ def test_a_subclass_that_only_builds_its_layers_is_taken():
     assert_trains_on_as_keras_does(trainer_of(model), model, batches(X, Y))
 
 
-def test_layers_are_paired_by_name_where_a_subclass_holds_them_in_another_order():
+def test_layers_are_paired_by_name_where_a_subclass_reorders_them():
     class Encoder(keras.Model):
         def __init__(self):
             inputs = keras.Input((6,))

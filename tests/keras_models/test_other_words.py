@@ -167,7 +167,7 @@ def test_a_name_that_was_not_reported_is_told_with_the_one_that_was():
 
 
 @pytest.mark.slow
-def test_class_weights_that_no_loss_fn_reads_are_refused_before_the_first_step():
+def test_class_weights_that_no_loss_fn_reads_are_refused():
     def model_fn(reads_weights=False):
         net = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
 
@@ -186,7 +186,7 @@ def test_class_weights_that_no_loss_fn_reads_are_refused_before_the_first_step()
 
 
 @pytest.mark.slow
-def test_a_plateau_of_an_optimizer_with_a_schedule_is_refused_before_the_first_step():
+def test_a_plateau_of_an_optimizer_with_a_schedule_is_refused():
     def plateau():  # an action belongs to one run
         return distloop.from_callback(keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=100.0))
 

@@ -183,7 +183,7 @@ def test_a_backbone_of_keras_hub_keeps_its_dtypes():
     assert {part.compute_dtype for part in model_fn.made[0][""]._flatten_layers()} == {"bfloat16"}
 
 
-def test_a_model_made_in_mixed_precision_trains_in_the_dtypes_of_its_layers():
+def test_a_mixed_precision_model_trains_in_the_dtypes_of_its_layers():
     with policy("mixed_float16"):
         model = compiled(sequential(layers.Dense(8, "tanh"), layers.BatchNormalization(), dense(dtype="float32")))
     trainer = distloop.Trainer(distloop.from_keras(model), on(1, precision="mixed_float16"))

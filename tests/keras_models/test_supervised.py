@@ -143,7 +143,7 @@ def assert_weighs_steps(model, weights, *batch):
     assert found["loss"] == pytest.approx(np.average(error, weights=weights), rel=1e-5)
 
 
-def test_steps_within_examples_are_weighed_by_weights_of_their_own_and_by_a_mask():
+def test_steps_within_examples_are_weighed_by_their_weights_and_a_mask():
     inputs = keras.Input((None, 2))
     model = compiled(keras.Model(inputs, keras.layers.Dense(1)(inputs)))
     x, y = X.reshape(32, 3, 2), Y[:, :1, None] * np.ones([1, 3, 1], np.float32)
@@ -194,7 +194,7 @@ class AsksKeras(OwnLoss):
         return 2.0 * keras.Model.compute_loss(self, x, y, y_pred, sample_weight)
 
 
-def test_values_of_the_models_compute_loss_are_the_loss_and_others_are_refused():
+def test_values_of_compute_loss_are_the_loss_and_others_are_refused():
     model = compiled(Reduces(), None, metrics=["mae"])
     per_example = OwnLoss()
     per_example.set_weights(model.get_weights())

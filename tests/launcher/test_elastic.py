@@ -192,14 +192,14 @@ def test_only_numbers_that_the_run_can_have_are_started(world):
 
 
 @pytest.mark.parametrize("most", [1, 3])
-def test_with_a_fixed_number_the_pause_doubles_up_to_a_minute_and_starts_anew_after_a_lasting_run(most, world):
+def test_with_a_fixed_number_the_pause_doubles_until_a_run_lasts(most, world):
     script = [(700 if i == 9 else 10, {}, crash(0, code=3)) for i in range(12)]
     assert world.run(script, least=most, most=most, max_restarts=11) == 3
     assert world.signals.pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60, 1, 2] and world.counts == [most] * 12
     assert world.lines[0] == "all workers start again in 1 s (restart 1 of 11)."
 
 
-def test_a_place_that_is_not_there_is_not_used_and_the_run_grows_when_it_comes(world):
+def test_a_missing_slot_is_not_used_and_the_run_grows_when_it_comes(world):
     world.there = lambda: [0, 2] if world.clock.now < 1005 else [0, 1, 2]
     assert world.run([(9, {"step": 0}, MORE), (9, {"step": 20}, DONE)]) == 0
     assert world.slots == [[0, 2], [0, 1, 2]] and world.leaves_at == [math.inf, math.inf]
@@ -214,7 +214,7 @@ def test_a_place_that_comes_while_workers_train_is_seen(world):
 
 
 @pytest.mark.parametrize(("most", "wait_secs"), [(3, 600), (2, 10)])
-def test_the_run_looks_each_second_whether_a_place_has_come_and_says_once_that_it_waits(most, wait_secs, world):
+def test_the_run_checks_each_second_for_a_slot_and_says_once_that_it_waits(most, wait_secs, world):
     world.there = lambda: [0] if world.clock.now < 1060 else [0, 1]
     script = [(9, {"step": 0}, DONE)]
     assert world.run(script, least=2, most=most, wait_secs=wait_secs) == 0  # of a fixed number, as long as it takes
@@ -222,7 +222,7 @@ def test_the_run_looks_each_second_whether_a_place_has_come_and_says_once_that_i
     assert world.lines == ["there were slots for 1 worker, and 2 are needed: waiting for more."]
 
 
-def test_a_place_that_is_there_again_sooner_than_workers_start_counts_as_there():
+def test_a_slot_that_is_back_before_workers_start_counts_as_there():
     trained = MembershipPlan(1, 3).begin(20, start_secs=5.0).crash()
     assert trained.lose([1], 10.0).there(10.0) == [0, 1, 2] and trained.lose([0, 1, 2], 10.0).starts_at() < 10.0
     slow = dataclasses.replace(trained, back_at=(0.0,) * 3, pauses=(1.0, 8.0, 4.0))

@@ -33,7 +33,7 @@ def alone(tmp_path_factory):
     # Numbers of workers: the slot counts as there; the one left goes on, and the other comes back before the end.
     mostly_wide([(0.5, 25, 0.15, [2, 2]), (8.0, 14, 0.25, [1, 1, 2])]),
 )
-def test_whichever_workers_fall_or_come_every_example_counts_once_and_the_weights_are_those_of_one_process(
+def test_whichever_workers_fail_or_come_the_run_is_that_of_one_process(
     pause_secs, second, step_secs, numbers, alone, tmp_path
 ):
     generator = random.Random(0)
@@ -61,7 +61,7 @@ def test_whichever_workers_fall_or_come_every_example_counts_once_and_the_weight
 
 
 @pytest.mark.wide
-def test_a_suspended_process_of_an_older_membership_writes_nothing_when_it_goes_on(tmp_path):
+def test_a_suspended_process_of_an_older_membership_writes_nothing_later(tmp_path):
     old = start_alone(tmp_path, 1)
     wait_for_steps(tmp_path, 1, 8)
     old.send_signal(signal.SIGSTOP)

@@ -58,7 +58,7 @@ def test_each_worker_gets_its_own_tf_config():
     assert set(hosts) == {"127.0.0.1"} and len({int(port) for port in ports}) == 3
 
 
-def test_workers_of_one_machine_share_a_new_secret_unless_the_environment_has_one(port, monkeypatch):
+def test_workers_of_a_machine_share_a_secret_new_or_of_the_environment(port, monkeypatch):
     first, again = environments("--workers=2"), environments("--workers=2")
     assert first[0]["DISTLOOP_SECRET"] == first[1]["DISTLOOP_SECRET"] != again[0]["DISTLOOP_SECRET"]
     assert len(first[0]["DISTLOOP_SECRET"]) == 32

@@ -132,7 +132,7 @@ def test_the_exit_code_is_that_of_the_first_failure(ends, expected, launch):
     assert code == expected
 
 
-def test_stdout_and_stderr_stay_apart_and_whole_and_every_byte_comes_through(launch):
+def test_stdout_and_stderr_stay_apart_and_every_byte_comes_through(launch):
     program = r"""
         for i in range(200):
             os.write(1, b"out "), os.write(2, b"err "), os.write(1, b"%d\n" % i), os.write(2, b"%d\n" % i)
@@ -259,7 +259,7 @@ def test_a_signal_to_the_launcher_ends_an_elastic_run(number, start, tmp_path):
     assert code == 75 and "membership" not in err
 
 
-def test_a_signal_while_new_workers_start_ends_an_elastic_run_as_one_that_saved(start, tmp_path):
+def test_a_signal_while_new_workers_start_ends_an_elastic_run_as_saved(start, tmp_path):
     program = """
         sys.path.insert(0, os.environ["PYTHONPATH"])
         from distloop.workers import messages
@@ -523,7 +523,7 @@ def test_restarts_are_bounded_and_counted(launch, tmp_path):
     assert len({line for line in out if "[worker 1]" in line}) == 3  # fresh ports
 
 
-def test_workers_that_saved_and_left_are_not_restarted_and_the_others_have_time_to_save(launch, tmp_path):
+def test_workers_that_saved_are_not_restarted_and_others_have_time_to_save(launch, tmp_path):
     program = f"""
         note(f"run{{len(list(here.glob('run*')))}}-{{index}}", 1)
         time.sleep(0.5 * index)
@@ -562,7 +562,7 @@ def test_a_signal_ends_the_pause_before_a_restart(start, tmp_path):
     assert process.stderr.read() == "distloop.launch: SIGTERM, the workers do not start again.\n"
 
 
-def test_places_of_workers_that_fall_at_once_are_empty_and_the_one_left_goes_on(launch):
+def test_slots_of_workers_that_failed_are_empty_and_the_one_left_goes_on(launch):
     program = """
         membership = json.loads(os.environ["DISTLOOP_MEMBERSHIP"])
         print("membership", membership["number"], "of", len(config["cluster"]["worker"]), membership["cause"])
@@ -602,7 +602,7 @@ def test_as_process_1_the_launcher_reaps_processes_that_lost_their_parent(start,
     assert process.wait(SECS) == 4
 
 
-def test_who_failed_is_named_even_if_one_that_noticed_it_is_seen_at_the_same_time(start, tmp_path):
+def test_who_failed_is_named_even_if_one_that_noticed_is_seen_with_it(start, tmp_path):
     program = "wait_for('go')\nsys.exit(76) if index == 0 else os.kill(os.getpid(), signal.SIGKILL)"
     process = start(program, "--workers=2")
     pids = read_each(tmp_path, "pid")

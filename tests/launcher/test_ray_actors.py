@@ -61,7 +61,7 @@ def log_of(directory):
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def test_each_worker_runs_in_an_actor_with_its_address_and_the_secret_of_the_run(start, tmp_path):
+def test_each_worker_is_an_actor_with_its_address_and_the_runs_secret(start, tmp_path):
     program = "note(pid=os.getppid(), addresses=addresses, secret=os.environ['DISTLOOP_SECRET']); print('line', index)"
     process = start("--workers=2 --devices_per_worker=1", program)
     out, err = process.communicate(timeout=SECS)

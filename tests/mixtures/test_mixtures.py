@@ -50,7 +50,7 @@ def batches_of(dataset, count):
     return [tf.nest.map_structure(lambda t: t.numpy().tolist(), batch) for batch in dataset.take(count)]
 
 
-def test_fractions_are_exact_where_they_can_be_and_rounded_by_largest_remainder_elsewhere():
+def test_fractions_are_exact_or_else_rounded_by_the_largest_remainder():
     assert round_fractions([0.7, 0.3]) == (7, 3)
     assert round_fractions([1 / 3, 1 / 6, 1 / 2]) == (2, 1, 3)
     assert round_fractions([1.0]) == (1,)
@@ -60,7 +60,7 @@ def test_fractions_are_exact_where_they_can_be_and_rounded_by_largest_remainder_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("source", ["arrays", "python"])
-def test_a_mixture_begins_at_any_batch_bit_for_bit_on_any_number_of_workers(source):
+def test_a_mixture_begins_at_any_batch_bit_for_bit_on_any_workers(source):
     b = np.arange(1000, 1009)
     mixed = Mixture({"a": np.arange(40), "b": b if source == "arrays" else b.tolist()}, {"a": 1, "b": 2})
     data = distloop.make_dataset(mixed, 5, shuffle=True, seed=4, map_fn=lambda e, seed: (e, seed))
@@ -86,7 +86,7 @@ def test_weights_and_batch_size_change_at_a_batch():
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_at_its_example_with_another_batch_size_and_another_future(capsys):
+def test_a_run_goes_on_at_its_example_with_another_batch_size(capsys):
     def source(weights, size):
         return Source(distloop.make_dataset(mixture(weights), size, shuffle=True, seed=5), mirrored(1))
 
@@ -175,6 +175,6 @@ def mixed(a, b):
         (np.arange(9), {1: 2}, "batch_size from batch 1 on were given; the first batch is 0"),
     ],
 )
-def test_sources_with_other_examples_and_a_batch_size_that_cannot_change_are_refused(source, batch_size, words):
+def test_sources_with_other_examples_or_a_fixed_batch_size_are_refused(source, batch_size, words):
     with pytest.raises(ValueError, match=re.escape(words)):
         distloop.make_dataset(source, batch_size)

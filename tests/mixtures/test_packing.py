@@ -23,7 +23,7 @@ def best_fit_decreasing(lengths, length):
 
 
 @pytest.mark.parametrize("length", [32, 33, 50, 100, 1000])
-def test_a_plan_has_every_sequence_once_in_as_few_rows_as_best_fit_decreasing(length):
+def test_a_plan_has_every_sequence_once_in_as_few_rows_as_best_fit(length):
     sequences, starts = plan(LENGTHS, length)
     assert sorted(sequences.tolist()) == list(range(400)) and starts[0] == 0 and starts[-1] == 400
     sums = np.add.reduceat(LENGTHS[sequences], starts[:-1])

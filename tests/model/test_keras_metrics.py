@@ -162,7 +162,7 @@ def test_a_state_is_restored_on_another_number_of_replicas(replicas):
 
 
 @UNKNOWN_SIZES
-def test_a_scope_of_its_own_leaves_the_state_and_what_a_snapshot_does_not_hold_starts_anew():
+def test_a_scope_of_its_own_leaves_the_state_and_new_state_starts_anew():
     strategy = mirrored(2)
     metrics = fed(made(strategy, TWO), strategy, slice(3))
     before = metrics.results()
@@ -224,7 +224,7 @@ def test_xla_counts_no_padding():
 
 
 @pytest.mark.parametrize("value", [tf.ones([2]), distloop.weighted(tf.ones([2]), tf.ones([2]))])
-def test_values_in_place_of_arguments_and_a_number_of_a_whole_batch_are_refused(value):
+def test_values_for_arguments_or_a_number_for_a_batch_are_refused(value):
     refused(lambda: check_arguments("auc", value), 'under "auc", which is a Keras metric', "tuple of arguments")
     refused(lambda: check_arguments("best", (tf.constant(1.0),)), 'shape [] for the Keras metric under "best"')
 

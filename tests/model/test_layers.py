@@ -44,7 +44,7 @@ def regularized(*, batch_norm=False, gathers=False):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("exchanges", mostly_wide([{"batch_norm": True}, {"gathers": True}]))
-def test_replicas_that_exchange_values_within_the_loss_keep_their_losses_apart(exchanges):
+def test_replicas_that_exchange_values_in_the_loss_keep_losses_apart(exchanges):
     data = distloop.make_dataset(classification(24), 12)
     testing.assert_replica_law(regularized(**exchanges), data, (1, 2, 3), steps=3, tolerance=1e-6)
 
@@ -122,7 +122,7 @@ def trained(trainable, is_frozen=False, norm=None, **settings):
 @pytest.mark.parametrize(
     "settings", mostly_wide([{}, {"recompute": "body$", "microbatches": 2}, {"virtual_replicas": 4}])
 )
-def test_a_layer_that_a_regular_expression_leaves_out_trains_as_one_that_is_not_trainable(settings):
+def test_a_layer_that_a_pattern_leaves_out_trains_as_a_frozen_one(settings):
     found, expected = trained("head", **settings), trained(None, is_frozen=True, **settings)
     tf.nest.map_structure(np.testing.assert_array_equal, found.model.get_weights(), expected.model.get_weights())
     assert not have_statistics_moved(found.model)
@@ -138,7 +138,7 @@ def test_the_layers_attributes_and_files_are_as_the_user_left_them(tmp_path):
 
 
 @pytest.mark.wide
-def test_statistics_move_where_a_part_of_the_layer_trains_or_its_path_is_found():
+def test_statistics_move_where_a_part_of_the_layer_trains():
     assert have_statistics_moved(trained("gamma|head").model)
     for trainable, moves in (("batch_norm|head", True), ("head", False)):
         assert have_statistics_moved(trained(trainable, norm={"center": False, "scale": False}).model) == moves
@@ -162,7 +162,7 @@ def test_networks_of_several_updates_keep_each_others_statistics_moving():
     assert moved == {"one": True, "two": False}
 
 
-def test_regularizers_of_what_a_regular_expression_leaves_out_are_not_counted():
+def test_regularizers_of_what_a_pattern_leaves_out_are_not_counted():
     def reported(trainable, is_frozen):
         def model_fn():
             keras.utils.set_random_seed(3)
@@ -188,7 +188,7 @@ def dropout_state(strategy):
     return TrainState(model_fn, strategy)
 
 
-def test_every_replica_starts_its_random_streams_elsewhere_and_one_replica_draws_what_keras_draws():
+def test_every_replica_starts_elsewhere_and_one_draws_what_keras_draws():
     made = dropout_state(mirrored(3))
     (seed,) = made.seeds
     starts = [value.numpy().astype(np.int64) for value in mirrored(3).experimental_local_results(seed.value)]
@@ -201,7 +201,7 @@ def test_every_replica_starts_its_random_streams_elsewhere_and_one_replica_draws
 
 
 @pytest.mark.parametrize("strategy", [ONE, mirrored(2)], ids=["none", "mirrored"])
-def test_every_replica_draws_masks_of_its_own_each_time_and_its_random_streams_can_be_restored(strategy):
+def test_every_replica_draws_its_own_masks_and_its_streams_are_restored(strategy):
     made = dropout_state(strategy)
     dropout = made.model.layers[0]
     draw = tf.function(lambda: strategy.run(lambda: dropout(tf.ones([1, 100]), training=True)), autograph=False)

@@ -74,7 +74,7 @@ def test_only_accelerators_have_device_memory(monkeypatch):
     assert memory.peaks()["device_memory_gb"] == 5.0
 
 
-def test_what_is_held_is_noted_before_the_first_step_beside_what_was_estimated(tmp_path, monkeypatch):
+def test_what_is_held_is_noted_before_the_first_step_with_the_estimate(tmp_path, monkeypatch):
     workdir, held = str(tmp_path), {"GPU:0": {"weights": 5}}
     of_device = {"weights": 4, "averages of weights": 4, "activations": 3}
     ledger.write_memory(workdir, {"GPU:0": of_device, "GPU:1": of_device})  # with other settings

@@ -38,7 +38,7 @@ TEXT, IMAGES = {"tokens": tf.zeros([4, 7], tf.int32)}, {"image": tf.zeros([4, 6,
         ([4], [4], IMAGES, False),
     ],
 )
-def test_a_loss_counts_tokens_where_a_batch_of_text_has_a_value_or_a_weight_for_each(
+def test_a_loss_counts_tokens_where_a_text_has_a_value_or_weight_for_each(
     shape, weights, rows, is_per_token
 ):
     values = tf.zeros(shape)
@@ -46,7 +46,7 @@ def test_a_loss_counts_tokens_where_a_batch_of_text_has_a_value_or_a_weight_for_
     assert metrics.is_per_token(value, rows) == is_per_token
 
 
-def test_ragged_values_of_a_batch_of_text_count_tokens_and_those_of_unknown_rank_do_not():
+def test_ragged_values_of_texts_count_tokens_and_unknown_ranks_do_not():
     words = tf.ragged.constant([[1, 2, 3], [4]])
     assert metrics.is_per_token(tf.cast(words, tf.float32), {"words": words})
 
@@ -103,7 +103,7 @@ def test_values_are_summed_with_their_weights(case):
     assert sums(value, int(batch_size), row_weights) == expected
 
 
-def test_a_row_that_is_not_finite_shows_if_it_takes_part_and_else_has_no_gradient():
+def test_a_row_that_is_not_finite_shows_only_if_it_takes_part():
     assert np.isnan(sums(tf.constant([1.0, np.nan]))[0])
     values = tf.constant([1.0, np.nan])
     with tf.GradientTape() as tape:
@@ -121,7 +121,7 @@ def test_a_value_that_is_not_per_example_is_refused():
 
 
 @pytest.mark.slow
-def test_a_batch_of_unknown_size_is_weighed_too_and_a_known_axis_is_refused():
+def test_a_batch_of_unknown_size_is_weighed_and_a_known_axis_is_refused():
     def weigh(values):
         @tf.function(input_signature=[tf.TensorSpec([None, 3])])
         def trace(rows):
@@ -144,7 +144,7 @@ def test_weights_of_the_wrong_rank_or_length_are_refused():
             sums(metrics.weighted(VALUES, weights))
 
 
-def test_ragged_values_of_another_batch_size_two_ragged_axes_or_dense_weights_within_are_refused():
+def test_ragged_values_of_another_batch_or_two_ragged_axes_are_refused():
     with pytest.raises(ValueError, match=r'"loss" of shape .*; distloop needs one value per example'):
         sums(RAGGED, 2)
     with pytest.raises(ValueError, match='"loss" with 2 ragged axes; .*: reduce the inner ones'):
@@ -154,7 +154,7 @@ def test_ragged_values_of_another_batch_size_two_ragged_axes_or_dense_weights_wi
 
 
 @pytest.mark.filterwarnings("error")
-def test_means_divide_totals_by_weights_in_float64_and_the_mean_of_nothing_is_nan():
+def test_means_divide_totals_in_float64_and_the_mean_of_nothing_is_nan():
     tallies = [metrics.Tally(tf.constant(6.0), tf.constant(4.0)), metrics.Tally(tf.constant(1.0), tf.constant(2.0))]
     flat = metrics.flatten(tallies)
     assert flat.shape == [4] and flat.dtype == tf.float32
@@ -164,7 +164,7 @@ def test_means_divide_totals_by_weights_in_float64_and_the_mean_of_nothing_is_na
     assert type(mean) is float and mean == 1 / 3
 
 
-def test_outputs_are_a_dict_with_a_loss_and_names_that_are_words_of_the_users_own():
+def test_outputs_are_a_dict_with_a_loss_and_free_words_as_names():
     check = metrics.check_names
     check({"loss": tf.ones([2]), "auc": (1, 2), "w": metrics.weighted(1, 2)}, {"auc": object()})
     for outputs in (1.0, [1.0], None):
@@ -182,7 +182,7 @@ def test_outputs_are_a_dict_with_a_loss_and_names_that_are_words_of_the_users_ow
         check({"loss": 1.0, "f1": (1, 2)}, {"auc": object()})
 
 
-def test_values_and_weights_that_are_no_real_numbers_and_values_that_are_no_tensors_are_refused():
+def test_values_and_weights_that_are_no_real_numbers_are_refused():
     for numbers in (tf.constant([1j]), tf.constant(["a"])):
         for value in (numbers, metrics.weighted(tf.ones([1]), numbers)):
             sentence = f'returned "a" of dtype {numbers.dtype.name}; distloop sums real numbers'

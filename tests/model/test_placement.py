@@ -95,7 +95,7 @@ def test_a_small_step_of_a_pipeline_keeps_the_parallel_executor():
     assert placement("pipeline").choose_executor(strategy, "auto", 1.0) == strategies.PARALLEL_EXECUTOR
 
 
-def test_another_number_of_stages_is_refused_and_microbatches_of_a_pipeline_that_would_be_empty():
+def test_another_number_of_stages_and_empty_microbatches_are_refused():
     plain, pipeline = placement("plain"), placement("pipeline")
     for right in (1, 2):
         pipeline.require_stages(right)

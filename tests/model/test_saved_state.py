@@ -36,7 +36,7 @@ def test_a_snapshot_has_every_value_by_a_name_that_lasts():
     assert {"metrics/auc/0", "step", "skipped_steps", "loss_statistics"} <= names
 
 
-def test_values_of_variables_on_other_devices_are_in_the_memory_of_the_host():
+def test_values_of_variables_on_other_devices_are_in_the_hosts_memory():
     state = distloop.Trainer(classifier(), on(1)).state
     variable = state.model.trainable_variables[0]
     with tf.device("CPU:1"):
@@ -47,7 +47,7 @@ def test_values_of_variables_on_other_devices_are_in_the_memory_of_the_host():
     np.testing.assert_array_equal(values[f"model/{variable.path}"], variable._value.numpy())
 
 
-def test_another_trainer_of_the_process_restores_weights_that_were_made_without_a_name():
+def test_another_trainer_restores_weights_that_were_made_without_a_name():
     class Gain(keras.layers.Layer):
         def build(self, shape):
             self.gains = [self.add_weight(shape=shape[1:], initializer="normal") for _ in range(2)]
@@ -67,7 +67,7 @@ def test_another_trainer_of_the_process_restores_weights_that_were_made_without_
 
 
 @pytest.mark.slow
-def test_no_later_step_changes_a_snapshot_and_restoring_sets_every_value_on_every_replica():
+def test_no_later_step_changes_a_snapshot_which_restores_all_replicas():
     trainer = trained(2, average_decay=0.9)
     saved_state = SavedState(trainer.state)
     values, before = saved_state.snapshot(), everything(trainer)

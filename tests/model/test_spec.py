@@ -28,7 +28,7 @@ def test_an_optimizer_of_several_optimizers_is_refused():
         spec_of(two_layers(), optimizer)
 
 
-def test_functions_that_can_be_called_as_they_are_pass_whatever_else_they_take():
+def test_functions_that_can_be_called_as_they_are_pass():
     loss_fn = tf.function(lambda batch, training=False, *more, scale=1.0: {})
     model = two_layers()
     ModelSpec(model, keras.optimizers.SGD(0.1), loss_fn, predict_fn={"logits": model, "first": lambda *rows: rows[0]})
@@ -39,7 +39,7 @@ def test_an_update_without_variables_beside_others_is_refused():
     refused(lambda: ModelSpec(None, updates=updates), "The update 'generator' has no variables", "generator", "'.'")
 
 
-def test_updates_without_names_of_their_own_or_with_a_shared_optimizer_for_other_variables_are_refused():
+def test_updates_without_own_names_or_with_a_shared_optimizer_are_refused():
     def updates(names, optimizers, **rule):
         first, second = (
             Update(name, lambda batch, training: {}, optimizer, **{"variables": ".", **more})
@@ -55,7 +55,7 @@ def test_updates_without_names_of_their_own_or_with_a_shared_optimizer_for_other
             updates("ab", [keras.optimizers.AdamW()] * 2, **rule)
 
 
-def test_the_first_pattern_that_matches_sets_the_factor_of_the_learning_rate_and_no_decay_is_for_those_that_match():
+def test_the_first_pattern_that_matches_sets_the_rate_or_the_decay():
     rates = {"encoder": 0.1, "kernel": 0.5}
     assert update(learning_rates=rates).learning_rate_factors(PATHS) == [0.1, 0.1, 0.5, 1.0]
     assert update().learning_rate_factors(PATHS) == [1.0] * 4

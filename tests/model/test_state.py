@@ -23,7 +23,7 @@ def paths_of(made, name=""):
 
 @pytest.mark.slow
 @STRATEGIES
-def test_all_trainable_variables_are_trained_and_a_regular_expression_picks_some(strategy):
+def test_all_trainable_variables_are_trained_or_those_that_match(strategy):
     made = TrainState(lambda: spec_of(two_layers()), strategy)
     assert paths_of(made) == NAMES
     assert made.untrained_variables == []
@@ -92,7 +92,7 @@ def test_what_cannot_be_trained_is_refused():
 
 
 @STRATEGIES
-def test_several_optimizers_stand_in_a_dict_by_name_and_are_built_over_what_they_train(strategy):
+def test_several_optimizers_are_a_dict_by_name_built_over_what_they_train(strategy):
     made = TrainState(two_updates("^g/", "^d/.*kernel"), strategy)
     first, second = made.optimizer["g"], made.optimizer["d"]
     assert (type(first), type(second)) == (keras.optimizers.Adam, keras.optimizers.SGD)
@@ -101,7 +101,7 @@ def test_several_optimizers_stand_in_a_dict_by_name_and_are_built_over_what_they
     assert isinstance(TrainState(lambda: spec_of(two_layers()), ONE).optimizer, keras.optimizers.SGD)
 
 
-def test_the_average_covers_what_is_trained_and_statistics_and_random_streams_are_not():
+def test_the_average_covers_what_is_trained_and_no_statistics():
     made = TrainState(lambda: spec_of(two_layers(), trainable="head"), ONE, average_decay=0.9)
     assert [tuple(v.shape) for v in made.average.variables] == [(4, 2), (2,)]
 
@@ -140,7 +140,7 @@ def test_a_model_that_knows_no_input_shape_is_built_from_rows(strategy):
         np.testing.assert_array_equal(kernel.numpy(), kernels[0].numpy())
 
 
-def test_lazy_models_inside_a_module_or_dict_are_built_from_rows_which_updates_no_statistics():
+def test_lazy_models_are_built_from_rows_and_no_statistics_are_updated():
     class Normed(Lazy):
         def __init__(self):
             super().__init__()
@@ -164,7 +164,7 @@ def test_lazy_models_inside_a_module_or_dict_are_built_from_rows_which_updates_n
 
 
 @STRATEGIES
-def test_a_model_that_counts_as_built_with_parts_that_are_not_is_built_from_rows(strategy):
+def test_a_model_that_seems_built_with_unbuilt_parts_is_built_from_rows(strategy):
     class HalfBuilt(Lazy):
         def build(self, shape):
             self.first.build(shape)
@@ -182,7 +182,7 @@ def test_a_model_that_counts_as_built_with_parts_that_are_not_is_built_from_rows
     assert [path.partition("/")[2] for path in paths_of(made)] == expected
 
 
-def test_layers_that_loss_fn_builds_outside_the_model_or_never_calls_are_refused():
+def test_layers_outside_the_model_or_never_called_are_refused():
     def outside():
         model, other = Lazy(), keras.layers.Dense(2, name="other")
         return ModelSpec(model, keras.optimizers.SGD(), lambda b, t: {"loss": tf.reduce_sum(other(model(b["x"])), -1)})

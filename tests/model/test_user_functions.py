@@ -110,7 +110,7 @@ def supervise(labels, loss):
     distloop.Trainer(model_fn, on(1, batch_size=4)).fit(ROWS, labels, steps=1)
 
 
-def test_labels_of_the_other_cross_entropy_and_a_text_in_place_of_a_number_are_said():
+def test_labels_of_the_other_cross_entropy_and_texts_for_numbers_are_said():
     sparse, whole = keras.losses.SparseCategoricalCrossentropy, keras.losses.CategoricalCrossentropy
     refused(lambda: supervise(np.eye(4), sparse), "labels of shape [B, 4]", "tf.argmax(labels, -1)")
     refused(lambda: supervise(np.arange(4), whole), "labels of shape [B]", "sparse_categorical_crossentropy")
@@ -140,7 +140,7 @@ def test_errors_about_something_else_stay():
         train((ROWS, ROWS), lambda batch: batch[0] + object())
 
 
-def test_a_shape_that_a_layer_cannot_take_is_one_sentence_in_fit_and_predict_and_features_without_labels_are_said():
+def test_a_shape_that_a_layer_cannot_take_is_one_sentence_everywhere():
     words = ("A layer cannot take what it is called with", "expected axis -1 of input shape to have value 2", "[B, 3]")
     wide = np.zeros((4, 3), np.float32)
     refused(lambda: train(wide, lambda batch: batch), *words)
@@ -166,7 +166,7 @@ def test_a_layer_that_is_built_by_a_step_is_refused_by_name(replicas, is_eager):
     assert e.value.variable == "head/kernel"
 
 
-def test_a_random_stream_of_its_own_gets_another_hint_and_other_errors_and_results_pass():
+def test_a_random_stream_of_its_own_gets_another_hint():
     fn = guarded(lambda: keras.layers.Dropout(0.5), refuse_new_variables)
     of_streams = "variable .* was created by a step, .*: give keras.random and"
     with pytest.raises(VariableCreatedError, match=of_streams):
@@ -214,7 +214,7 @@ def model_for(rows, layer):
     return compiled(keras.Sequential([keras.Input(batch_shape=(rows, 6)), layer, keras.layers.Dense(2)], name="net"))
 
 
-def test_sizes_are_those_of_the_models_at_the_top_and_other_errors_stay_as_they_are():
+def test_sizes_are_those_of_the_top_models_and_other_errors_stay():
     assert fixed_sizes([model_for(8, keras.layers.Dense(2)), small()]) == {8: "net"}
 
     def fail(batch):
@@ -257,7 +257,7 @@ def reads_of(fn, specs):
     return reads
 
 
-def test_an_entry_is_read_if_an_operation_of_the_loss_takes_it_or_the_loss_returns_it():
+def test_an_entry_is_read_if_an_operation_takes_it_or_the_loss_returns_it():
     reads = reads_of(lambda batch: tf.cond(tf.constant(True), lambda: batch["meta"]["age"], lambda: 0.0), ENTRIES)
     assert reads.entries == {"image": False, "meta/age": True, "meta/id": False}
     reads = reads_of(lambda batch: {"loss": distloop.weighted(batch["image"][:, 0], batch["meta"]["age"])}, ENTRIES)
@@ -269,7 +269,7 @@ def test_an_entry_is_read_if_an_operation_of_the_loss_takes_it_or_the_loss_retur
     assert eagerly.entries == {}
 
 
-def test_an_entry_that_one_of_several_losses_reads_is_read_and_the_first_of_many_are_named(capsys):
+def test_an_entry_that_one_of_several_losses_reads_is_read(capsys):
     images = reads_of(lambda batch: tf.reduce_sum(batch["image"]), ENTRIES)
     ages = reads_of(lambda batch: batch["meta"]["age"] + 1.0, ENTRIES)
     report_unread([images, ages], "name", is_shown=True)

@@ -19,7 +19,7 @@ def variables():
     return [tf.Variable(1.0), tf.Variable(2.0), keras.Variable(3.0, trainable=False)]
 
 
-def test_only_variables_that_are_written_in_the_block_or_its_branches_are_recorded_and_not_those_that_it_reads():
+def test_only_variables_written_in_a_block_or_its_branches_are_recorded():
     before, within, read = variables()
     in_branch, recorded = tf.Variable(4.0), []
 
@@ -37,7 +37,7 @@ def test_only_variables_that_are_written_in_the_block_or_its_branches_are_record
     assert recorded == [id(within), id(in_branch)]
 
 
-def test_eagerly_what_is_not_trainable_counts_as_written_and_a_weight_if_it_changed():
+def test_eagerly_what_is_not_trainable_or_has_changed_counts_as_written():
     changed, kept, statistic = variables()
     with variable_writes.recorded_writes([changed, kept, statistic]) as written:
         changed.assign_add(1.0)
@@ -145,7 +145,7 @@ def normalized_by_itself():
 
 
 @pytest.mark.slow
-def test_a_step_that_is_skipped_restores_weights_that_several_updates_wrote():
+def test_a_skipped_step_restores_weights_that_several_updates_wrote():
     settings = dict(skip_nonfinite=True, microbatches=2)
     state = run_step(normalized_by_itself, [1.0, -1.0], **settings)
     assert [variable.numpy().tolist() for variable in state.model] == [[3.0, 4.0], 0.0, 1.0, 1.0, 1.0]
@@ -191,7 +191,7 @@ def test_written_and_overwritten_weights_are_those_of_keras_on_any_cut(replicas,
 
 
 @pytest.mark.slow
-def test_a_skipped_step_restores_written_and_overwritten_weights_on_every_replica():
+def test_a_skipped_step_restores_written_weights_on_every_replica():
     trainer = trained(2, 1, X * np.float32(np.nan), on_nonfinite="skip")
     for variable, expected in zip(trainer.model.weights, make_model().get_weights(), strict=True):
         np.testing.assert_equal(local_values(trainer, variable), [expected] * 2)

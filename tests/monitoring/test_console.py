@@ -75,7 +75,7 @@ def test_a_line_shows_tokens_a_second_or_else_examples(numbers, text, clock):
     assert line == f"step 500/2000  812 steps/s  {text}  eta 0:00:02"
 
 
-def test_time_left_follows_the_clock_since_the_first_write_and_is_not_in_the_last_line(clock):
+def test_time_left_follows_the_clock_and_is_not_in_the_last_line(clock):
     tracing, with_an_evaluation = (60.0, 1_100, {}), (0.0625 + 0.1875, 1_200, {})
     _, line = lines_of(clock, tracing, with_an_evaluation, steps=20_000, start=1_000)
     assert line == "step 1200/20000  400 steps/s  eta 0:00:47"
@@ -167,7 +167,7 @@ def test_standard_output_is_put_back_after_the_bar(terminal, monkeypatch):
     assert sys.stdout is terminal and "said by the user\n" in plain(terminal)
 
 
-def test_the_display_is_drawn_ten_times_a_second_at_most_and_once_at_the_end(terminal, clock):
+def test_the_display_is_drawn_ten_times_a_second_at_most_and_at_the_end(terminal, clock):
     console = Console(1000, 0, terminal)
     for step in range(1, 500):
         clock[0] += 0.001

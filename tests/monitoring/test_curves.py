@@ -81,7 +81,7 @@ def test_curves_that_are_named_are_the_only_ones():
         recorded().plot("los")
 
 
-def test_rows_of_a_step_that_is_trained_again_are_dropped_and_a_long_history_is_thinned_out(monkeypatch):
+def test_rows_of_a_repeated_step_are_dropped_and_long_histories_thinned(monkeypatch):
     again, long = History(), History()
     for step in (1, 2, 3, 2):
         again.write(step, {"loss": float(step)})
@@ -99,7 +99,7 @@ def test_a_picture_without_matplotlib_says_what_to_install(monkeypatch):
 
 
 @needs_matplotlib
-def test_a_picture_may_have_any_names_a_logarithmic_scale_for_values_of_a_wide_range_and_no_curves(tmp_path):
+def test_a_picture_may_have_any_names_a_logarithmic_scale_and_no_curves(tmp_path):
     curves = {"a$\\x$": Series("", list(range(1, 30)), [2.0**-i for i in range(1, 30)]), "_b": Series("", [1], [0.5])}
     odd = {"": Series("", [1, 2], [math.nan, math.inf]), "none": Series("", [], [])}
     picture = Picture({"loss": curves, "f1 $\\x$": odd})

@@ -187,7 +187,7 @@ def test_every_row_is_there_in_order_however_often_the_process_is_killed(tmp_pat
         assert seed % 2 or rows == first
 
 
-def test_a_writer_that_fails_gets_the_row_again_and_its_failure_is_one_line(capsys):
+def test_a_writer_that_fails_gets_the_row_again_and_one_line_says_so(capsys):
     writer, other = Rows(fails_at=[3, 3, 4]), Rows("other")
     deliver([writer, other], range(1, 7))
     assert writer.steps == other.steps == [1, 2, 3, 4, 5, 6]
@@ -197,7 +197,7 @@ def test_a_writer_that_fails_gets_the_row_again_and_its_failure_is_one_line(caps
     assert "Rows takes rows again." in lines[-1] and len(lines) <= 4
 
 
-def test_rows_that_were_never_taken_are_counted_and_come_with_the_next_call(tmp_path, capsys):
+def test_rows_that_were_never_taken_are_counted_and_come_next_time(tmp_path, capsys):
     deliver([Rows(fails_at=[3] * 100)], range(1, 7), tmp_path)
     assert "Rows lacks 4 rows after step 2." in capsys.readouterr().err
     again, newcomer, complete = Rows(), Rows("newcomer"), Rows()
@@ -261,7 +261,7 @@ def test_an_error_reaches_each_writer_before_it_is_closed(caplog):
     assert "failing did not take the error that ended the run" in caplog.text
 
 
-def test_the_error_of_an_action_that_cannot_name_its_files_is_one_of_the_run():
+def test_an_action_that_cannot_name_its_files_is_an_error_of_the_run():
     calls, writers = [], [Gallery(), Rows()]
     left_files = raising(KeyError("run_files"))
     opened = Deliveries(writers, "", left_files=lambda: calls.append(1) or left_files()).open(0, {})
@@ -275,7 +275,7 @@ def test_the_error_of_an_action_that_cannot_name_its_files_is_one_of_the_run():
 @pytest.mark.parametrize(
     "error", [RuntimeError("no API key"), SystemExit(1)], ids=["an error", "it leaves the program"]
 )
-def test_a_writer_that_cannot_be_opened_ends_fit_in_a_sentence_and_closes_the_others(error):
+def test_a_writer_that_cannot_be_opened_ends_fit_and_closes_the_others(error):
     words = rf"The writer Broken cannot be opened \({type(error).__name__}: {error}\): correct it"
     with pytest.raises(ValueError, match=words):
         deliver([first := Rows(), Rows("Broken", open=raising(error))], [])
@@ -299,7 +299,7 @@ def test_a_writer_that_is_down_when_a_run_resumes_is_opened_later(tmp_path, caps
 
 
 @pytest.mark.parametrize("is_new", [True, False])
-def test_a_writer_that_takes_long_to_open_holds_up_no_run_and_gets_its_rows(is_new, tmp_path, monkeypatch, capsys):
+def test_a_writer_that_takes_long_to_open_holds_up_no_run(is_new, tmp_path, monkeypatch, capsys):
     def open(*arguments):
         assert may_open.wait(20)
         return Rows.open(writer, *arguments)
@@ -360,7 +360,7 @@ def test_a_writer_that_lost_rows_gets_them_again_from_the_workdir(tmp_path):
     assert forgetful.steps == [2, 3, 4, 5]
 
 
-def test_a_run_without_a_workdir_keeps_the_last_rows_and_media_for_a_writer_that_fails(monkeypatch, capsys):
+def test_a_run_without_a_workdir_keeps_the_last_rows_for_a_writer(monkeypatch, capsys):
     monkeypatch.setattr(deliveries, "_MAX_ROWS", 3)
     monkeypatch.setattr(deliveries, "_MAX_MEDIA", 2)
     writer = Gallery(fails_at=[1] * 1000 + list(range(2, 10)) * 1000)
@@ -372,7 +372,7 @@ def test_a_run_without_a_workdir_keeps_the_last_rows_and_media_for_a_writer_that
     assert writer.steps == [7, 8, 9] and [step for step, *_ in writer.media] == [8, 9]
 
 
-def test_a_file_comes_at_the_end_of_a_run_and_again_when_a_writer_did_not_take_it_or_close(tmp_path, capsys):
+def test_a_file_comes_at_the_end_of_a_run_and_again_if_it_was_not_taken(tmp_path, capsys):
     (tmp_path / "model").write_text("1")
     files = [RunFile(name, str(tmp_path / name), 2) for name in ("model", "gone")]
 
@@ -429,7 +429,7 @@ def test_a_resumed_run_goes_on_where_each_writer_stands(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_fit_hands_over_media_and_when_the_run_is_over_exports_and_the_best_checkpoint(tmp_path):
+def test_fit_hands_over_media_and_at_the_end_exports_and_the_best(tmp_path):
     def fail(report):
         raise KeyError("x")
 

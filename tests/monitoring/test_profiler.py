@@ -113,7 +113,7 @@ def two_stages(devices=("CPU:0", "CPU:1")):
     return space
 
 
-def test_the_operations_of_a_subgraph_count_for_the_device_that_it_sent_from(tmp_path):
+def test_operations_of_a_subgraph_count_for_the_device_that_sent_it(tmp_path):
     assert busy_fractions(str(tmp_path)) == {}  # without a profile
     write(two_stages(), tmp_path)
     assert busy_fractions(str(tmp_path)) == {"CPU:0": 0.3, "CPU:1": 0.31}

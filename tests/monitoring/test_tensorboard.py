@@ -31,7 +31,7 @@ def fit(workdir, steps, actions=(), **settings):
     return trainer
 
 
-def test_a_tag_is_in_the_group_of_its_last_part_metrics_in_the_first_and_has_a_description():
+def test_a_tag_is_in_its_last_parts_group_and_has_a_description():
     groups = [*GROUPS, "confusion", "gradients", "weights"]
     assert min(groups) == "Metrics"  # TensorBoard sorts by the code of the characters
     for tag in ("Metrics/loss", "optimizer/discriminator/learning_rate", "system/stage_0/device_memory_gb"):
@@ -43,7 +43,7 @@ def test_a_tag_is_in_the_group_of_its_last_part_metrics_in_the_first_and_has_a_d
 
 
 @pytest.mark.parametrize("secs", [10.0, -3600.0], ids=["the clock goes on", "the clock is set back"])
-def test_a_run_that_goes_on_shows_every_step_once_in_files_in_the_order_of_their_names(secs, tmp_path, monkeypatch):
+def test_a_run_that_goes_on_shows_every_step_once_in_ordered_files(secs, tmp_path, monkeypatch):
     now = time.time()
     monkeypatch.setattr(tensorboard.time, "time", lambda: now)
     for start, end in ((0, 11), (5, 9), (6, 12)):  # cut off at 11, restored at 5; cut off at 9, restored at 6
@@ -68,7 +68,7 @@ def test_evaluations_have_their_own_directory_and_the_tags_of_training(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["train", "checkpoints", "export", "..", "config.json", "discriminator"])
-def test_a_prefix_that_is_no_evaluation_or_a_name_of_the_workdir_stays_in_the_tag(name, tmp_path):
+def test_a_prefix_that_is_no_evaluation_or_name_of_a_file_stays_in_the_tag(name, tmp_path):
     writer = SummaryWriter(str(tmp_path / "run"), evals=[] if name == "discriminator" else [name])
     writer.write(1, {"loss": 2.0, f"{name}/loss": 1.0, name: 3.0})
     writer.close()
@@ -77,7 +77,7 @@ def test_a_prefix_that_is_no_evaluation_or_a_name_of_the_workdir_stays_in_the_ta
     assert read_scalars(tmp_path / "run" / "train") == numbers
 
 
-def test_files_are_created_by_the_first_write_and_can_be_read_before_they_are_closed(tmp_path):
+def test_files_come_with_the_first_write_and_are_readable_before_the_close(tmp_path):
     writer = SummaryWriter(str(tmp_path / "run"), evals=["test"])
     writer.write(1, {})
     writer.close()
@@ -126,7 +126,7 @@ def status_of(workdir):
 
 @pytest.mark.wide
 @pytest.mark.slow
-def test_after_a_crash_every_tag_has_each_step_once_and_the_run_its_last_status(tmp_path):
+def test_after_a_crash_every_tag_has_each_step_once(tmp_path):
     train_with_media(tmp_path, 10, crash_at=3, histograms_every=2)  # which saves, as the next one does at step 7
     assert status_of(tmp_path) == api_pb2.STATUS_FAILURE
     train_with_media(tmp_path, 10, crash_at=7, histograms_every=2)
@@ -146,7 +146,7 @@ def test_after_a_crash_every_tag_has_each_step_once_and_the_run_its_last_status(
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_counts_as_running_and_a_crash_before_the_first_metric_as_failure(tmp_path):
+def test_an_interrupted_run_counts_as_running_and_an_early_crash_as_failed(tmp_path):
     with pytest.raises(SystemExit):
         fit(tmp_path / "interrupted", 100_000, max_secs=1e-9)
     assert status_of(tmp_path / "interrupted") is None
@@ -182,7 +182,7 @@ def test_odd_tags_are_kept(tmp_path):
 
 
 @pytest.mark.slow
-def test_all_rows_up_to_a_checkpoint_are_in_their_files_before_it_is_written(tmp_path, monkeypatch):
+def test_all_rows_up_to_a_checkpoint_are_written_before_it(tmp_path, monkeypatch):
     """Otherwise a process killed right after a save leaves a gap: the resumed run writes only later rows."""
     saved = {}
     save = Checkpoints.save
@@ -215,7 +215,7 @@ def test_a_full_disk_stops_no_training_and_is_logged_once(tmp_path, monkeypatch,
     assert "metrics.jsonl lacks 4 rows" in last
 
 
-def test_a_bad_directory_or_a_full_disk_under_tensorboards_files_is_an_os_error(tmp_path, monkeypatch):
+def test_a_bad_directory_or_a_full_disk_is_an_os_error(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
         SummaryWriter(str(tmp_path / "file"), evals=[]).write(1, {"loss": 1.0})

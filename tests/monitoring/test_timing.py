@@ -41,7 +41,7 @@ def test_each_second_belongs_to_one_phase(now):
     assert sum(found.values()) == now[0] - 1000.0
 
 
-def test_a_phase_before_the_first_loop_is_no_start_up_and_one_that_fails_counts(now):
+def test_a_phase_before_the_first_loop_counts_also_if_it_fails(now):
     clock = Clock()
     now[0] += 1.0
     spend(clock, now, "evaluation", 2.0)
@@ -115,7 +115,7 @@ def test_durations_have_hours_minutes_and_seconds():
     assert [show_secs(secs) for secs in (0.4, 61.0, 36_000.0)] == ["0:00:00", "0:01:01", "10:00:00"]
 
 
-def test_the_time_of_rows_goes_on_where_the_clock_is_set_back_and_follows_it_where_it_is_set_forward(monkeypatch):
+def test_the_time_of_rows_goes_on_where_the_clock_is_set_back(monkeypatch):
     unix, seconds = [1e9], [50.0]
     monkeypatch.setattr(records, "_unix_at_zero", -float("inf"))
     monkeypatch.setattr(timing.time, "time", lambda: unix[0])

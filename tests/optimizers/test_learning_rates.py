@@ -71,7 +71,7 @@ def test_a_stable_phase_ends_where_it_says_and_decays_like_the_rest_alone():
     assert rates(schedule, range(80, 101)) == pytest.approx(rates(make_schedule(0.3, 20, final=0.1), range(21)))
 
 
-def test_step_decay_drops_at_exactly_the_steps_named_also_beyond_what_float32_counts():
+def test_step_decay_drops_at_exactly_the_steps_named_however_late():
     schedule = make_schedule(1.0, 100, warmup=5, decay="step", drop_at=(30, 60))
     assert rates(schedule, [29, 30, 59, 60, 99]) == pytest.approx([1, 0.1, 0.1, 0.01, 0.01])
     drop = 2**24 + 1
@@ -79,7 +79,7 @@ def test_step_decay_drops_at_exactly_the_steps_named_also_beyond_what_float32_co
     assert rates(schedule, [drop - 1, drop]) == pytest.approx([1.0, 0.1])
 
 
-def test_warm_up_meets_a_schedule_of_the_users_own_also_one_that_returns_a_number():
+def test_warm_up_meets_a_users_schedule_also_one_that_returns_a_number():
     class Constant(schedules.LearningRateSchedule):
         def __call__(self, step):
             return 0.1
@@ -96,7 +96,7 @@ def test_warm_up_agrees_with_keras():
 
 
 @pytest.mark.parametrize("decay", ["cosine", "linear", "step", "constant", "inverse_sqrt"])
-def test_a_schedule_is_float32_in_a_graph_over_int64_steps_and_survives_its_config(decay):
+def test_a_schedule_is_float32_over_int64_steps_and_survives_its_config(decay):
     drop_at = [50] if decay == "step" else ()
     if decay != "inverse_sqrt":  # which needs a warm-up
         assert rates(make_schedule(0.7, 100, decay=decay, drop_at=drop_at), [0]) == pytest.approx([0.7])

@@ -58,7 +58,7 @@ def make_trainer(name, model_class):
 
 
 @pytest.mark.parametrize("name", ["float32", *HALF])
-def test_the_policy_is_in_force_inside_and_put_back_after_also_after_an_exception(name):
+def test_the_policy_is_put_back_afterwards_also_after_an_exception(name):
     before = keras.config.dtype_policy()
     with pytest.raises(KeyError), dtype_policy.policy(name):
         assert keras.config.dtype_policy().name == name
@@ -71,7 +71,7 @@ def test_the_policy_is_in_force_inside_and_put_back_after_also_after_an_exceptio
 @pytest.mark.slow
 @pytest.mark.parametrize("model_class", mostly_wide([None, Lazy]), ids=["built", "lazy"])
 @EACH_HALF
-def test_layers_compute_in_half_precision_and_weights_slots_and_predictions_stay_float32(name, model_class):
+def test_layers_compute_in_half_precision_and_weights_stay_float32(name, model_class):
     trainer, dtypes = make_trainer(name, model_class)
     data = distloop.make_dataset(DATA, 8)
     first = trainer.evaluate(data)["loss"]
@@ -129,7 +129,7 @@ def two_updates():
         pytest.param("mixed_bfloat16", keras.optimizers.SGD, None, marks=pytest.mark.slow),
     ],
 )
-def test_float16_puts_a_loss_scale_optimizer_around_the_users_unless_it_is_one(name, given, scale):
+def test_float16_puts_a_loss_scale_optimizer_around_the_users_own(name, given, scale):
     made = []
     model_fn = classifier(optimizer=lambda: made.append(given()) or made[0])
     trainer = distloop.Trainer(model_fn, on(2, precision=name))
@@ -272,7 +272,7 @@ def bad(replicas=1, on_replica=0, value=np.nan, place=1):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer, replicas", [("SGD", 1), ("momentum", 2), ("Adam", 2), ("Adam", 4)])
-def test_inf_on_any_replica_changes_no_bit_and_halves_the_scale_on_every_replica(optimizer, replicas):
+def test_inf_on_any_replica_changes_no_bit_and_halves_every_scale(optimizer, replicas):
     loop = Loop(scaling(optimizer, initial_scale=2.0**15), replicas)
     loop.step(good(replicas))
     before = loop.everything()
@@ -302,7 +302,7 @@ def test_steps_in_a_loop_within_one_function_skip_each_on_its_own(replicas):
 
 
 @pytest.mark.slow
-def test_keras_own_loss_scale_optimizer_lets_the_overflow_of_another_replica_into_the_weights():
+def test_keras_own_loss_scale_optimizer_lets_another_overflow_into_weights():
     """Why there is one of ours: Keras asks the first replica alone, before it reduces. Where this fails, it may go."""
     loop = Loop(lambda: keras.mixed_precision.LossScaleOptimizer(keras.optimizers.SGD(0.125)), 2)
     loop.step(bad(2, on_replica=1, value=np.inf))
@@ -349,7 +349,7 @@ def test_the_scale_and_the_count_of_good_steps(settings, steps, expected, replic
     assert found == expected
 
 
-def test_the_scale_doubles_every_10_steps_until_an_overflow_and_again_after_enough_good_ones():
+def test_the_scale_doubles_every_10_good_steps_until_an_overflow():
     loop = Loop(scaling(initial_scale=8.0, growth_steps=15))
     scales = []
     for gradients in [*[good()] * 21, bad(), *[good()] * 27]:
@@ -359,7 +359,7 @@ def test_the_scale_doubles_every_10_steps_until_an_overflow_and_again_after_enou
 
 
 @pytest.mark.slow
-def test_a_model_whose_gradients_are_large_at_first_trains_from_the_first_step():
+def test_a_model_with_large_first_gradients_trains_from_the_first_step():
     def model_fn():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
 
@@ -412,7 +412,7 @@ def test_a_loss_is_scaled_in_float32():
     assert loss.dtype == tf.float32 and loss.numpy() == [2.0**17]
 
 
-def test_its_variables_iterations_and_learning_rate_are_those_of_the_inner_optimizer():
+def test_its_variables_and_learning_rate_are_those_of_the_inner_optimizer():
     loop = Loop(scaling("Adam"))
     optimizer, inner = loop.optimizer, loop.optimizer.inner_optimizer
     found, expected = optimizer.variables, (optimizer.loss_scale, optimizer.streak, *inner.variables)

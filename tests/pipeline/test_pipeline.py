@@ -138,7 +138,7 @@ def place(operation):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True])
-def test_each_stage_keeps_its_variables_and_runs_forward_and_backward_on_its_device(recompute, capsys):
+def test_each_stage_keeps_its_variables_and_runs_on_its_device(recompute, capsys):
     make_model = classifier(modules, num_stages=2, recompute=recompute)
     trainer = train(make_model, settings(2, microbatches=2, average_decay=0.9, console="lines"), steps=1)
     places = ["CPU:0"] * 2 + ["CPU:1"] * 3  # two modules on each; the Keras layer has a bias
@@ -237,7 +237,7 @@ def test_two_workers_of_two_stages_train_like_one_process(tmp_path, on_one_devic
 
 
 @pytest.mark.wide
-def test_computing_activations_again_draws_the_same_dropout_and_writes_nothing_twice():
+def test_computing_activations_again_draws_the_same_dropout():
     make = functools.partial(sequential, dropout=0.3, batch_norm=True)
     kept, computed = (
         trained(train(classifier(make, num_stages=2, recompute=recompute), settings(2, microbatches=2), steps=3))
@@ -271,7 +271,7 @@ def test_stages_train_with_several_updates_and_a_loss_scale():
 
 
 @pytest.mark.wide
-def test_rates_and_decay_by_pattern_are_the_same_in_stages_and_the_audit_reads_them():
+def test_rates_and_decay_by_pattern_are_the_same_in_stages():
     def model_fn(num_stages=1):
         spec = classifier(num_stages=num_stages, optimizer=lambda: keras.optimizers.AdamW(0.01))()
         return dataclasses.replace(spec, learning_rates={"hidden_2/": 0.1}, no_decay="bias", updates=())
@@ -282,7 +282,7 @@ def test_rates_and_decay_by_pattern_are_the_same_in_stages_and_the_audit_reads_t
 
 
 @pytest.mark.slow
-def test_a_network_in_stages_predicts_evaluates_and_is_exported_like_the_whole(tmp_path):
+def test_a_network_in_stages_predicts_and_is_exported_like_one_device(tmp_path):
     trainer = train(classifier(functional, num_stages=2), settings(2, microbatches=2), steps=2)
     x = classification()["x"]
     expected = trainer.model.whole(x).numpy()

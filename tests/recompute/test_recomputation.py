@@ -45,7 +45,7 @@ def trained(replicas, steps, *, norm=None, **settings):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("graphs_of_other_tests_are_optimized")
-def test_a_run_has_the_same_bits_and_its_checkpoints_go_on_without_recomputation(tmp_path, capsys):
+def test_a_run_has_the_same_bits_and_resumes_without_recomputation(tmp_path, capsys):
     settings = {"virtual_replicas": 2, "microbatches": 2, "precision": "mixed_float16"}
     expected = trained(1, 2, **settings)
     trained(1, 1, recompute="block", workdir=str(tmp_path), **settings)
@@ -63,7 +63,7 @@ def test_weights_and_statistics_are_the_same(replicas, settings):
     assert_close(found, expected, 1e-6)
 
 
-def test_a_pattern_that_matches_nothing_names_some_layers_and_stages_are_recomputed_as_a_whole():
+def test_a_pattern_without_a_match_names_layers_and_stages_count_as_one():
     def stages():
         network = distloop.stages([layers.Dense(4), layers.Dense(4)], devices=["CPU:0", "CPU:0"])
         network(tf.ones([1, 4]))

@@ -72,7 +72,7 @@ def test_threads_share_few_open_files(tmp_path, monkeypatch):
         assert len(os.listdir("/proc/self/fd")) <= before + 2
 
 
-def test_a_corrupt_record_is_named_or_replaced_by_the_next_one_counted_and_told_once(shards, caplog):
+def test_a_corrupt_record_is_named_or_replaced_by_the_next_one(shards, caplog):
     pattern, paths, rows = shards
     for record in (4, 5, 11):
         corrupt(paths[1], position_of(paths[1], record) + 15)
@@ -122,7 +122,7 @@ def refused(files, words, **settings):
     ],
     ids=["a corrupt length", "a record that is cut off", "a header that is cut off", "empty"],
 )
-def test_a_damaged_shard_is_named_and_its_rest_left_out_where_that_is_asked_for(shards, harm, damage, num_left, caplog):
+def test_a_damaged_shard_is_named_and_its_rest_left_out_on_request(shards, harm, damage, num_left, caplog):
     pattern, paths, rows = shards
     byte = position_of(paths[0], 5)
     harm(paths[0], byte)

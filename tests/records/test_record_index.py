@@ -73,7 +73,7 @@ def test_a_copied_shard_is_read_again_and_the_index_is_refreshed(paths, scanned,
 
 
 @pytest.mark.parametrize(("count", "mark"), [(20, b"ROW"), (7, b"row")], ids=["same size", "another size"])
-def test_a_shard_with_other_records_is_named_with_what_changed_and_what_to_do(paths, count, mark):
+def test_a_shard_with_other_records_is_named_with_what_to_do(paths, count, mark):
     records = distloop.open_records(paths)
     before, index = records.shards[1].num_bytes, index_path(paths)
     write(paths[1], contents(count, mark))

@@ -62,7 +62,7 @@ def test_the_first_row_and_the_first_variable_are_those_after_a_change(runs):
     assert found.checkpoint == 4 and found.variable[0] == "model/net/hidden/kernel" and 0 < found.variable[1] < 2.0**-8
 
 
-def test_a_checkpoint_whose_values_are_damaged_is_not_equal_to_the_one_that_was_copied(runs, tmp_path, capsys):
+def test_a_checkpoint_with_damaged_values_is_not_equal_to_its_copy(runs, tmp_path, capsys):
     other = shutil.copytree(runs["whole"], tmp_path / "other")
     data = other / "checkpoints" / "4" / "variables.data-00000-of-00001"
     data.write_bytes(bytes(byte ^ 1 for byte in data.read_bytes()))
@@ -73,7 +73,7 @@ def test_a_checkpoint_whose_values_are_damaged_is_not_equal_to_the_one_that_was_
         assert f"    The checkpoint '{other}/checkpoints/4' is damaged" in out
 
 
-def test_a_command_that_is_shown_is_quoted_and_runs_nothing_of_a_foreign_file(tmp_path):
+def test_a_command_that_is_shown_is_quoted_and_runs_no_foreign_file(tmp_path):
     paths = [write_run(tmp_path / "my runs; touch x" / name, [{"step": 1, "loss": ord(name)}]) for name in "ab"]
     flags = [f"--workdir={paths[0]}", "--replay=1"]
 
@@ -92,7 +92,7 @@ def test_a_command_that_is_shown_is_quoted_and_runs_nothing_of_a_foreign_file(tm
         assert shown(program) == f"the command of the run, with {shlex.join(flags)}"
 
 
-def test_times_and_rows_of_other_steps_are_not_compared_and_an_incomplete_row_is_left_out(tmp_path):
+def test_times_rows_of_other_steps_and_incomplete_rows_are_not_compared(tmp_path):
     rows = [{"step": 2, "time": 1.0, "loss": 0.5, "steps_per_sec": 3.0}, {"step": 4, "time": 2.0, "loss": 0.25}]
     other = [{"step": 1, "loss": 9.0}, {"step": 2, "loss": 0.5, "goodput": 1.0}, {"step": 4, "loss": 0.125}]
     first, second = write_run(tmp_path / "a", rows), write_run(tmp_path / "b", other)
@@ -103,7 +103,7 @@ def test_times_and_rows_of_other_steps_are_not_compared_and_an_incomplete_row_is
     assert "loss: 0.25 and 0.125 (-0.125 apart)" in str(found)
 
 
-def test_means_over_other_steps_are_not_compared_but_what_a_step_left_behind_is(tmp_path):
+def test_means_over_other_steps_are_not_compared_but_the_state_is(tmp_path):
     rows = [{"step": 2, "loss": 0.5, "weight_norm": 3.0}, {"step": 4, "loss": 0.25, "weight_norm": 2.0}]
     stopped = [rows[0], {"step": 3, "loss": 0.3}, {**rows[1], "loss": 0.2}]
     first, second = write_run(tmp_path / "a", rows), write_run(tmp_path / "b", stopped)

@@ -226,7 +226,7 @@ def test_a_step_that_float16_skipped_is_seen_as_it_was(replicas, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_rollback_that_left_a_batch_out_is_replayed_before_it_at_it_and_after_it(tmp_path, capsys):
+def test_a_rollback_is_replayed_before_at_and_after_the_batch_left_out(tmp_path, capsys):
     changes = with_a_bad_row(7)
     config = settings(1, tmp_path, on_divergence="rollback")
     seen = train(classifier(), config, data(**changes))
@@ -421,7 +421,7 @@ def test_what_cannot_be_replayed_is_refused_in_a_sentence(finished, changes, ste
     refused(lambda: trainer.replay(data(), step=step), *parts)
 
 
-def test_a_trainer_that_has_trained_and_a_run_without_a_beginning_are_refused(finished, tmp_path):
+def test_a_trained_trainer_and_a_run_without_a_beginning_are_refused(finished, tmp_path):
     trainer = trainer_of(classifier(), 1, tmp_path)
     trainer.restore(str(finished / "checkpoints" / "5"))
     refused(lambda: trainer.replay(data(), step=3), "on a Trainer at step 5", "make another one")

@@ -51,7 +51,7 @@ def test_the_examples_of_a_step_are_those_of_its_replay(tmp_path, arguments, cap
     assert first == list(rows_of_step(run, 3)) and second == steps_of_row(run, 7)
 
 
-def test_another_batch_size_after_a_stop_and_a_batch_that_was_left_out_are_counted(tmp_path):
+def test_another_batch_size_and_a_batch_that_was_left_out_are_counted(tmp_path):
     rows = classification(ROWS)
     rows["x"][7, 0] = np.nan
     train(tmp_path, data(rows=rows), steps=4, on_divergence="rollback")

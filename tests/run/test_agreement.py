@@ -16,7 +16,7 @@ from tests import forked
 from tests.problems import batches, classification, classifier, mirrored, mostly_wide, on
 
 
-def test_a_run_is_described_by_its_end_its_lists_and_each_variable_with_what_trains_it(monkeypatch):
+def test_a_run_is_described_by_its_end_its_lists_and_its_variables(monkeypatch):
     compared = {}
     monkeypatch.setattr(collectives, "require_same", lambda strategy, what, facts: compared.update(facts))
 
@@ -56,7 +56,7 @@ def test_a_layer_that_is_frozen_or_unfrozen_between_two_fits_is_named():
 
 
 @pytest.mark.slow
-def test_a_layer_of_the_users_model_that_is_frozen_between_two_fits_is_named():
+def test_a_users_layer_that_is_frozen_between_two_fits_is_named():
     model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4, name="head")])
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     rows, trainer = classification(16), distloop.Trainer(distloop.from_keras(model), on(1))
@@ -122,7 +122,7 @@ def fit(data, steps=2, **settings):
         ({"replica_batch_size": 8, "batch_size": 0}, False, "with replica_batch_size=8, so that the batch would"),
     ],
 )
-def test_what_cannot_go_on_with_other_workers_is_refused_before_the_first_step(
+def test_what_cannot_go_on_with_other_workers_is_refused_at_once(
     settings, is_sharded, sentence, enter, launcher, tmp_path
 ):
     enter()
@@ -179,7 +179,7 @@ def test_a_change_of_workers_is_noted_with_its_cause_and_what_it_cost(enter, lau
 
 @pytest.mark.slow
 @pytest.mark.parametrize("devices_each, sizes", [(3, ()), (1, (1, 2, 4))])
-def test_workers_that_do_not_divide_the_virtual_replicas_tell_their_launcher_which_numbers_do(
+def test_workers_that_do_not_divide_the_virtual_replicas_say_which_do(
     launcher, enter, monkeypatch, devices_each, sizes
 ):
     enter()

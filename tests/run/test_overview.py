@@ -40,7 +40,7 @@ def test_the_model_is_a_table_of_its_variables():
     assert text.startswith("228 trained parameters of 260 in 7 variables")
 
 
-def test_the_console_names_layers_that_could_train_and_that_no_update_takes():
+def test_the_console_names_layers_that_could_train_and_do_not():
     def model_fn():
         spec = problems.classifier()()
         return distloop.ModelSpec(spec.model, keras.optimizers.SGD(0.1), spec.updates[0].loss_fn, trainable="logits")
@@ -78,7 +78,7 @@ def test_incidents_are_told(tmp_path):
     assert "| `5` | `4` | `rollback` | `2` | `4` | `it jumped` |" in overview.describe_incidents(str(tmp_path))
 
 
-def test_the_graph_has_the_layers_by_name_and_no_large_constants_and_is_left_out_if_it_is_too_large(monkeypatch):
+def test_the_graph_has_layers_by_name_and_is_left_out_if_too_large(monkeypatch):
     trainer = trainer_of()
     forward = overview.ForwardPass(trainer.state, trainer.config).trace(SPEC)
     graph = tf.compat.v1.GraphDef.FromString(overview.drawable(forward))

@@ -23,7 +23,7 @@ def end(**length):
     return run_length.make_units(SOURCE, chosen(**length)).run
 
 
-def test_a_run_ends_after_the_steps_epochs_examples_or_seconds_that_fit_was_given():
+def test_a_run_ends_after_the_length_that_fit_was_given():
     assert end(steps=5) == end(steps=np.int64(5)) == end(until=5) == end(until="5 steps") == Period(steps=5)
     assert end(epochs=3) == end(until="3 epochs") == Period(steps=21)
     assert end(until="1e3 examples") == Period(steps=16) and end(until="2 min") == Period(secs=120.0)
@@ -63,14 +63,14 @@ def logs(log_every="auto", **length):
     return run_length.log_every(distloop.Config(log_every=log_every), run_length.make_units(SOURCE, chosen(**length)))
 
 
-def test_an_epoch_is_a_log_where_the_length_is_in_epochs_and_no_other_was_given():
+def test_an_epoch_is_a_log_where_the_length_is_in_epochs():
     assert logs(epochs=10) == logs(until="10 epochs") == "1 epoch"
     assert logs(steps=70) == logs(until="1e3 examples") == 100
     assert logs(100, epochs=10) == 100 and logs(0, epochs=10) == 0 and logs("3 s", steps=70) == "3 s"
 
 
 @pytest.mark.slow
-def test_the_history_of_epochs_has_a_mean_of_each_and_the_weights_do_not_depend_on_it():
+def test_the_history_of_epochs_has_a_mean_of_each_and_changes_no_weight():
     def train(**settings):
         config = distloop.Config(device="cpu", num_devices=1, **settings)
         trainer, data = distloop.Trainer(classifier(), config), distloop.make_dataset(classification(48), 16)

@@ -34,7 +34,7 @@ def program(fresh_flags):  # noqa: F811
     return fresh_flags
 
 
-def test_a_yaml_file_sets_flags_and_the_command_line_takes_precedence_wherever_it_stands(program, tmp_path):
+def test_a_yaml_file_sets_flags_and_the_command_line_takes_precedence(program, tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(
         "workdir: runs/a\nsteps: 2000\nlearning_rate: 1e-2\ncheckpoint_every: 10 min\ndeterministic: true\n"

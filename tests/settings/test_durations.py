@@ -122,7 +122,7 @@ def test_boundaries_are_the_multiples_of_all_periods_and_the_end(until, everys, 
     assert boundaries(until, everys, **settings) == expected
 
 
-def test_the_next_boundary_lies_after_the_step_and_not_beyond_the_end_or_the_steps_of_a_loop():
+def test_the_next_boundary_lies_after_the_step_and_not_beyond_the_end():
     for step, every, steps_per_loop in itertools.product(range(20), range(5), range(4)):
         assert step < Plan().next_boundary(step, 20, [every], steps_per_loop) <= 20
     found = boundaries(100, [25, 40], steps_per_loop=7)  # which divides nothing
@@ -145,7 +145,7 @@ def test_epochs_examples_and_shares_of_the_run_are_due_by_steps():
     assert plan().next_boundary(17, 100, ["2 epochs", "80 examples", None, 0]) == 20
 
 
-def test_what_is_due_by_time_is_due_after_the_next_step_once_in_each_period():
+def test_what_is_due_by_time_comes_with_the_next_step_once_a_period():
     run_plan, due = plan(), []
     for before, now in [(0, 9), (9, 11), (11, 19), (19, 21), (21, 45)]:  # a loop of 24 s makes one call, not two
         run_plan.look_at_clock(before, now, ["10 s", 50, None, "1 h"], 7)

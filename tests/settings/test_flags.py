@@ -59,7 +59,7 @@ def written(config, path):
 # --help.
 
 
-def test_the_help_shows_the_programs_flags_and_every_setting_once_under_its_heading(fresh_flags):
+def test_the_help_shows_every_setting_once_under_its_heading(fresh_flags):
     flags.define_flags(batch_size=64)
     absl_flags.DEFINE_float("learning_rate", 1e-3, "Step size.", module_name=sys.argv[0])
     text = fresh_flags.main_module_help()
@@ -183,7 +183,7 @@ def test_both_files_restore_every_field(fresh_flags, tmp_path):
     assert parse(fresh_flags, f"--flagfile={tmp_path}/a/b/flags.txt") == given
 
 
-def test_flags_txt_holds_the_config_if_flags_differ_and_its_fields_alone_if_nothing_was_parsed(fresh_flags, tmp_path):
+def test_flags_txt_holds_the_config_if_flags_differ_or_were_not_parsed(fresh_flags, tmp_path):
     absl_flags.DEFINE_float("learning_rate", 0.1, "Not ours.")
     lines = written(Config(), tmp_path)[1].splitlines()
     assert [line.partition("=")[0] for line in lines] == [f"--{name}" for name in NAMES]
@@ -206,7 +206,7 @@ ODD = ["a\n--seed=9", "a\n--prompt=b", "\n--seed=9", "a\r--seed=9", "a\n", "a\u2
 
 @pytest.mark.parametrize("value", ODD)
 @pytest.mark.parametrize("form", ["--prompt={}", "--prompt {}", "--layer={}", "{}"])
-def test_no_line_break_and_no_space_of_a_value_sets_a_flag_through_flags_txt(value, form, fresh_flags, tmp_path):
+def test_no_line_break_or_space_of_a_value_sets_a_flag(value, form, fresh_flags, tmp_path):
     flags.define_flags()
     absl_flags.DEFINE_string("prompt", "p", "Not ours.")
     absl_flags.DEFINE_multi_string("layer", ["l"], "Neither.", flag_values=fresh_flags)
@@ -246,7 +246,7 @@ def test_the_program_is_noted_quoted_and_without_flags(arguments, program, fresh
     assert first == f"# {program}" if program else first.startswith("# the program's arguments hold a line break")
 
 
-def test_a_file_that_holds_the_settings_already_is_not_written_again_and_a_fifo_is_replaced(tmp_path):
+def test_a_file_with_the_same_settings_stays_and_a_fifo_is_replaced(tmp_path):
     def inodes():
         return {name: os.stat(tmp_path / name).st_ino for name in os.listdir(tmp_path)}
 

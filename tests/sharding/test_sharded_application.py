@@ -33,7 +33,7 @@ def two_updates():
 
 
 @pytest.mark.wide
-def test_an_update_is_undone_and_its_slots_too_and_histograms_show_whole_gradients(tmp_path):
+def test_an_update_is_undone_with_its_slots_and_histograms_are_complete(tmp_path):
     rows = classification(ROWS)
     rows["x"][33, 0] = 1e4  # the second update fails in one step
     settings = dict(on_nonfinite="skip", clip_norm=0.05, histograms_every=3)

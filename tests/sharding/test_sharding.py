@@ -100,7 +100,7 @@ def test_evaluations_see_the_average_and_training_goes_on_from_the_weights(half_
 
 
 @pytest.mark.slow
-def test_each_device_has_its_part_of_slots_and_averages_and_the_console_says_so(half_precision):
+def test_each_device_has_its_part_of_the_slots_and_the_console_says_so(half_precision):
     sharded = half_precision[1]
     sizes = shared(sharded)
     total = sum(4 * int(v.shape.num_elements()) * 3 for v in sharded.state.trained_variables)
@@ -133,7 +133,7 @@ def test_devices_hold_alike(replicas):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_any_number_of_devices_sharded_or_not_and_keeps_its_bits(tmp_path):
+def test_a_run_keeps_its_bits_on_any_number_of_devices_sharded_or_not(tmp_path):
     rows = classification(ROWS)
     settings = {"virtual_replicas": 4, "clip_norm": 0.3, "average_decay": 0.9}
     straight = train(classifier(), rows, 1, **settings)

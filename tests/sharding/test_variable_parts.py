@@ -40,7 +40,7 @@ def test_every_element_is_in_one_part(count):
     assert sum(len(of_variable) > 1 for of_variable in slices) <= count
 
 
-def test_a_joined_variable_is_used_as_one_and_a_worker_has_some_of_its_parts():
+def test_a_joined_variable_is_used_as_one_and_a_worker_has_some_parts():
     parts = [tf.Variable(tf.zeros([4])), tf.Variable(tf.zeros([2]))]
     joined = JoinedVariable("momentum", parts, (2, 3))
     joined.assign(np.arange(6).reshape(2, 3))

@@ -35,7 +35,7 @@ def test_a_lazy_optimizer_changes_rows_as_its_parent_and_leaves_all_others(name)
 
 
 @pytest.mark.parametrize("name", LAZY)
-def test_a_lazy_optimizer_is_its_parent_for_dense_gradients_and_comes_back_from_its_config(name):
+def test_a_lazy_optimizer_is_its_parent_for_dense_gradients(name):
     lazy, arguments = LAZY[name]
     parent = lazy.__mro__[-1 - len(keras.optimizers.Optimizer.__mro__)]
     copy = keras.optimizers.deserialize(keras.optimizers.serialize(lazy(0.1, **arguments)))
@@ -46,7 +46,7 @@ def test_a_lazy_optimizer_is_its_parent_for_dense_gradients_and_comes_back_from_
         np.testing.assert_array_equal(one, other)
 
 
-def test_duplicates_count_once_and_rows_without_a_gradient_not_at_all_without_distloop():
+def test_duplicates_count_once_and_rows_without_a_gradient_not_at_all():
     table = keras.Variable(start())
     optimizer = distloop.LazyAdam(0.1)
     optimizer.build([table])

@@ -70,7 +70,7 @@ def test_a_rule_that_moves_every_row_is_named_with_its_lazy_variant(name):
     assert name == "SGD with decay" or "distloop.Lazy" in why
 
 
-def test_constraints_and_weight_decay_need_whole_tables_and_variables_without_decay_do_not():
+def test_constraints_and_weight_decay_need_complete_tables():
     table = keras.Variable(start(), name="table")
     decayed = keras.optimizers.Adagrad(0.1, weight_decay=0.1)
     assert row_updates.why_whole(decayed, table) == "weight decay moves every row"

@@ -29,7 +29,7 @@ def table():
     return tf.Variable(tf.reshape(tf.range(10.0), [5, 2]))
 
 
-def test_rows_are_brought_up_to_date_when_a_step_changes_them_and_when_they_are_read(table):
+def test_rows_are_brought_up_to_date_when_they_change_or_are_read(table):
     average = TableAverage(table)
     train(average, table, table.numpy(), lambda step: True)
     np.testing.assert_array_equal(average.stored["rows"].numpy()[3], [6.0, 7.0])  # no step has touched it
@@ -42,7 +42,7 @@ def test_after_a_gradient_that_is_not_sparse_all_rows_are_up_to_date(table):
     assert average.raw() == {}
 
 
-def test_what_is_stored_comes_back_with_every_bit_and_a_step_that_does_not_reach_the_table_moves_it(table):
+def test_what_is_stored_comes_back_and_a_step_elsewhere_moves_it(table):
     average, other = TableAverage(table), TableAverage(table)
     expected = train(average, table, table.numpy(), lambda step: True)
     other.restore_raw(average.raw())

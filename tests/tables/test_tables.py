@@ -109,7 +109,7 @@ def values_of(trainer):
 
 @pytest.mark.not_by_collectives("which gather rows of tables only where their number is known")
 @pytest.mark.slow
-def test_replicas_microbatches_clipping_and_an_odd_last_batch_train_to_the_weights_of_dense_gradients(merges):
+def test_replicas_and_microbatches_train_as_with_dense_gradients(merges):
     names = tuple(name for name in UPDATES if name != "lazy")
     sparse = fit(model_fn(names), on(2, microbatches=2, clip_norm=0.5), data())
     assert len(merges) >= 2 * len(names)  # two replicas
@@ -192,7 +192,7 @@ def averaged(tmp_path_factory):
 
 @pytest.mark.wide
 @pytest.mark.slow
-def test_the_average_of_a_table_is_that_of_dense_gradients_and_a_step_touches_the_rows_of_its_batch(averaged):
+def test_the_average_of_a_table_is_that_of_dense_gradients(averaged):
     whole, dense, _ = averaged
     assert_close(values_of(whole), values_of(dense))
     for name, average in whole.state.all_variables().items():
@@ -261,7 +261,7 @@ def test_a_packing_of_whole_gradients_says_why_and_the_console_too(part, capsys)
 
 @pytest.mark.not_by_collectives("which gather rows of tables only where their number is known")
 @pytest.mark.slow
-def test_without_the_part_a_table_trains_to_the_weights_of_dense_gradients_and_the_console_says_so(
+def test_without_the_part_a_table_trains_as_with_dense_gradients(
     merges, monkeypatch, capsys
 ):
     monkeypatch.setattr(overview, "_MANY_ROWS", ROWS)

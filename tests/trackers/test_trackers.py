@@ -165,7 +165,7 @@ def mlflow_client(uri):
 
 
 @pytest.mark.slow
-def test_wandb_keeps_the_files_of_a_run_in_a_bucket_in_its_staging_directory_and_sees_no_secrets(tmp_path):
+def test_wandb_keeps_a_buckets_files_in_staging_and_sees_no_secrets(tmp_path):
     pytest.importorskip("wandb", reason='needs wandb: pip install "distloop[wandb]"')
     (path := tmp_path / "train.py").write_text(
         "import sys, distloop\n"

@@ -89,7 +89,7 @@ def test_an_action_that_returns_what_no_row_can_hold_is_named(returned, sentence
         run_actions([action(1, returned)], report())
 
 
-def test_an_action_sees_the_step_the_end_and_the_state_and_cannot_change_the_report_of_another():
+def test_an_action_sees_the_state_and_cannot_change_another_ones_report():
     def scribble(report):
         report.metrics["loss"] = 7.0
 
@@ -105,7 +105,7 @@ def test_an_action_sees_the_step_the_end_and_the_state_and_cannot_change_the_rep
 # Stopping.
 
 
-def test_a_stop_calls_what_is_due_at_the_end_alone_before_the_run_is_written():
+def test_a_stop_calls_what_is_due_at_the_end_before_the_run_is_written():
     log = []
 
     def note(name, every, returned=None):
@@ -147,7 +147,7 @@ class Recorder(Action):
         self._log.append(dict(report.metrics))
 
 
-def test_a_plain_function_has_the_defaults_of_the_protocol_and_own_members_go_before_them():
+def test_a_plain_function_has_the_protocols_defaults_unless_it_has_its_own():
     function = action(3)
     assert phase_of(function) == "act" and phase_of(Recorder([])) == "Recorder"  # their names
     assert member(function, "only_writes") is member(function, "has_fixed_metrics") is False
@@ -157,7 +157,7 @@ def test_a_plain_function_has_the_defaults_of_the_protocol_and_own_members_go_be
     assert member(evaluate, "phase") == "evaluation" and member(evaluate, "only_writes") is False
 
 
-def test_a_boundary_ends_after_all_actions_and_for_those_that_were_due_alone():
+def test_a_boundary_ends_after_all_actions_and_only_for_those_due():
     log = []
     run_actions([Recorder(log), Recorder(log, every=7), action(1, {"a": 1.0})], report(step=10))
     assert log == ["call", {"a": 1.0}]
@@ -214,7 +214,7 @@ def test_an_action_is_started_and_ended_and_a_plain_function_needs_neither():
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError(), KeyboardInterrupt(), Interrupted("by SIGTERM")])
-def test_an_action_is_ended_after_an_error_and_told_of_one_that_nobody_asked_for(error):
+def test_an_action_is_ended_after_an_error_and_hears_of_an_unexpected_one(error):
     log = []
     with pytest.raises(type(error)):
         live(Life(log, "a"), action(1, error))
@@ -236,7 +236,7 @@ def test_all_that_were_started_are_ended_whichever_hook_fails(caplog):
         live(Life(log, "a", fails="end at 10"))
 
 
-def test_the_chief_alone_calls_what_is_for_the_chief_and_that_returns_nothing():
+def test_the_chief_alone_calls_the_chiefs_actions_which_return_nothing():
     log = []
     for_chief = Life(log, "chief")
     for_chief.chief_only = True
@@ -267,7 +267,7 @@ def test_an_unknown_metric_is_refused_at_the_first_evaluation(make):
 
 
 @each_watcher
-def test_a_metric_that_may_still_come_is_waited_for_and_missed_in_the_end_without_losing_the_run(make, caplog):
+def test_a_metric_that_may_still_come_is_awaited_and_missed_at_the_end(make, caplog):
     actions = [EVALUATE, action(10, {}), make("score", mode="min")]
     for step in (10, 20):
         run_actions(actions, report(step, loss=1.0))
@@ -276,7 +276,7 @@ def test_a_metric_that_may_still_come_is_waited_for_and_missed_in_the_end_withou
     assert f"{make.__name__} was given the metric 'score'; there are ['loss', 'test/loss']: name one" in caplog.text
 
 
-def test_a_run_that_another_action_stops_between_two_measurements_just_ends():
+def test_a_run_that_an_action_stops_between_measurements_just_ends():
     stop_early = StopEarly("test/loss")
     run_actions([EVALUATE, stop_early], report(step=10))
     _, reason = run_actions([EVALUATE, action(5, StopTraining("enough")), stop_early], report(step=15, loss=1.0))

@@ -203,7 +203,7 @@ def test_a_gradient_that_is_not_finite_though_the_loss_is(replicas):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [dict(num_devices=2), dict(microbatches=2)])
-def test_a_term_of_activations_beside_a_weighted_loss_is_refused_where_the_batch_is_cut(settings):
+def test_a_term_of_activations_beside_a_weighted_loss_is_refused_in_shards(settings):
     def model_fn():
         hidden = keras.layers.Dense(2, activity_regularizer="l1", name="hidden")
         model = keras.Sequential([keras.Input((3,)), hidden])

@@ -49,7 +49,7 @@ def test_rows_end_at_logs_and_hold_what_their_steps_added_up():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_at_start", [True, False])
-def test_a_clock_that_is_set_back_ends_a_loop_no_later_and_its_rows_have_seconds_of_their_own(is_at_start, monkeypatch):
+def test_a_clock_that_is_set_back_ends_a_loop_no_later(is_at_start, monkeypatch):
     calls = []
 
     def now():  # set back between the host's look at the clock and the graph's, or after 50 looks
@@ -85,7 +85,7 @@ def test_no_row_is_without_steps_wherever_the_time_of_a_loop_ends(monkeypatch):
     assert 1 < len(loops) < 1_500
 
 
-def test_the_warning_names_what_changed_and_comes_again_when_their_number_has_doubled(caplog):
+def test_the_warning_names_what_changed_and_comes_again_at_double(caplog):
     traces = Traces("train step")
     for length in range(4 * MOST_TRACES):
         traces.add((Batch({"x": tf.zeros([2, length]), "y": tf.zeros([2])}, None), BatchLayout(is_padded=False)))
@@ -98,7 +98,7 @@ def one_batch(rows):
     return tf.data.Dataset.from_tensors({name: np.asarray(v) for name, v in classification(rows).items()})
 
 
-def test_more_traces_than_the_config_allows_are_an_error_that_names_what_changed():
+def test_more_traces_than_allowed_are_an_error_that_names_what_changed():
     trainer = distloop.Trainer(classifier(), on(1, max_traces=1))
     trainer.fit(one_batch(8), steps=2)
     trainer.evaluate(one_batch(8))

@@ -34,7 +34,7 @@ def test_an_update_is_to_blame_if_its_numbers_made_the_step_an_error(given, skip
     assert given.is_to_blame(skip_nonfinite=skip_nonfinite, is_loss_watched=is_loss_watched) == expected
 
 
-def test_a_sentence_names_values_gradients_the_smallest_loss_scale_and_losses_that_jumped():
+def test_a_sentence_names_what_is_not_finite_and_losses_that_jumped():
     explain, cause = diagnosis.explain_nonfinite, diagnosis.Cause("the cause")
     assert explain(7, report("g", np.nan, np.nan, "abcde"), cause) == (
         "Step 7 is the first that was not finite: g/loss is nan, the gradient of update 'g' of a, b, c and 2 more is "

@@ -99,7 +99,7 @@ def test_gradient_fn_sees_gradients_reduced_divided_and_clipped():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("update", mostly_wide([False, True]))
-def test_learning_rates_multiply_the_step_of_the_variables_that_match_first(update):
+def test_learning_rates_multiply_the_step_of_the_first_match(update):
     steps = {}
     for rates in (None, {"logits/k": 0.25, "logits": 0.5}):
         trainer = distloop.Trainer(make(update=update, learning_rates=rates), on(2))
@@ -136,7 +136,7 @@ def test_what_model_fn_excludes_from_weight_decay_stays_excluded():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("replicas", mostly_wide([1, 2]))
-def test_weight_decay_follows_the_learning_rate_and_leaves_out_what_it_is_told(replicas):
+def test_weight_decay_follows_the_rate_and_leaves_out_the_excluded(replicas):
     rules = dict(gradient_fn=nothing, no_decay="bias$", learning_rates={"logits": 0.5})
     trainer = distloop.Trainer(make(lambda: keras.optimizers.SGD(0.1, weight_decay=0.2), **rules), on(replicas))
     before = weights(trainer)

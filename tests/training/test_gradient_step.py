@@ -122,7 +122,7 @@ def test_all_looks_draw_the_same_and_the_first_alone_writes():
 
 @pytest.mark.wide
 @pytest.mark.slow
-def test_float16_an_overflow_in_the_second_look_changes_nothing_but_the_scale():
+def test_float16_an_overflow_in_the_second_pass_changes_only_the_scale():
     def far(step):
         is_bad = step.weights["net/logits/bias"][0] != 0.0  # in the second step, as the first one changed the weights
         with step.moved({path: tf.where(is_bad, 1e30, 0.0) + 0.0 * g for path, g in step.gradients().items()}):
@@ -143,7 +143,7 @@ def test_float16_an_overflow_in_the_second_look_changes_nothing_but_the_scale():
 
 
 @pytest.mark.slow
-def test_float16_gradients_are_unscaled_before_a_step_fn_sees_them_and_clipped_after():
+def test_float16_gradients_are_unscaled_before_a_step_fn_sees_them():
     def tenfold(step):
         return {path: 10.0 * g for path, g in step.gradients().items()}
 

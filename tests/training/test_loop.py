@@ -24,7 +24,7 @@ from tests.problems import (
 
 @pytest.mark.wide
 @pytest.mark.slow
-def test_a_run_that_ends_by_time_ends_with_all_that_is_due_and_goes_on_when_it_gets_more(tmp_path, monkeypatch, capsys):
+def test_a_run_that_ends_by_time_goes_on_when_it_gets_more(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("distloop.training.loop.time", seconds_of_one_loop())
     reports = []
 
@@ -53,7 +53,7 @@ def test_a_run_that_ends_by_time_ends_with_all_that_is_due_and_goes_on_when_it_g
 
 
 @pytest.mark.slow
-def test_a_stop_leaves_an_evaluation_between_batches_and_the_run_that_goes_on_makes_it_anew(tmp_path, monkeypatch):
+def test_a_stop_leaves_an_evaluation_which_the_next_start_makes_anew(tmp_path, monkeypatch):
     monkeypatch.setattr("distloop.evaluation.evaluation._PART_SECS", 0.0)  # each part has one batch
     monkeypatch.setattr("distloop.evaluation.prediction._MAX_JOINED_SECS", 0.0)
     asked = {"reason": None, "at": None, "batches": 0}

@@ -186,7 +186,7 @@ OF_SOURCES = mostly_wide([*((source, 1) for source in SOURCES), ("shuffled", 2)]
 
 
 @pytest.mark.parametrize(("source", "replicas"), OF_SOURCES)
-def test_a_nan_in_the_data_is_named_without_a_setting_and_no_setting_is_advised(source, replicas):
+def test_a_nan_in_the_data_is_named_and_no_setting_is_advised(source, replicas):
     make, place = SOURCES[source]
     message = failure(plain_trainer(replicas), make(plain_rows(x=21, target=slice(None))))
     assert "the batch itself holds such numbers, in x, first in row" in message and place in message
@@ -227,7 +227,7 @@ def test_a_variable_is_named():
 @pytest.mark.wide
 @pytest.mark.slow
 @pytest.mark.parametrize("replicas", mostly_wide([1, 2]))
-def test_a_second_update_is_searched_with_the_weights_that_the_first_one_changed(replicas):
+def test_a_second_update_is_searched_with_the_firsts_new_weights(replicas):
     def model_fn():
         a, b = (keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)], name=name) for name in "ab")
 

@@ -117,7 +117,7 @@ def test_a_run_that_stopped_anywhere_goes_on_to_the_same_step_and_weights(straig
 
 
 @pytest.mark.slow
-def test_an_evaluation_that_is_due_by_tokens_is_not_left_out_where_an_action_failed(tmp_path):
+def test_an_evaluation_due_by_tokens_comes_where_an_action_failed(tmp_path):
     step = int(np.argmax(COUNTS >= 100))
     act, evals = noting(1, fail_at=step), {"test": distloop.Evaluation(data(), every="100 tokens")}
     config = on(1, log_every=1, workdir=str(tmp_path))

@@ -55,7 +55,7 @@ def test_an_operation_that_keeps_its_own_state_is_named(kind):
     assert drawing(DRAWS[kind]) == [kind]
 
 
-def test_a_draw_in_a_called_function_is_named_also_when_it_is_differentiated():
+def test_a_draw_in_a_called_function_is_named_also_if_differentiated():
     assert drawing(lambda x: noisy(noisy(x))) == ["RandomStandardNormal"]
     assert "RandomStandardNormal" in drawing(lambda x: tf.gradients(noisy(x) ** 2, x))
 

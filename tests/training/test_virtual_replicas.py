@@ -96,7 +96,7 @@ def test_rows_are_not_gathered_with_microbatches_or_by_collectives():
     refused(lambda: trainer.fit(batches(8, 40), steps=2), *parts)
 
 
-def test_states_of_a_whole_batchs_rows_and_replicas_that_cannot_share_them_out_are_refused():
+def test_replicas_that_cannot_divide_a_global_batchs_states_are_refused():
     layers = [lambda: keras.layers.Reshape((2, 4)), lambda: keras.layers.LSTM(3, stateful=True, name="lstm")]
     refused(lambda: trainer_of(*layers, devices=1, rows=2), "lstm", "stateful", "virtual_replicas")
     refused(lambda: trainer_of(strategy=mirrored(3)), "virtual_replicas=4", "3 replicas", "divides 4", kind=Indivisible)

@@ -34,7 +34,7 @@ OTHER = {"tallies": np.array([0.0, 5.0, 1.0, 0.0])}
 NAMES = ["loss", "accuracy"]
 
 
-def test_means_are_divided_once_over_all_rows_and_numbers_are_those_at_the_end():
+def test_means_are_divided_once_over_all_rows():
     metrics = window_of({}, OTHER | {"numbers": {"learning_rate": 0.25}}).metrics(NAMES)
     assert metrics["loss"] == 6 / 8 and metrics["accuracy"] == 2 / 4 and metrics["learning_rate"] == 0.25
 
@@ -47,14 +47,14 @@ def test_rates_are_over_the_time_of_the_steps():
     assert "replica_imbalance" not in metrics
 
 
-def test_tokens_a_second_are_the_summed_weight_of_the_losses_that_count_tokens():
+def test_tokens_a_second_are_the_summed_weight_of_losses_of_tokens():
     window = window_of({}, OTHER)
     assert window.metrics(NAMES, ["loss"])["tokens_per_sec"] == (3 + 5) / 1.0
     assert window.metrics(["lm/loss", "lm/accuracy"], ["lm/loss"])["lm/tokens_per_sec"] == 8.0
     assert "tokens_per_sec" not in window.metrics(NAMES)
 
 
-def test_examples_are_counted_over_windows_and_saves_and_unknown_after_an_older_checkpoint():
+def test_examples_are_counted_over_windows_and_saves():
     window = window_of({})
     assert window.metrics(NAMES)["examples_seen"] == 16
     second = window_of({}, saved=Window(examples_seen=window.examples_seen).save())

@@ -38,7 +38,7 @@ def test_without_a_workdir_nothing_is_locked():
         lock.verify()
 
 
-def test_the_lock_is_held_until_nothing_is_written_any_more_or_a_worker_fails_while_all_meet(tmp_path):
+def test_the_lock_is_held_until_nothing_is_written_or_a_worker_fails(tmp_path):
     held = []
 
     def finish():

@@ -34,7 +34,7 @@ def ended(monkeypatch):
     return reasons
 
 
-def test_a_save_that_hangs_ends_the_process_with_a_reason_that_others_are_told(tmp_path):
+def test_a_save_that_hangs_ends_the_process_with_a_reason_for_the_others(tmp_path):
     program = f"""
         import time
         from distloop.workdir.directory import DiskWatch

@@ -59,14 +59,14 @@ def test_a_start_that_saved_and_left_or_has_no_log_has_done_no_step_twice():
     assert seconds["waiting"] == 158.0 - 100.0 and seconds["steps"] == 30.0 and "steps done twice" not in seconds
 
 
-def test_what_an_earlier_start_noted_is_no_work_of_one_that_fell_before_it_noted_anything():
+def test_what_an_earlier_start_noted_is_no_work_of_a_start_that_failed():
     third = start(180.0, 30, process_secs=5.0, progress=STARTS[1]["progress"])
     seconds = account([*STARTS, third], progress(205.0, 50, step=20.0))
     assert seconds["steps done twice"] == 10.0 and seconds["steps"] == 30.0 + 20.0
     assert seconds["waiting"] == 8.0 + 10.0 and sum(seconds.values()) == pytest.approx(205.0 - 90.0)
 
 
-def test_the_row_of_the_last_start_knows_what_all_starts_before_it_have_cost(tmp_path, monkeypatch):
+def test_the_row_of_the_last_start_has_the_cost_of_all_before_it(tmp_path, monkeypatch):
     for i in range(4):
         monkeypatch.setattr(ledger, "unix_time", lambda i=i: 220.0 + 20 * i)
         ledger.record_progress(str(tmp_path), **progress(205.0 + 20 * i, 50 + i, step=30.0, saving=3.0))
@@ -92,7 +92,7 @@ def test_what_was_noted_is_read_and_anything_else_is_nothing(tmp_path):
     assert ledger.read_progress(str(tmp_path)) is None
 
 
-def test_a_start_holds_its_devices_the_time_of_the_last_row_before_it_and_the_age_of_its_process(tmp_path, monkeypatch):
+def test_a_start_holds_its_devices_and_the_age_of_its_process(tmp_path, monkeypatch):
     monkeypatch.setattr(ledger, "_recorded", set())
     assert ledger.read_starts(str(tmp_path)) == []
     ledger.record_start(str(tmp_path), step=0, devices=2, kind="CPU")
@@ -123,7 +123,7 @@ def test_device_hours_end_with_the_last_row_of_each_start(starts, last_time, hou
     assert ledger.device_hours([dict(zip(names, s, strict=True)) for s in starts], last_time) == hours
 
 
-def test_the_memory_that_is_written_is_read_and_a_missing_or_damaged_file_tells_nothing(tmp_path):
+def test_memory_is_read_as_written_and_a_damaged_file_holds_nothing(tmp_path):
     assert ledger.read_memory(str(tmp_path)) is None
     memory = {"GPU:0": {"weights": 5}}
     ledger.write_memory(str(tmp_path), memory)

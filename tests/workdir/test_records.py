@@ -27,7 +27,7 @@ def test_metrics_are_read_as_they_were_written(tmp_path):
     assert type(first["step"]) is int and type(first["test/accuracy"]) is float
 
 
-def test_values_that_were_not_finite_are_nan_and_the_home_directory_is_expanded(tmp_path, monkeypatch):
+def test_values_that_were_not_finite_are_nan_and_home_is_expanded(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     write_metrics(tmp_path, (1, {"a": math.nan, "b": math.inf, "c": 2.0}))
     (row,) = distloop.read_metrics("~")
@@ -134,7 +134,7 @@ def test_a_file_that_holds_something_else_is_named_and_does_without(tmp_path, co
 
 
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
-def test_a_fifo_or_a_directory_in_place_of_a_file_is_named_and_waited_for_by_nobody(make, tmp_path):
+def test_a_fifo_or_directory_in_place_of_a_file_is_named_at_once(make, tmp_path):
     path, warnings = str(tmp_path / "starts.jsonl"), []
     assert records.read_rows_if_any(path, instead="", warn=pytest.fail) == []
     (tmp_path / "file").touch()

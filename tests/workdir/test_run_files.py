@@ -109,7 +109,7 @@ def test_a_start_of_an_unknown_step_is_the_first(tmp_path, start):
     assert load(write_run(tmp_path / "a", steps(100, steps_per_sec=50.0), starts=[start])).training_secs == 2.0
 
 
-def test_the_speed_is_unknown_without_speeds_in_the_rows_and_the_first_may_have_none(tmp_path):
+def test_the_speed_is_unknown_without_speeds_in_the_rows(tmp_path):
     run = load(write_run(tmp_path / "a", steps(1, 2, steps_per_sec=None)))
     assert (run.steps_per_sec, run.examples_per_sec, run.elapsed_secs) == (None, None, None)
     rows = [{"step": 0, "test/loss": 1.0}, {"step": 100, "steps_per_sec": 50.0}]
@@ -165,7 +165,7 @@ def test_a_directory_of_runs_is_sorted_by_the_numbers_in_their_names(tmp_path):
     assert [run.name for run in load_all([str(tmp_path)])] == ["lr0.003", "lr0.01", "run2", "run10"]
 
 
-def test_names_are_relative_to_the_common_directory_and_a_run_given_twice_is_loaded_once(tmp_path, monkeypatch):
+def test_names_are_relative_and_a_run_given_twice_is_loaded_once(tmp_path, monkeypatch):
     for path in ("sweep/a", "sweep/b", "c"):
         write_run(tmp_path / path, steps(1))
     assert [run.name for run in load_all([f"{tmp_path}/sweep/", f"{tmp_path}/c"])] == ["sweep/a", "sweep/b", "c"]

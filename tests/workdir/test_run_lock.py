@@ -158,7 +158,7 @@ def soon(monkeypatch):
 
 @pytest.mark.parametrize("fields", [{"host": "n17"}, {"machine": "another boot"}])
 @pytest.mark.parametrize("age", [0.0, 10**6, -(10**6)])  # clocks of hosts may differ
-def test_a_lock_of_another_host_is_taken_over_when_it_shows_no_sign_of_life(fields, age, tmp_path, soon, capsys):
+def test_a_lock_of_another_host_is_taken_without_a_sign_of_life(fields, age, tmp_path, soon, capsys):
     write_lock(tmp_path, age=age, process=99, **fields)
     began_at = time.monotonic()
     with RunLock(str(tmp_path)):
@@ -169,7 +169,7 @@ def test_a_lock_of_another_host_is_taken_over_when_it_shows_no_sign_of_life(fiel
     assert os.listdir(tmp_path) == []
 
 
-def test_a_process_of_another_host_that_is_alive_is_noticed_by_its_next_sign_of_life(tmp_path, monkeypatch):
+def test_a_living_process_of_another_host_is_noticed_by_its_next_sign(tmp_path, monkeypatch):
     path = write_lock(tmp_path, age=4, host="n17", process=99)
     monkeypatch.setattr(run_lock.time, "sleep", lambda secs: os.utime(path))
     with pytest.raises(ValueError, match="is being written to by process 99 on n17"):
@@ -222,7 +222,7 @@ def test_of_many_that_take_a_lock_over_one_has_it(tmp_path):
     assert outcomes == ["held", *["refused"] * 7] and os.listdir(tmp_path) == []
 
 
-def test_a_lock_that_was_removed_is_written_again_and_one_that_was_taken_over_is_lost_and_left(tmp_path):
+def test_a_removed_lock_is_written_again_and_one_taken_over_is_lost(tmp_path):
     workdir = tmp_path / "run"
     with RunLock(str(workdir)) as lock:
         (workdir / "run.lock").unlink()

@@ -86,7 +86,7 @@ def test_steps_that_run_side_by_side_use_different_ports(ports_of):
 
 
 @pytest.mark.parametrize(("tasks", "jobs", "steps"), [(2, 11_000, 1), (4, 5_000, 1), (2, 40, 100)])
-def test_slurm_jobs_that_are_far_apart_and_their_later_steps_use_different_ports(tasks, jobs, steps, monkeypatch):
+def test_slurm_jobs_far_apart_and_their_later_steps_use_different_ports(tasks, jobs, steps, monkeypatch):
     monkeypatch.setattr(environment.os, "environ", {})
     blocks = set()
     for job in range(123_456, 123_456 + jobs):

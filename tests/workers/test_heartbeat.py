@@ -349,7 +349,7 @@ class UnavailableError(Exception):
     """Has the name of TensorFlow's error."""
 
 
-def test_an_error_while_a_collective_error_is_handled_is_a_collective_error_and_a_circle_of_causes_ends():
+def test_an_error_while_a_collective_error_is_handled_is_one_too():
     first, second, third = UnavailableError("socket closed"), OSError("no such file"), OSError()
     second.__context__ = first
     assert heartbeat.is_collective_error(second) and not heartbeat.is_collective_error(OSError("no such file"))

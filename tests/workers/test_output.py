@@ -126,7 +126,7 @@ def test_a_line_without_an_end_costs_linear_time_and_bounded_memory(pipe):
 
 
 @pytest.mark.parametrize("size", range(1, 9))
-def test_text_before_a_carriage_return_is_overwritten_wherever_the_pieces_end(size, pipe):
+def test_text_before_a_carriage_return_is_overwritten_at_any_cut(size, pipe):
     write_end, end, shown = pipe
     text = b"1%\r2%\r\nnext\r\na\rlast\r"
     for i in range(0, len(text), size):

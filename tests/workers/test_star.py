@@ -145,7 +145,7 @@ def test_the_secrets_have_to_be_the_same(secrets):
             receiver.receive()
 
 
-def test_a_process_that_reads_nothing_delays_nobody_and_takes_little_memory():
+def test_a_process_that_reads_nothing_delays_nobody():
     chief, worker = connect(SECRET, SECRET)
     began = time.monotonic()
     for i in range(200):
@@ -262,7 +262,7 @@ def test_who_is_no_worker_of_the_run_changes_nothing(worker, ports, addresses, m
     assert receive_to_the_end(side) == [{"worker": 0}] and events.empty()
 
 
-def test_a_second_process_with_the_index_of_a_worker_does_not_count_and_is_named(ports, addresses, make):
+def test_a_second_process_with_a_workers_index_is_named_and_ignored(ports, addresses, make):
     chief, events = make(addresses, 0)
     first, _ = make(addresses, 1)
     send_until(first, {"worker": 1}, events)

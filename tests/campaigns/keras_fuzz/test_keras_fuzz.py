@@ -100,7 +100,7 @@ def test_a_drawn_program_trains_as_keras_does(number):
 
 
 @pytest.mark.wide
-def test_a_program_that_draws_numbers_and_that_keras_trains_to_nan_is_no_finding():
+def test_a_program_that_draws_or_that_keras_trains_to_nan_is_no_finding():
     program = draw_program(9100123)  # Ftrl divides by the learning rate, which falls to 0
     assert compare(program).kind == "invalid" and "RandomPosterization" in program.source()
 

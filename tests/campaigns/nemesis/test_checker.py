@@ -90,7 +90,7 @@ def test_a_step_with_other_weights_or_another_batch_breaks_i1(change):
     assert broken(events)[0] == ["I1"]
 
 
-def test_going_on_from_other_weights_than_were_saved_and_a_step_that_no_life_trained_break_i1():
+def test_other_weights_than_were_saved_and_untrained_steps_break_i1():
     events = killed()
     assert broken([e for e in events if (e["event"], e.get("step")) != ("step", 20)])[0] == ["I1"]
     [event for event in events if event["event"] == "going on"][1]["digest"] = "other"
@@ -103,7 +103,7 @@ def test_a_run_that_never_ends_breaks_i1():
     assert broken(events[: end + 1], lives=LIVES[:1])[0] == ["I1"]
 
 
-def test_a_row_of_numbers_that_is_missing_or_twice_or_late_or_half_breaks_i1():
+def test_a_row_that_is_missing_twice_late_or_half_breaks_i1():
     for steps in ([1, *range(1, STEPS + 1)], [*range(1, 9), *range(10, STEPS + 1)], range(STEPS, 0, -1)):
         events = killed()
         events[-1]["rows"] = [json.dumps({"step": step, "loss": step / 2}) for step in steps]
@@ -169,7 +169,7 @@ def test_a_failure_that_nobody_names_breaks_i4():
         ("second", {"code": 1, "secs": 9.0, "output": "Traceback: no idea"}),
     ],
 )
-def test_a_child_that_lives_on_and_a_second_start_without_a_reason_break_i4(event, values):
+def test_a_child_that_lives_on_or_a_start_without_a_reason_breaks_i4(event, values):
     events = killed()
     events.insert(1, {**events[0], "event": event, **values})
     assert broken(events)[0] == ["I4"]
@@ -204,7 +204,7 @@ def test_before_all_trained_hosts_may_wait_for_one_that_will_not_come():
     assert {violation.invariant for violation in checker.check_ends(plan, life, {0: ""})} == {"I4"}
 
 
-def test_the_report_bounds_the_rate_of_failures_and_counts_what_faults_cost():
+def test_the_report_bounds_the_failure_rate_and_counts_what_faults_cost():
     lost = [checker.Loss("KillWorker", secs, steps) for secs, steps in ((1.0, 2), (3.0, None), (2.0, 4))]
     lines = report.summarize([([], lost)] * 10)
     bound = "with 95 % confidence fewer than 30.0% of rounds fail (3 / 10)"

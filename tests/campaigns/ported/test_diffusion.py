@@ -14,7 +14,7 @@ STEPS = 6  # an epoch
 
 
 @pytest.mark.wide
-def test_each_step_has_the_losses_of_the_train_step_and_the_averages_are_equal(monkeypatch):
+def test_each_step_has_the_losses_and_averages_of_the_train_step(monkeypatch):
     known, rows = run_port(MODELS, PORT, replicas=2, steps=STEPS, replacements=[SHORTER])
     drawn = list(known["noisy_batches"].take(STEPS))
     times, noise = (iter([batch[name] for batch in drawn]) for name in ("times", "noise"))

@@ -60,7 +60,7 @@ def test_each_row_of_every_replica_has_its_value_and_its_gradient_in_order(setti
 # input ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_write_in_the_forward_pass_happens_once_a_step_though_nothing_needs_it():
+def test_a_write_in_the_forward_pass_happens_once_a_step_needed_or_not():
     def model_fn():
         weight = keras.Variable(1.0, name="weight")
         calls = tf.Variable(0.0, trainable=False, aggregation=tf.VariableAggregation.MEAN, name="calls")
@@ -182,7 +182,7 @@ def test_a_loss_in_a_function_of_its_own_changes_nothing():
 # optimizer and summaries ------------------------------------------------------------------------------------------
 
 
-def test_gradients_of_the_replicas_are_aggregated_before_the_optimizer_sees_them(tmp_path):
+def test_gradients_of_replicas_are_added_before_the_optimizer_sees_them(tmp_path):
     def model_fn():
         pair = keras.Variable([0.0, 0.0], name="pair")
         loss_fn = lambda batch, training: {"loss": tf.reduce_sum(pair.value) * batch}  # noqa: E731

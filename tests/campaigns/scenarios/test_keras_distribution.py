@@ -43,7 +43,7 @@ def after(steps, trainer, rows):
     return trainer.model["vector"].numpy()
 
 
-def test_variables_are_mirrored_predictions_are_each_rows_own_and_streams_start_apart():
+def test_variables_are_mirrored_and_predictions_are_each_rows_own():
     def model_fn():
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dropout(0.5, seed=42), keras.layers.Dense(2)])
         return distloop.ModelSpec(model, keras.optimizers.SGD(), zero_loss, predict_fn=model)
@@ -108,7 +108,7 @@ def test_a_step_takes_the_mean_of_the_replicas_gradients_once(name):
     assert trainer.optimizer.iterations.numpy() == 1
 
 
-def test_steps_with_nesterov_momentum_and_their_average_have_the_values_of_the_formula():
+def test_steps_with_nesterov_momentum_have_the_values_of_the_formula():
     trainer = trainer_of_vector(sgd(0.01, momentum=0.9, nesterov=True), np.ones(3), average_decay=0.9)
     weights, average, momentum, gradient = np.ones(3), np.ones(3), np.zeros(3), np.array([0.1, 0.5, 1.0])
     for t in (1, 2, 3, 4):
