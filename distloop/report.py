@@ -90,8 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0 if difference.are_equal else 1
         runs = _load(options) if options.workdirs else []
         if options.rows is not None or options.steps_of is not None:
-            rows_of_steps = import_part("replay.rows_of_steps", "--rows")  # imports TensorFlow
-            rows_of_steps.print_examples(options.workdirs[0], options.rows, options.steps_of)
+            examples_of_steps = import_part("replay.examples_of_steps", "--rows")  # imports TensorFlow
+            examples_of_steps.print_examples(options.workdirs[0], options.rows, options.steps_of)
             return 0
         if options.environment:
             print(import_part("audit.bug_report", "--environment").describe(runs))

@@ -36,7 +36,7 @@ def assert_alone(directory, text):
     assert read(directory / "model") == text and os.listdir(directory) == ["model"]
 
 
-def test_a_file_or_directory_is_replaced_when_the_new_one_is_whole(tmp_path):
+def test_a_file_or_directory_is_replaced_when_the_new_one_is_complete(tmp_path):
     path = tmp_path / "file"
     path.write_text("old")
     with replacing(str(path)) as temporary:

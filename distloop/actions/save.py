@@ -52,7 +52,7 @@ def make_save(save: Callable[..., None], every: int | str, plan: Plan) -> Save:
 
 
 class SaveCosts(Action):
-    """Reports how long each save held training up, and how long its checkpoint took until it was whole."""
+    """Reports how long each save held training up, and how long its checkpoint took until it was complete."""
 
     every = None
     phase = "logging"
@@ -63,7 +63,7 @@ class SaveCosts(Action):
         self._times = times
 
     def __call__(self, report: Report) -> dict[str, float]:
-        """Returns the numbers, in the first row after a checkpoint is whole."""
+        """Returns the numbers, in the first row after a checkpoint is complete."""
         times = self._times
         if times.save_pause is None or times.write is None:
             return {}

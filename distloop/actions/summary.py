@@ -119,8 +119,8 @@ def _compile_losses(loss_fn: Any) -> Any:
         if weights is None:
             return _row_means(values, None)
         weights = tf.cast(weights, tf.float32)
-        counts = tf.reduce_max(tf.abs(weights), list(range(1, weights.shape.rank))) > 0  # [B]
-        return tf.where(counts, _row_means(values, weights), -np.inf)
+        has_weight = tf.reduce_max(tf.abs(weights), list(range(1, weights.shape.rank))) > 0  # [B]
+        return tf.where(has_weight, _row_means(values, weights), -np.inf)
 
     return graph_function(losses, reduce_retracing=True)
 

@@ -215,7 +215,7 @@ class JsonWriter:
                 os.replace(path, self.renamed)
         self._file = open(path, "r+b", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_CREAT, 0o666))
         sync(directory)  # the name of a new file, too
-        self._size = self._file.seek(0, os.SEEK_END)  # the end of the last whole row
+        self._size = self._file.seek(0, os.SEEK_END)  # the end of the last complete row
 
     def write(self, step: int, metrics: Mapping[str, float], when: float | None = None) -> None:
         """Adds a row to those of the next flush; `when` is Unix time in seconds, None: now."""

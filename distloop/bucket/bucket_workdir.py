@@ -124,11 +124,11 @@ class Workdir(Directory):
     def _fetch(self, step: int) -> None:
         """Brings a checkpoint to a host whose workers write no files, and from whose directory no run goes on."""
         directory = RemoteDirectory(self._url)
-        whole = [checkpoint for checkpoint in tree.whole_checkpoints(directory) if checkpoint.step == step]
-        if not whole:
-            raise RemoteError(f"there is no whole checkpoint of step {step}")
+        found = [checkpoint for checkpoint in tree.complete_checkpoints(directory) if checkpoint.step == step]
+        if not found:
+            raise RemoteError(f"there is no complete checkpoint of step {step}")
         os.makedirs(self._root, 0o700, exist_ok=True)
-        tree.fetch_checkpoint(directory, whole[0], self._root)
+        tree.fetch_checkpoint(directory, found[0], self._root)
 
     def _replace(self, directory: RemoteDirectory) -> None:
         """Replaces the staging directory by what the bucket has; keeps it aside if it has gone farther."""
@@ -136,7 +136,7 @@ class Workdir(Directory):
         if os.path.isdir(root):
             say(f"{root} is replaced by what is in {self._url}, which was written to from elsewhere since.")
             steps = [*map(tree.step_of, tree.checkpoints(root))]
-            newest = next((checkpoint.step for checkpoint in tree.whole_checkpoints(directory)), -1)
+            newest = next((checkpoint.step for checkpoint in tree.complete_checkpoints(directory)), -1)
             if steps and steps[0] > newest:
                 remove(aside)
                 os.rename(root, aside)
@@ -165,11 +165,11 @@ def _is_current(root: str, directory: RemoteDirectory) -> bool:
     if not steps and not os.path.exists(os.path.join(root, tree.STATE)):
         return False
     _, known = tree.read_state(root)
-    for newest in tree.whole_checkpoints(directory):
+    for newest in tree.complete_checkpoints(directory):
         return bool(steps) and tree.digest(newest.manifest) in known
     if steps and known:
         raise ValueError(
-            f"workdir={directory.url!r} holds no whole checkpoint, but some were uploaded there from this machine, "
+            f"workdir={directory.url!r} holds no complete checkpoint, but some were uploaded there from this machine, "
             f"where {root!r} has the run up to step {steps[0]}: check that the share is mounted, and that endpoint, "
             f"profile and name are those of the run. To upload it anew, delete {os.path.join(root, tree.STATE)!r}; to "
             "begin anew, the whole directory."

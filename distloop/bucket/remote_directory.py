@@ -5,7 +5,7 @@
     directory.list()                                    # {"checkpoints/500/variables.index": 1204}
     directory.create("run.lock", b"...")                # False if it is there
 
-A file has its name when it is whole: a store of objects writes each whole or not at all, and elsewhere it is written
+A file has its name when it is complete: a store of objects writes each atomically, and elsewhere it is written
 under another name and moved. Retries, timeouts, credentials and limits of the package of a file system come before.
 """
 
@@ -22,9 +22,9 @@ from distloop.log import log
 from distloop.urls import file_system
 from distloop.workdir.run_lock import Pace
 
-# Protocols of stores where a write is seen whole or not at all.
+# Protocols of stores where a write is seen atomically.
 _OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "oci", "ocilake", "tos", "hf"})
-_PAUSES_SECS = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)  # before a request is tried again, half to the whole of it
+_PAUSES_SECS = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)  # before a request is tried again, half to all of it
 _FINAL = (PermissionError, FileNotFoundError, NotADirectoryError, IsADirectoryError, ImportError)  # not tried again
 _LEFTOVER = re.compile(r".+\.[0-9a-f]{8}\.tmp")
 _MOST_LETTERS = 1024  # of a key; S3 and Google Cloud Storage have none that is longer
@@ -185,7 +185,7 @@ class RemoteDirectory:
             self._system.makedirs(path.rpartition("/")[0], exist_ok=True)
 
     def _replace(self, name: str, size: int, write: Callable[[str], Any]) -> None:
-        """Writes a file so that it has its name when it is whole."""
+        """Writes a file so that it has its name when it is complete."""
         path = self._path(name)
         temporary = f"{path}.{self._token}.tmp"  # the same for each try, so that no more than one is left
 

@@ -1,10 +1,10 @@
-"""Workdir tree: which files go to a bucket and come back, and when a checkpoint counts as whole.
+"""Workdir tree: which files go to a bucket and come back, and when a checkpoint counts as complete.
 
     units("staging")                            # {"checkpoints/500": (1204, ...), ..., "metrics.jsonl": (9120, ...)}
     fetch_workdir(directory, "staging")         # all that a run goes on from
 
-A unit is what is uploaded whole: a file, or a checkpoint, whose `manifest.json` is written last and deleted first, so
-that who sees it sees the whole. While a checkpoint is written again, the one before is `<step>.old`. `.uploaded.json`
+A unit is what is uploaded as one: a file, or a checkpoint, whose `manifest.json` is written last and deleted first, so
+that who sees it sees all of it. While a checkpoint is written again, the one before is `<step>.old`. `.uploaded.json`
 has the stamps of the units that are uploaded from this machine, and digests of the manifests of its checkpoints. A
 function that brings files raises a `RemoteError` if one cannot be read.
 """
@@ -55,7 +55,7 @@ class State(NamedTuple):
     manifests: list[str]
 
 
-class WholeCheckpoint(NamedTuple):
+class Complete(NamedTuple):
     """A checkpoint in a bucket all of whose files are there."""
 
     step: int
@@ -132,8 +132,8 @@ def seals_last(path: str) -> tuple[bool, str]:
     return os.path.basename(path) in _SEALS, path
 
 
-def whole_checkpoints(directory: RemoteDirectory, files: Mapping[str, int] | None = None) -> Iterator[WholeCheckpoint]:
-    """Yields the whole checkpoints of a bucket, or among its files, the newest first.
+def complete_checkpoints(directory: RemoteDirectory, files: Mapping[str, int] | None = None) -> Iterator[Complete]:
+    """Yields the complete checkpoints of a bucket, or among its files, the newest first.
 
     A damaged one is named in the log.
     """
@@ -148,7 +148,7 @@ def whole_checkpoints(directory: RemoteDirectory, files: Mapping[str, int] | Non
         manifest = directory.read(f"{path}/{MANIFEST}") or b""
         if _named_in(manifest, path).items() <= folders[path].items():
             last = step
-            yield WholeCheckpoint(step, path, [*folders[path]], manifest)
+            yield Complete(step, path, [*folders[path]], manifest)
         else:
             log.error("The checkpoint %s/%s is damaged. Trying the one before it.", directory.url, path)
 
@@ -204,7 +204,7 @@ def read(*path: str) -> bytes:
 
 
 def fetch_workdir(directory: RemoteDirectory, root: str) -> State:
-    """Brings the files of a run: its whole checkpoints, rows, settings, TensorBoard's files, exports.
+    """Brings the files of a run: its complete checkpoints, rows, settings, TensorBoard's files, exports.
 
     Returns:
         The state of `root`, empty before: what is as it is in the bucket.
@@ -212,16 +212,16 @@ def fetch_workdir(directory: RemoteDirectory, root: str) -> State:
     files = directory.list()
     others = [path for path in files if folder_of(path) == path and not any(map(_SKIPPED.fullmatch, path.split("/")))]
     fetch_files(directory, others, root)
-    whole = [*whole_checkpoints(directory, files)]
-    for checkpoint in whole:
+    complete = [*complete_checkpoints(directory, files)]
+    for checkpoint in complete:
         fetch_checkpoint(directory, checkpoint, root)
-    old = [checkpoint.path.removesuffix(OLD) for checkpoint in whole if checkpoint.path.endswith(OLD)]
+    old = [checkpoint.path.removesuffix(OLD) for checkpoint in complete if checkpoint.path.endswith(OLD)]
     uploaded = {path: stamp for path, stamp in units(root).items() if path not in old}
-    return State(uploaded, [digest(checkpoint.manifest) for checkpoint in whole])
+    return State(uploaded, [digest(checkpoint.manifest) for checkpoint in complete])
 
 
-def fetch_checkpoint(directory: RemoteDirectory, checkpoint: WholeCheckpoint, root: str) -> None:
-    """Brings a checkpoint, whole or not at all, to the path of its step in a workdir."""
+def fetch_checkpoint(directory: RemoteDirectory, checkpoint: Complete, root: str) -> None:
+    """Brings a checkpoint, atomically, to the path of its step in a workdir."""
     os.makedirs(os.path.join(root, CHECKPOINTS), exist_ok=True)
     with replacing(os.path.join(root, checkpoint.path.removesuffix(OLD))) as temporary:
         fetch_files(directory, checkpoint.files, temporary, f"{checkpoint.path}/")
@@ -255,10 +255,10 @@ def fetched(path: str, *, best: bool = False) -> Iterator[str]:
         if MANIFEST in files:
             fetch_files(directory, files, copied)
             yield copied
-        elif whole := [*whole_checkpoints(directory, files)]:
-            wanted = best_steps(directory.read(BEST)) if best else {whole[0].step}
+        elif complete := [*complete_checkpoints(directory, files)]:
+            wanted = best_steps(directory.read(BEST)) if best else {complete[0].step}
             fetch_files(directory, files.keys() & {BEST} if best else (), root)
-            for checkpoint in whole:
+            for checkpoint in complete:
                 if checkpoint.step in wanted:
                     fetch_checkpoint(directory, checkpoint, root)
             yield root

@@ -4,7 +4,7 @@
     upload.start()
     upload.finish()         # what could not be uploaded; waits as long as anything comes through
 
-A checkpoint that is whole is uploaded at once and before anything else: the rows up to it, its files, its manifest.
+A checkpoint that is complete is uploaded at once and before anything else: the rows up to it, its files, its manifest.
 `best.json` follows once all that it lists is there, then other files that have changed; then what the run has deleted
 is deleted. What the bucket refuses keeps nothing else back, and is tried again in the next pass.
 """
@@ -165,7 +165,7 @@ class Upload:
             remove(copied)
 
     def _send_checkpoint(self, path: str) -> None:
-        """Sends a checkpoint after its rows; one that is saved again stays whole meanwhile, as `<step>.old`."""
+        """Sends a checkpoint after its rows; one that is saved again stays complete meanwhile, as `<step>.old`."""
         folder, files = os.path.join(self._root, path), {}
         with contextlib.ExitStack() as stack:
             for name in sorted(os.listdir(folder), key=seals_last):  # open files can be read when they are deleted

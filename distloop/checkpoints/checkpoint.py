@@ -101,7 +101,7 @@ def load(path: str) -> Saved:
     Raises:
         DamagedError: if it differs from what was written.
         ValueError: if a newer version of distloop wrote it.
-        OSError: if it cannot be read, though it may be whole.
+        OSError: if it cannot be read, though it may be complete.
     """
 
     def read() -> Saved:

@@ -69,7 +69,7 @@ def load_best(checkpoints: Checkpoints | None, metric: str, gather: Callable[[fl
         step = best_step(checkpoints, metric)
     except ValueError as error:  # raised when all workers have looked
         failure = error
-    chosen = int(gather(step)[0])  # by the chief: others may have looked before its last checkpoint was whole
+    chosen = int(gather(step)[0])  # by the chief: others may have looked before its last checkpoint was complete
     if chosen < 0:
         raise failure or _no_best(checkpoints, metric)
     return checkpoints.load(chosen)
@@ -120,9 +120,9 @@ def left_files(workdir: str, actions: Sequence[Action]) -> list[RunFile]:
 
 
 def _best_files(checkpoints: Checkpoints) -> list[RunFile]:
-    """Returns the whole checkpoint where each metric was best."""
-    whole = set(checkpoints.steps)
-    best = {metric: [step for step in steps if step in whole][:1] for metric, steps in checkpoints.best_steps.items()}
+    """Returns the complete checkpoint where each metric was best."""
+    there = set(checkpoints.steps)
+    best = {metric: [step for step in steps if step in there][:1] for metric, steps in checkpoints.best_steps.items()}
     return [
         RunFile(f"{_NAMES}{metric}", os.path.join(checkpoints.directory, str(step)), step)
         for metric, steps in best.items()
@@ -186,8 +186,8 @@ def names(checkpoints: Checkpoints) -> list[str]:
 
 
 def has_later(strategy: tf.distribute.Strategy, checkpoints: Checkpoints, step: int) -> bool:
-    """Returns whether there is a whole checkpoint after a step, as the chief sees it."""
-    return bool(collectives.gather(strategy, collectives.is_chief(strategy) and checkpoints.newest_whole > step)[0])
+    """Returns whether there is a complete checkpoint after a step, as the chief sees it."""
+    return bool(collectives.gather(strategy, collectives.is_chief(strategy) and checkpoints.newest_complete > step)[0])
 
 
 def require_same_virtual_replicas(saved: Saved, state: TrainState) -> Saved:

@@ -1,4 +1,4 @@
-"""Checkpoint store: the checkpoints of a run, none of which is deleted before its successor is whole.
+"""Checkpoint store: the checkpoints of a run, none of which is deleted before its successor is complete.
 
     checkpoints = Checkpoints("run/checkpoints", keep=3)
     checkpoints.save(500, {"model/dense/kernel": tensor, ...}, {"replicas": 2})      # in the background
@@ -6,7 +6,7 @@
     saved = checkpoints.load_newest()                                              # Saved(path, step, values, metadata)
 
 A checkpoint is a directory named by its step. It is written to a temporary path and renamed when every file is on the
-disk, so it is whole or absent. The one that was saved last has the largest step: later ones, of a run that has gone
+disk, so it is complete or absent. The one that was saved last has the largest step: later ones, of a run that has gone
 back, are renamed before. This module does not know what the values mean; see `checkpoint` for the files.
 """
 
@@ -35,16 +35,16 @@ _STEP = re.compile(r"0|[1-9][0-9]{0,17}")
 # Ends of the names of checkpoints later than the one that a run goes on from.
 _ABANDONED, _DIVERGED = "abandoned", "diverged"
 
-_LOOKED_AT_AGAIN = 3  # of the newest checkpoints after each save; a process looks at others once
+_CHECKED_AGAIN = 3  # of the newest checkpoints after each save; a process checks others once
 _Best = Mapping[str, list[int]]  # steps by metric
 Watch = Callable[[str], contextlib.AbstractContextManager[Any]]
 
 
 class _Seen(NamedTuple):
-    """What was found when a checkpoint was looked at: `_sizes_and_times` of its files, and whether it was whole."""
+    """What was found when a checkpoint was checked: `_sizes_and_times` of its files, and whether it was complete."""
 
     files: list[tuple[str, int, int]]
-    is_whole: bool
+    is_complete: bool
 
 
 class Checkpoints:
@@ -52,7 +52,7 @@ class Checkpoints:
 
     Attributes:
         directory: where they are.
-        seen: what this process has found when it looked at each one last, by step.
+        seen: what this process has found when it checked each one last, by step.
     """
 
     def __init__(
@@ -98,13 +98,13 @@ class Checkpoints:
             return []
 
     @property
-    def newest_whole(self) -> int:
+    def newest_complete(self) -> int:
         """The step of the newest checkpoint whose files are there; the bytes of its values are not read. -1: none.
 
         Raises:
             OSError: if the directory or a manifest cannot be read.
         """
-        return next((step for step in reversed(self.steps) if _is_whole(self._path(step), step)), -1)
+        return next((step for step in reversed(self.steps) if _is_complete(self._path(step), step)), -1)
 
     @property
     def best_steps(self) -> dict[str, list[int]]:
@@ -139,7 +139,7 @@ class Checkpoints:
             step: of the values; an existing checkpoint of this step is replaced.
             values: tensors that will not change.
             metadata: a dict that JSON can represent.
-            best_steps: by metric, the steps to keep once the checkpoint is whole; those of other metrics stay.
+            best_steps: by metric, the steps to keep once the checkpoint is complete; those of other metrics stay.
         """
         self.join()
         metadata = json.loads(json.dumps(metadata))  # a copy, with the checksum of what the file will hold
@@ -179,26 +179,26 @@ class Checkpoints:
             ) from failure
 
     def load_newest(self, is_wanted: Callable[[Saved], bool] = lambda saved: True) -> Saved | None:
-        """Loads the newest checkpoint that is whole and wanted, if any; logs the damaged ones on its way.
+        """Loads the newest checkpoint that is complete and wanted, if any; logs the damaged ones on its way.
 
         Raises:
-            DamagedError: if there are checkpoints, but none is whole.
-            OSError: if one cannot be read, though it may be whole.
+            DamagedError: if there are checkpoints, but none is complete.
+            OSError: if one cannot be read, though it may be complete.
         """
         self.join()
         put_back(self.directory)
-        steps, num_whole = self.steps, 0
+        steps, num_complete = self.steps, 0
         for step in reversed(steps):
             try:
                 saved = self._load(step)
             except DamagedError as error:
                 log.error("%s Trying the one before it.", error)
                 continue
-            num_whole += 1
+            num_complete += 1
             if is_wanted(saved):
                 return saved
-        if steps and not num_whole:
-            which = f"None of the {len(steps)} checkpoints in {self.directory!r} is whole"
+        if steps and not num_complete:
+            which = f"None of the {len(steps)} checkpoints in {self.directory!r} is complete"
             which = which if len(steps) > 1 else f"The only checkpoint in {self.directory!r} is damaged"
             raise DamagedError(
                 f"{which}; nothing was restored: give another workdir to start anew, or put a copy of one there."
@@ -244,7 +244,7 @@ class Checkpoints:
         return saved
 
     def _write(self, step: int, values: Mapping[str, tf.Tensor], metadata: Mapping[str, Any], best: _Best) -> None:
-        """Writes a checkpoint whole or not at all, and the steps of the best ones that are there."""
+        """Writes a checkpoint atomically, and the steps of the best ones that are there."""
         self._verify()
         make_directory(self.directory)
         remove_leftovers(self.directory)
@@ -272,7 +272,7 @@ class Checkpoints:
             log.warning(sentence, ", ".join(map(str, later)), end)
 
     def _prune(self) -> None:
-        """Deletes all but the newest whole checkpoints and the best, and those of which the run diverged."""
+        """Deletes all but the newest complete checkpoints and the best, and those of which the run diverged."""
         for path in itertools.chain(superfluous(self, self._keep), set_aside(self.directory, _DIVERGED)):
             delete(path, verify=self._verify)
 
@@ -289,24 +289,24 @@ def in_workdir(workdir: str, keep: int = 3, **settings: Any) -> Checkpoints:
 
 
 def superfluous(checkpoints: Checkpoints, keep: int) -> Iterator[str]:
-    """Yields the paths of all checkpoints but the `keep` newest whole ones, damaged later ones, and the best.
+    """Yields the paths of all checkpoints but the `keep` newest complete ones, damaged later ones, and the best.
 
     Raises:
         OSError: if the directory or a manifest cannot be read.
     """
     best = {step for steps in checkpoints.best_steps.values() for step in steps}
-    num_whole, seen = 0, checkpoints.seen
+    num_complete, seen = 0, checkpoints.seen
     for i, step in enumerate(reversed(checkpoints.steps)):
         path = os.path.join(checkpoints.directory, str(step))
-        if num_whole == keep:
+        if num_complete == keep:
             if step not in best:
                 seen.pop(step, None)
                 yield path
             continue
-        files = _sizes_and_times(path) if i < _LOOKED_AT_AGAIN or step not in seen else seen[step].files
+        files = _sizes_and_times(path) if i < _CHECKED_AGAIN or step not in seen else seen[step].files
         if step not in seen or seen[step].files != files:
-            seen[step] = _Seen(files, _is_whole(path, step))
-        num_whole += seen[step].is_whole
+            seen[step] = _Seen(files, _is_complete(path, step))
+        num_complete += seen[step].is_complete
 
 
 def set_aside(directory: str, *ends: str) -> list[str]:
@@ -325,11 +325,11 @@ def _sizes_and_times(path: str) -> list[tuple[str, int, int]]:
     try:
         with os.scandir(path) as entries:
             return sorted((entry.name, entry.stat().st_size, entry.stat().st_mtime_ns) for entry in entries)
-    except OSError:  # `_is_whole` tells what that means
+    except OSError:  # `_is_complete` says what that means
         return []
 
 
-def _is_whole(path: str, step: int) -> bool:
+def _is_complete(path: str, step: int) -> bool:
     """Returns whether a checkpoint has its files; the bytes of the values are not read."""
     try:
         return bool(patiently(lambda: read_manifest(path), path)["step"] == step)

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 DIGITS = 8  # of a column's digest
 _NUM_DIGESTED = 32  # rows of which a digest is made, spread over the array
-_WHOLE_BYTES = 64 * 2**20  # an array in memory is digested whole up to this size, in some 50 ms, and beyond it
+_FULL_DIGEST_BYTES = 64 * 2**20  # an array in memory is digested whole up to this size, in some 50 ms, and beyond it
 _MOST_BYTES, _MOST_ROWS = 16 * 2**20, 4096  # by so much of it, in rows that are spread over it
 _TEXT_BYTES = 64  # taken for the size of a text
 
@@ -120,7 +120,7 @@ def _digest(array: Any) -> str:
     """Returns the digits of an array `[N, ...]`; a tensor that was made from it has the same."""
     dtype, shape = tf.as_dtype(array.dtype), tuple(array.shape)
     row_bytes = int(np.prod(shape[1:], dtype=np.int64)) * (_TEXT_BYTES if dtype == tf.string else dtype.size)
-    if row_bytes * shape[0] > _WHOLE_BYTES:
+    if row_bytes * shape[0] > _FULL_DIGEST_BYTES:
         count = min(shape[0], _MOST_ROWS, max(1, _MOST_BYTES // row_bytes))
         rows = np.linspace(0, shape[0] - 1, count, dtype=np.int64)
         array = tf.gather(array, rows) if tf.is_tensor(array) else array[rows]

@@ -237,8 +237,8 @@ def read_again(
     while True:
         left = behind.skip(left, _PIECE_SECS)
         secs, done = time.monotonic() - start, total - left
-        whole_secs = first_secs + (secs - first_secs) / max(1, done - 1) * (total - 1)
-        status = Status.GOES_ON if stop_requests is None else _status(stop_requests, whole_secs)
+        total_secs = first_secs + (secs - first_secs) / max(1, done - 1) * (total - 1)
+        status = Status.GOES_ON if stop_requests is None else _status(stop_requests, total_secs)
         votes = collectives.exchange(strategy, Vote(status, has_ended=not left))
         if all(vote.has_ended for vote in votes):
             if stop_requests is not None:
@@ -253,20 +253,20 @@ def read_again(
                 )
             why = (stop_requests and stop_requests.reason) or f"by worker {leaving[Status.IS_ASKED]}"
             raise Interrupted(f"Interrupted {why} {where}", has_trained=False)
-        if not is_announced and whole_secs > _SILENT_SECS:
+        if not is_announced and total_secs > _SILENT_SECS:
             is_announced = True
             if say is not None:
                 say(
-                    f"Skipping {total:,} batches already seen (about {whole_secs:,.0f} s); data of "
+                    f"Skipping {total:,} batches already seen (about {total_secs:,.0f} s); data of "
                     "distloop.make_dataset is at its position at once."
                 )
         if is_announced and show_progress is not None:
             show_progress(done, "skipping batches already seen")
 
 
-def _status(stop_requests: StopRequests, whole_secs: float) -> Status:
+def _status(stop_requests: StopRequests, total_secs: float) -> Status:
     """Returns whether this worker is to stop, and why, if the reading takes so long as a whole."""
     if stop_requests.reason is None:
         return Status.GOES_ON
-    lacks_time = stop_requests.is_out_of_time and whole_secs >= stop_requests.max_secs
+    lacks_time = stop_requests.is_out_of_time and total_secs >= stop_requests.max_secs
     return Status.LACKS_TIME if lacks_time else Status.IS_ASKED

@@ -290,6 +290,6 @@ def _among_zeros(entry: tf.Tensor, *, before: tf.Tensor, after: tf.Tensor) -> tf
     """Returns an entry `[b, ...]` with rows of zeros, or of empty texts, before and after it."""
     rest = tf.shape(entry, tf.int64)[1:]
     zeros = [tf.zeros(tf.concat([[count], rest], 0), entry.dtype) for count in (before, after)]
-    whole = tf.concat([zeros[0], entry, zeros[1]], 0)
-    whole.set_shape([None, *entry.shape[1:]])
-    return whole
+    padded = tf.concat([zeros[0], entry, zeros[1]], 0)
+    padded.set_shape([None, *entry.shape[1:]])
+    return padded

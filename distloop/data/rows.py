@@ -130,15 +130,15 @@ class ArrayRows:
             num_batches: how many.
             has_rest: whether the last one may have fewer rows.
         """
-        num_whole = min(num_batches, self._num_rows // batch_size)
-        end = num_whole * batch_size
+        num_full = min(num_batches, self._num_rows // batch_size)
+        end = num_full * batch_size
         with tf.device(HOST):
-            whole = [tf.reshape(c[:end], [num_whole, batch_size, *c.shape[1:]]) for c in self._columns]
-            dataset = tf.data.Dataset.from_tensor_slices(self._pack(whole))
+            batches = [tf.reshape(c[:end], [num_full, batch_size, *c.shape[1:]]) for c in self._columns]
+            dataset = tf.data.Dataset.from_tensor_slices(self._pack(batches))
             if not has_rest:
                 return dataset
             rest = tf.data.Dataset.from_tensors(self._pack([c[end : end + batch_size - 1] for c in self._columns]))
-            return dataset.concatenate(rest.take(num_batches - num_whole))
+            return dataset.concatenate(rest.take(num_batches - num_full))
 
     def _read(self, rows: np.ndarray) -> list[np.ndarray]:
         try:
@@ -210,8 +210,8 @@ class SourceRows:
         """
         types = []
         for spec in self._specs:
-            is_whole = width is not None or spec.shape.is_fully_defined()
-            types += [spec.dtype] if is_whole else [spec.dtype, tf.int64]
+            is_static = width is not None or spec.shape.is_fully_defined()
+            types += [spec.dtype] if is_static else [spec.dtype, tf.int64]
         given = [rows, -1 if width is None else width, *([] if seeds is None else [seeds])]
         tensors = iter(tf.numpy_function(self._read, given, types))
         entries: list[Any] = []

@@ -9,7 +9,7 @@
 
 A layer has an adapter after Keras's `layer.enable_lora(rank)`: W x becomes (W + alpha / rank * A B) x, W frozen; Hu et
 al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021, equation 3. An export is read back and compared before
-it takes its name, so every export with that name is whole and was checked.
+it takes its name, so every export with that name is complete and was checked.
 """
 
 import contextlib

@@ -47,7 +47,7 @@ class Export(Action):
         """Stores the rule.
 
         Args:
-            export: writes an export to a path, whole or not at all: `trainer.export`.
+            export: writes an export to a path atomically: `trainer.export`.
             directory: of the exports; made if it is missing.
             every: a duration; 0: at the end only.
             metric: instead of `every`: a name in the report, such as "test/accuracy".

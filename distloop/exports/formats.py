@@ -108,7 +108,7 @@ def _as_tflite(saved_model: str) -> bytes:
 
 
 def _write_onnx(state: TrainState, path: str) -> None:
-    """Writes an ONNX file by Keras, with the averaged weights if there are any; whole or not at all.
+    """Writes an ONNX file by Keras, with the averaged weights if there are any; atomically.
 
     Raises:
         ValueError: if there is not exactly one Keras model, the packages that Keras needs are missing, or it fails.
@@ -128,7 +128,7 @@ def _write_onnx(state: TrainState, path: str) -> None:
 
 
 def _write_trained_weights(state: TrainState, path: str, suffix: str) -> None:
-    """Writes the variables that training changes to an `.npz` or `.safetensors` file, by name; whole or not at all.
+    """Writes the variables that training changes to an `.npz` or `.safetensors` file, by name; atomically.
 
     They are averaged if there are averages. The file holds the statistics of BatchNormalization layers, too, unless
     these are frozen.
@@ -175,11 +175,11 @@ def _require_built(state: TrainState, name: str) -> None:
 
 
 def _write_keras_file(state: TrainState, path: str) -> None:
-    """Writes a `.keras` file, with the averaged weights if there are any; whole or not at all.
+    """Writes a `.keras` file, with the averaged weights if there are any; atomically.
 
     Args:
         state: of one built Keras model.
-        path: ends with `.keras`; an existing file is replaced when the new one is whole.
+        path: ends with `.keras`; an existing file is replaced when the new one is complete.
 
     Raises:
         ValueError: if a file cannot hold this model, a directory is in the way, or the file cannot be read back or has

@@ -32,14 +32,14 @@ def write_saved_model(
     path: str,
     keep_dtypes: bool = False,
 ) -> None:
-    """Writes a SavedModel, with the averaged weights if there are any; whole or not at all.
+    """Writes a SavedModel, with the averaged weights if there are any; atomically.
 
     Args:
         state: holds the weights.
         predict_fns: name -> `batch -> outputs`, `[B, ...]`; each gets a signature of its name, and the first is also
             `serving_default` unless one has that name.
         element_spec: of a batch; None: it is not known.
-        path: a directory; an existing SavedModel is replaced when the new one is whole.
+        path: a directory; an existing SavedModel is replaced when the new one is complete.
         keep_dtypes: whether half-precision outputs stay as they are; else they become float32.
 
     Raises:

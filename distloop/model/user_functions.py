@@ -239,7 +239,7 @@ def require_read(reads: Sequence[Reads], path: str, what: str) -> None:
 def report_unread(reads: Sequence[Reads], policy: str, *, is_shown: bool) -> None:
     """Reports the entries that no `loss_fn` of the step reads, if there are any and this process shows anything.
 
-    The policy "name" prints which ones, "ignore" does nothing, "warn" logs a warning, "refuse" raises a ValueError.
+    The policy "print" prints which ones, "ignore" does nothing, "warn" logs a warning, "refuse" raises a ValueError.
     """
     unread = [path for path in (reads[0].entries if reads else ()) if not any(r.entries.get(path) for r in reads)]
     if not unread:
@@ -253,7 +253,7 @@ def report_unread(reads: Sequence[Reads], policy: str, *, is_shown: bool) -> Non
         raise ValueError(sentence)
     if policy == "warn" and is_shown:
         log.warning("%s", sentence)
-    elif policy == "name" and is_shown:
+    elif policy == "print" and is_shown:
         say(f"entries of each batch that no loss_fn reads: {names} (loaded all the same)")
 
 

@@ -120,7 +120,7 @@ class SaveTimes:
 
     Attributes:
         save_pause: how long a save held training up.
-        write: how long its checkpoint then took in the background until it was whole.
+        write: how long its checkpoint then took in the background until it was complete.
         restore: how long the run took to restore its newest checkpoint.
     """
 

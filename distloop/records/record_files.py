@@ -1,4 +1,4 @@
-"""TFRecord shards and ArrayRecord files as sources whose rows are read by number.
+"""TFRecord shards and ArrayRecord files as sources whose records are read by number.
 
     records = open_records("data/train-*.tfrecord")
     len(records), records[4]                        # 50000, b"..."
@@ -76,23 +76,23 @@ class Records:
             ValueError: if one is corrupt.
             OSError: if a file cannot be read.
         """
-        rows = np.asarray(numbers, np.int64)
-        rows = np.where(rows < 0, rows + len(self), rows)
-        if not ((rows >= 0) & (rows < len(self))).all():
+        wanted = np.asarray(numbers, np.int64)
+        wanted = np.where(wanted < 0, wanted + len(self), wanted)
+        if not ((wanted >= 0) & (wanted < len(self))).all():
             raise IndexError(f"A record was asked for that does not exist: there are {len(self)}, counted from 0.")
-        if not rows.size:
+        if not wanted.size:
             return []
-        shards = np.searchsorted(self._firsts, rows, "right") - 1
-        begins, ends = self._positions[rows + shards], self._positions[rows + shards + 1]
+        shards = np.searchsorted(self._firsts, wanted, "right") - 1
+        begins, ends = self._positions[wanted + shards], self._positions[wanted + shards + 1]
         # A read ends where the next record is no neighbour, or after some megabytes.
         is_apart = (begins[1:] != ends[:-1]) | (np.diff(shards) != 0) | (np.diff(begins // _READ_BYTES) != 0)
-        cuts = [0, *(np.flatnonzero(is_apart) + 1).tolist(), len(rows)]
+        cuts = [0, *(np.flatnonzero(is_apart) + 1).tolist(), len(wanted)]
         spans = list(zip(shards.tolist(), begins.tolist(), ends.tolist(), strict=True))
         blocks = self._files.read([(*spans[a][:2], spans[b - 1][2]) for a, b in itertools.pairwise(cuts)])
         records = []
         for block, (first, end) in zip(blocks, itertools.pairwise(cuts), strict=True):
             origin = spans[first][1]
-            for number, (shard, begin, stop) in zip(rows[first:end].tolist(), spans[first:end], strict=True):
+            for number, (shard, begin, stop) in zip(wanted[first:end].tolist(), spans[first:end], strict=True):
                 data = _data_of(block[begin - origin : stop - origin])
                 records.append(self._replacement_of(number, shard, begin) if data is None else data)
         return records

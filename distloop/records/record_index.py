@@ -208,12 +208,12 @@ def _load(path: str, paths: Sequence[str]) -> Index | None:
 
 
 def _store(path: str, shards: Sequence[Shard], positions: np.ndarray) -> None:
-    """Writes an index whole or not at all; warns if that is not possible."""
+    """Writes an index atomically; warns if that is not possible."""
     rest = b"%s\n%s" % (json.dumps([shard[1:] for shard in shards]).encode(), positions.astype("<i8").tobytes())
     data = b"%s\n%s" % (_mark_of(rest), rest)
     try:
         if is_url(path):
-            file_system(path).pipe_file(path, data)  # object stores show a file when it is whole
+            file_system(path).pipe_file(path, data)  # object stores show a file when it is complete
             return
         make_directory(os.path.dirname(path))
         with replacing(path) as temporary:

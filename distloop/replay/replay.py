@@ -228,7 +228,7 @@ def _step_of(run: RecordedRun, config: Config, step: Any) -> int:
 
 
 def _start(run: RecordedRun, config: Config, checkpoints: RunCheckpoints, state: TrainState, step: int) -> int:
-    """Restores the newest whole checkpoint before a step, or leaves the state at step 0; returns where it is."""
+    """Restores the newest complete checkpoint before a step, or leaves the state at step 0; returns where it is."""
     left_out = {row["left_out"]: row for row in run.incidents if int(row["step"]) == step and "left_out" in row}
     beginnings = {at: metadata.get("data_from", 0) for at, metadata in run.checkpoints.items()}
     data_from = max((beginning for beginning in beginnings.values() if beginning < step), default=0)

@@ -234,9 +234,9 @@ class Config:
     )
     unread_entries: str = setting(
         FAILURES,
-        "name",
-        "What to do about entries of a batch that no loss_fn reads; name: print a line.",
-        choices=("name", "ignore", "warn", "refuse"),
+        "print",
+        "What to do about entries of a batch that no loss_fn reads; print: one line.",
+        choices=("print", "ignore", "warn", "refuse"),
     )
     max_traces: int = setting(
         FAILURES, 0, "The most traces of the train step, and of evaluations, before an error; 0: no limit."

@@ -102,10 +102,10 @@ class Units:
                     f"The duration {value!r} was given where the length of a run is not known: give steps."
                 )
             fraction = amount / 100
-            return Period(_whole(fraction * self.run.steps), fraction * self.run.secs, fraction * self.run.tokens)
+            return Period(_round_up(fraction * self.run.steps), fraction * self.run.secs, fraction * self.run.tokens)
         if unit in ("secs", "tokens"):
             return Period(secs=amount) if unit == "secs" else Period(tokens=amount)
-        return Period(steps=_whole(amount * self._steps_per(unit, value)) if amount else 0)
+        return Period(steps=_round_up(amount * self._steps_per(unit, value)) if amount else 0)
 
     def _steps_per(self, unit: str, value: Any) -> float:
         if unit == "steps":
@@ -268,7 +268,7 @@ def finite_number(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _whole(steps: float) -> int:
+def _round_up(steps: float) -> int:
     """Returns a number of steps rounded up, but for the last bits of the arithmetic."""
     if not steps < MOST_STEPS:
         raise ValueError(f"A duration of {steps:g} steps was given; a run has fewer than {MOST_STEPS:g}: give less.")

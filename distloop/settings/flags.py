@@ -168,7 +168,7 @@ def help_text() -> str:
 
 
 def write(config: Config, workdir: str) -> None:
-    """Writes `config.json` (for `--config`) and `flags.txt` (for `--flagfile`), each file whole or not at all.
+    """Writes `config.json` (for `--config`) and `flags.txt` (for `--flagfile`), each file atomically.
 
     Both hold the fields' values, every flag of the command line, and the flags of the main module and its package. If
     no command line was parsed, they hold the fields alone.
@@ -196,7 +196,7 @@ def write(config: Config, workdir: str) -> None:
 
 
 def _write_text(path: str, text: str) -> None:
-    """Writes a file whole or not at all, unless it holds the text already."""
+    """Writes a file atomically, unless it holds the text already."""
     with contextlib.suppress(OSError), open_at_once(path) as file:
         if file.read() == text.encode():
             return

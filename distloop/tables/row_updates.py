@@ -1,7 +1,7 @@
 """Row updates: makes Keras optimizers update only the rows of a table that have a gradient.
 
     update_rows(optimizer)                             # a Keras optimizer, built: SGD and Adagrad
-    if why_whole(optimizer, table) is None:
+    if why_dense(optimizer, table) is None:
         optimizer.apply([slices], [table])             # a sparse gradient whose row numbers differ
 
 `lazy.py` has optimizers that take a sparse gradient by a rule of their own.
@@ -16,7 +16,7 @@ from distloop.optimizers.gradients import read_rows, write_rows
 from distloop.variables import tensorflow_variable
 
 
-def why_whole(optimizer: keras.optimizers.Optimizer, table: Any) -> str | None:
+def why_dense(optimizer: keras.optimizers.Optimizer, table: Any) -> str | None:
     """Returns why an optimizer has to update a whole table, the end of a sentence; None: it can update rows alone."""
     name = type(optimizer).__name__
     if getattr(table, "constraint", None) is not None:

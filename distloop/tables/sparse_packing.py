@@ -121,7 +121,7 @@ class SparsePacking(Packing):
         self.reasons = {i: reason for i, reason in self.reasons.items() if reason == _HAS_NO_SIZE}
         for i, (gradient, variable) in enumerate(zip(gradients, self._variables, strict=True)):
             if isinstance(gradient, tf.IndexedSlices):
-                reason = self.reasons[id(variable)] = row_updates.why_whole(optimizer, variable)
+                reason = self.reasons[id(variable)] = row_updates.why_dense(optimizer, variable)
                 if reason is not None:
                     gradients[i] = tf.convert_to_tensor(gradient)
         return gradients

@@ -166,9 +166,9 @@ def make_average(variables: Sequence[Any], decay: float, trained: Sequence[tuple
             "average moves every row of a table at each step: give average_decay=0, or "
             f"keras.optimizers.{name[4:]}."
         )
-    whole = {id(v) for optimizer, v in trained if row_updates.why_whole(optimizer, v) is not None}
+    dense = {id(v) for optimizer, v in trained if row_updates.why_dense(optimizer, v) is not None}
     sizes = {id(v): tf.as_dtype(v.dtype).size * (tf.TensorShape(v.shape).num_elements() or 0) for _, v in trained}
-    tables = {i for i, size in sizes.items() if i not in whole and size > gradients.LARGEST_PACKED_BYTES}
+    tables = {i for i, size in sizes.items() if i not in dense and size > gradients.LARGEST_PACKED_BYTES}
     if decay == 1.0:  # an equal average forgets all before its first step, which no sum of logarithms can
         return MovingAverage(variables, decay)
     return AverageByRows(variables, decay, tables)

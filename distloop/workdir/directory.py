@@ -171,7 +171,7 @@ def local_copy(path: str, *, best: bool = False) -> Iterator[str]:
     """Yields a local path with what is at a URL, for as long as the block runs; a local path stays as it is.
 
     Args:
-        path: of a workdir, of which the newest whole checkpoint comes; a checkpoint; an `.npz`, `.keras` or
+        path: of a workdir, of which the newest complete checkpoint comes; a checkpoint; an `.npz`, `.keras` or
             `.weights.h5` file; or the prefix of a TensorFlow checkpoint.
         best: whether the best checkpoints of a workdir come, with their list, in place of the newest.
 

@@ -59,7 +59,7 @@ GROUPS = {
         "goodput": "The fraction of the time since the run's first process that went to steps that count.",
         "host_share": "The fraction of all time between two loops: evaluations, actions, checkpoints, logging.",
         "save_pause_secs": "How long the last save held training up, in seconds.",
-        "save_secs": "How long the last save took until its checkpoint was whole, in seconds.",
+        "save_secs": "How long the last save took until its checkpoint was complete, in seconds.",
         "step_secs_p50": "Half of the steps took no longer, in seconds.",
         "step_secs_p90": "90 % of the steps took no longer, in seconds.",
         "step_secs_p99": "99 % of the steps took no longer, in seconds.",

@@ -116,7 +116,7 @@ class DiskDirectory:
             return None
 
     def create(self, name: str, data: bytes) -> bool:
-        """Writes a file, whole or not at all; returns False if there is one."""
+        """Writes a file atomically; returns False if there is one."""
         os.makedirs(self._path, exist_ok=True)
         path = os.path.join(self._path, name)
         try:

@@ -11,7 +11,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 import distloop
 from distloop.bucket import upload as uploading
 from distloop.bucket.remote_directory import RemoteDirectory
-from distloop.bucket.tree import fetch_workdir, whole_checkpoints
+from distloop.bucket.tree import complete_checkpoints, fetch_workdir
 from distloop.checkpoints.checkpoint import load
 from distloop.distributed.collectives import Workers
 from tests import forked
@@ -44,7 +44,7 @@ def checkpoints_of(directory, place):
     """Returns the steps of the whole checkpoints, each of which is loaded, every byte verified."""
     shutil.rmtree(place, ignore_errors=True)
     fetch_workdir(directory, str(place))
-    steps = sorted(checkpoint.step for checkpoint in whole_checkpoints(directory))
+    steps = sorted(checkpoint.step for checkpoint in complete_checkpoints(directory))
     assert [load(str(place / "checkpoints" / str(step))).step for step in steps] == steps
     return steps
 

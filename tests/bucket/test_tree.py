@@ -48,7 +48,7 @@ def test_locks_temporary_names_and_damaged_checkpoints_stay_where_they_are(run):
 
 def test_a_checkpoint_counts_with_its_manifest_and_the_sizes_it_names(run, url, caplog):
     def whole():
-        return {found.step: found.path for found in tree.whole_checkpoints(RemoteDirectory(url))}
+        return {found.step: found.path for found in tree.complete_checkpoints(RemoteDirectory(url))}
 
     assert whole() == {10: "checkpoints/10", 20: "checkpoints/20"}
     os.truncate(run / "checkpoints" / "20" / "variables.data-00000-of-00001", 1)

@@ -61,7 +61,7 @@ def test_the_newest_are_kept_and_of_those_only_a_wanted_one_is_loaded(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["10", "9"]
 
 
-def test_no_old_checkpoint_is_deleted_before_the_new_one_is_whole(tmp_path, monkeypatch):
+def test_no_old_checkpoint_is_deleted_before_the_new_one_is_complete(tmp_path, monkeypatch):
     kept = save(tmp_path, 1, keep=1)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", failing(None, FULL))
@@ -151,7 +151,7 @@ def test_if_all_are_damaged_it_is_an_error(tmp_path):
     kept = save(tmp_path, 4, 5)
     for step in "45":
         os.remove(tmp_path / step / DATA)
-    with pytest.raises(DamagedError, match="None of the 2 checkpoints .* is whole; nothing was restored"):
+    with pytest.raises(DamagedError, match="None of the 2 checkpoints .* is complete; nothing was restored"):
         kept.load_newest()
     shutil.rmtree(tmp_path / "4")
     with pytest.raises(DamagedError, match="The only checkpoint in .* is damaged; nothing was restored"):

@@ -33,7 +33,7 @@ def train(optimizer, *, is_sparse, steps=3):
     history = []
     for step in range(steps):
         gradient = gradient_of(step)
-        is_kept = is_sparse and row_updates.why_whole(optimizer, table) is None
+        is_kept = is_sparse and row_updates.why_dense(optimizer, table) is None
         optimizer.apply([gradient if is_kept else tf.convert_to_tensor(gradient)], [table])
         history.append([v.numpy().copy() for v in (table, *optimizer.variables) if v.shape == SHAPE])
     return history
@@ -57,7 +57,7 @@ AS_A_WHOLE = {
 @pytest.mark.parametrize("name", BY_ROWS)
 def test_a_sparse_gradient_trains_a_table_as_its_dense_one(name):
     make = BY_ROWS[name]
-    assert row_updates.why_whole(make(), keras.Variable(start())) is None
+    assert row_updates.why_dense(make(), keras.Variable(start())) is None
     for sparse, dense in zip(train(make(), is_sparse=True), train(make(), is_sparse=False), strict=True):
         for one, other in zip(sparse, dense, strict=True):
             np.testing.assert_array_equal(one, other)
@@ -65,7 +65,7 @@ def test_a_sparse_gradient_trains_a_table_as_its_dense_one(name):
 
 @pytest.mark.parametrize("name", AS_A_WHOLE)
 def test_a_rule_that_moves_every_row_is_named_with_its_lazy_variant(name):
-    why = row_updates.why_whole(AS_A_WHOLE[name](), keras.Variable(start()))
+    why = row_updates.why_dense(AS_A_WHOLE[name](), keras.Variable(start()))
     assert "every row" in why or "moves rows without a gradient" in why
     assert name == "SGD with decay" or "distloop.Lazy" in why
 
@@ -73,12 +73,12 @@ def test_a_rule_that_moves_every_row_is_named_with_its_lazy_variant(name):
 def test_constraints_and_weight_decay_need_complete_tables():
     table = keras.Variable(start(), name="table")
     decayed = keras.optimizers.Adagrad(0.1, weight_decay=0.1)
-    assert row_updates.why_whole(decayed, table) == "weight decay moves every row"
+    assert row_updates.why_dense(decayed, table) == "weight decay moves every row"
     decayed.exclude_from_weight_decay([table])
-    assert row_updates.why_whole(decayed, table) is None
+    assert row_updates.why_dense(decayed, table) is None
     table.constraint = keras.constraints.NonNeg()
     for optimizer in (decayed, distloop.LazyAdam()):
-        assert "constraint" in row_updates.why_whole(optimizer, table)
+        assert "constraint" in row_updates.why_dense(optimizer, table)
 
 
 def test_reads_after_an_update_share_the_memory_of_the_table():

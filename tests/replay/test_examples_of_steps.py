@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import distloop
 from distloop import report
-from distloop.replay.rows_of_steps import rows_of_step, steps_of_row
+from distloop.replay.examples_of_steps import examples_in_step, steps_of_example
 from tests.problems import classification, classifier, mostly_wide, on, refused
 
 ROWS, SIZE, STEPS = 61, 16, 11
@@ -42,13 +42,13 @@ def test_the_examples_of_a_step_are_those_of_its_replay(tmp_path, arguments, cap
     run = train(tmp_path, data(**arguments))
     replayed = replayer(run)
     for step in (1, 4, 5, 10):
-        assert list(rows_of_step(run, step)) == replayed(data(**arguments), step)
-    in_steps = {step: set(rows_of_step(run, step)) for step in range(1, STEPS + 1)}
+        assert list(examples_in_step(run, step)) == replayed(data(**arguments), step)
+    in_steps = {step: set(examples_in_step(run, step)) for step in range(1, STEPS + 1)}
     for row in (0, 7, 60):
-        assert steps_of_row(run, row) == [step for step, rows in in_steps.items() if row in rows]
+        assert steps_of_example(run, row) == [step for step, rows in in_steps.items() if row in rows]
     assert report.main([run, "--rows", "3"]) == report.main([run, "--steps-of", "7"]) == 0
     first, second = ([int(word) for word in line.split()] for line in capsys.readouterr().out.splitlines()[-2:])
-    assert first == list(rows_of_step(run, 3)) and second == steps_of_row(run, 7)
+    assert first == list(examples_in_step(run, 3)) and second == steps_of_example(run, 7)
 
 
 def test_another_batch_size_and_a_batch_that_was_left_out_are_counted(tmp_path):
@@ -59,8 +59,8 @@ def test_another_batch_size_and_a_batch_that_was_left_out_are_counted(tmp_path):
     incidents = {json.loads(line)["step"] for line in (tmp_path / "incidents.jsonl").read_text().splitlines()}
     replayed = replayer(run, on_divergence="rollback")
     for step in sorted({1, 2, 3, 4, 6, 11} - incidents):  # these are replayed as they failed
-        assert list(rows_of_step(run, step)) == replayed(data(SIZE if step <= 4 else 12, rows), step)
-    assert steps_of_row(run, 7) == []
+        assert list(examples_in_step(run, step)) == replayed(data(SIZE if step <= 4 else 12, rows), step)
+    assert steps_of_example(run, 7) == []
 
 
 def numbered():
@@ -122,19 +122,19 @@ def test_the_examples_are_right_whatever_the_past_of_the_run(past, tmp_path):
     past(run)
     rows = distloop.read_metrics(str(tmp_path))
     for row in rows:
-        assert np.mean(rows_of_step(str(tmp_path), row["step"])) == pytest.approx(row["row"], rel=1e-5), row["step"]
-    steps = [row["step"] for row in rows if 13 in rows_of_step(str(tmp_path), row["step"])]
-    assert steps_of_row(str(tmp_path), 13) == steps != []
+        assert np.mean(examples_in_step(str(tmp_path), row["step"])) == pytest.approx(row["row"], rel=1e-5), row["step"]
+    steps = [row["step"] for row in rows if 13 in examples_in_step(str(tmp_path), row["step"])]
+    assert steps_of_example(str(tmp_path), 13) == steps != []
 
 
 def test_what_is_not_known_is_refused_in_a_sentence(tmp_path, capsys):
     run = train(tmp_path / "by number", data())
-    refused(lambda: rows_of_step(run, 12), "--rows=12", "steps from 1 to 11")
-    refused(lambda: steps_of_row(run, 61), "--steps-of=61", "has 61 rows", "from 0 to 60")
+    refused(lambda: examples_in_step(run, 12), "--rows=12", "steps from 1 to 11")
+    refused(lambda: steps_of_example(run, 61), "--steps-of=61", "has 61 examples", "from 0 to 60")
     plain = train(tmp_path / "plain", tf.data.Dataset.from_tensor_slices(classification(ROWS)).batch(SIZE))
-    refused(lambda: rows_of_step(plain, 2), "a dataset without numbers", "--replay")
+    refused(lambda: examples_in_step(plain, 2), "a dataset without numbers", "--replay")
     starts = tmp_path / "by number" / "starts.jsonl"
     starts.write_text(json.dumps({**json.loads(starts.read_text()), "input": None}) + "\n")
-    refused(lambda: rows_of_step(run, 2), "the steps 1 to 11", "an earlier version", "--replay")
+    refused(lambda: examples_in_step(run, 2), "the steps 1 to 11", "an earlier version", "--replay")
     assert report.main([run, run, "--rows", "2"]) == 2
     assert "--rows or --steps-of was given with 2 workdirs" in capsys.readouterr().err

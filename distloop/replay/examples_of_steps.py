@@ -1,7 +1,7 @@
 """Which examples were in a step of a run, and in which steps an example was, of data by number; reads no data.
 
-    rows_of_step("runs/digits", 1_234)      # array([814, 33, ...])
-    steps_of_row("runs/digits", 814)        # [7, 19, 31, ...]
+    examples_in_step("runs/digits", 1_234)    # array([814, 33, ...])
+    steps_of_example("runs/digits", 814)      # [7, 19, 31, ...]
 
 The order of the examples is a function of what each start of the run has recorded of its position in the data.
 """
@@ -41,19 +41,19 @@ class _Stretch(NamedTuple):
     def examples(self, batch: int) -> np.ndarray:
         """Returns the numbers of the examples of a batch."""
         number = batch % self.order.batches_per_epoch if self.is_one_epoch else batch
-        rows: np.ndarray = self.order.rows(tf.constant(number, tf.int64))[0].numpy()
-        return rows
+        numbers: np.ndarray = self.order.rows(tf.constant(number, tf.int64))[0].numpy()
+        return numbers
 
 
-def print_examples(workdir: str, step: int | None, row: int | None) -> None:
+def print_examples(workdir: str, step: int | None, example: int | None) -> None:
     """Prints the numbers of the examples in a step, and the steps that an example was in, as far as they are given."""
     if step is not None:
-        print(*rows_of_step(workdir, step))
-    if row is not None:
-        print(*steps_of_row(workdir, row))
+        print(*examples_in_step(workdir, step))
+    if example is not None:
+        print(*steps_of_example(workdir, example))
 
 
-def rows_of_step(workdir: str, step: int) -> np.ndarray:
+def examples_in_step(workdir: str, step: int) -> np.ndarray:
     """Returns the numbers of the examples in a step of a run, `[B]`.
 
     Args:
@@ -73,22 +73,22 @@ def rows_of_step(workdir: str, step: int) -> np.ndarray:
     )
 
 
-def steps_of_row(workdir: str, row: int) -> list[int]:
-    """Returns the steps of a run that an example was in; the arguments and errors are those of `rows_of_step`."""
+def steps_of_example(workdir: str, example: int) -> list[int]:
+    """Returns the steps of a run that an example was in; the arguments and errors are those of `examples_in_step`."""
     steps = []
     for stretch in _stretches(workdir):
         order = stretch.order
-        if not 0 <= row < order.num_rows:
+        if not 0 <= example < order.num_rows:
             raise ValueError(
-                f"--steps-of={row} was given, and the data of the run in {workdir!r} has {order.num_rows} rows: give a "
-                f"number from 0 to {order.num_rows - 1}."
+                f"--steps-of={example} was given, and the data of the run in {workdir!r} has {order.num_rows} "
+                f"examples: give a number from 0 to {order.num_rows - 1}."
             )
         step_of = {batch: step for step, batch in enumerate(stretch.batches, stretch.first)}
         for epoch in sorted({batch // order.batches_per_epoch for batch in step_of}):
             first = epoch * order.batches_per_epoch
-            whole = dataclasses.replace(order, batch_size=order.num_rows, limit=0)
-            of_epoch = whole.rows(tf.constant(0 if stretch.is_one_epoch else epoch, tf.int64))[0].numpy()
-            batch = first + int(np.flatnonzero(of_epoch == row)[0]) // order.batch_size
+            all_examples = dataclasses.replace(order, batch_size=order.num_rows, limit=0)
+            of_epoch = all_examples.rows(tf.constant(0 if stretch.is_one_epoch else epoch, tf.int64))[0].numpy()
+            batch = first + int(np.flatnonzero(of_epoch == example)[0]) // order.batch_size
             if batch < first + order.batches_per_epoch and batch in step_of:
                 steps.append(step_of[batch])
     return steps
