@@ -35,13 +35,6 @@ def test_epochs_follow_from_the_place_and_endless_data_has_none():
     assert seen_after(tf.data.Dataset.range(10).repeat().batch(5), 3) == {}
 
 
-def test_a_mixture_counts_the_examples_of_each_source():
-    web, code = {"x": np.arange(9.0)}, {"x": np.arange(5.0)}
-    data = distloop.make_dataset(distloop.Mixture({"web": web, "code": code}, {"web": 0.75, "code": 0.25}), 4)
-    seen = seen_after(data, 8)
-    assert seen["web/examples_seen"] == 24.0 and seen["code/examples_seen"] == 8.0
-
-
 @pytest.mark.slow
 def test_rows_tell_what_was_read_over_stops_and_going_on(tmp_path):
     rows, config = classification(40), on(1, workdir=str(tmp_path), log_every=2, eval_every=0)

@@ -1,6 +1,5 @@
 """Data by number: batches that are a function of their number."""
 
-import json
 import math
 import time
 
@@ -15,7 +14,6 @@ from distloop.data.shards import shard_bounds
 from distloop.data.source import Source
 from tests.data.python_batches import Rows
 from tests.problems import mirrored
-from tests.records import record_shards
 
 
 def rows_of_two():
@@ -144,27 +142,6 @@ def test_a_position_in_other_data_is_refused(change, words):
     assert convert_numbered({**PLACE, "batches": 0}, {**facts, **change})["batches"] == 0  # nothing was read yet
     with pytest.raises(ValueError, match="at its position in the data, as the checkpoint is of other data, such as"):
         convert_numbered({"batches": 5, "skipped": []}, facts)
-
-
-def test_a_file_that_changed_since_the_checkpoint_is_named(tmp_path):
-    paths = [tmp_path / "train-0", tmp_path / "train-1"]
-
-    def source(second, index_dir):
-        for path, text in zip(paths, (b"a", second), strict=True):
-            record_shards.write(path, [b"%s%d" % (text, number) for number in range(5)])
-        records = distloop.open_records(paths, index_dir=str(tmp_path / index_dir))
-        return Source(distloop.make_dataset(records, 2), mirrored(1))
-
-    before = source(b"b", "before")
-    assert [next(before.iterator()).numpy().tolist() for _ in range(2)] == [[b"a0", b"a1"], [b"a2", b"a3"]]
-    before.batches_taken = 2
-    place = before.save_position()
-    assert len(json.dumps(place)) < 1000
-    same = source(b"b", "after")
-    same.restore_position(place)
-    assert next(same.iterator()).numpy().tolist() == [b"a4", b"b0"]
-    with pytest.raises(ValueError, match=r"as the records of '.*train-1' have changed: give the data"):
-        source(b"c", "changed").restore_position(place)
 
 
 @pytest.mark.slow

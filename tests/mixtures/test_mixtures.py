@@ -8,10 +8,11 @@ import pytest
 import tensorflow as tf
 
 import distloop
+from distloop.actions.built_in import DataSeen
 from distloop.data.numbered import WorkerRows
 from distloop.data.source import Source
 from distloop.mixtures.mixtures import Mixture, round_fractions
-from tests.problems import mirrored
+from tests.problems import mirrored, report
 
 
 class Rows:
@@ -178,3 +179,12 @@ def mixed(a, b):
 def test_sources_with_other_examples_or_a_fixed_batch_size_are_refused(source, batch_size, words):
     with pytest.raises(ValueError, match=re.escape(words)):
         distloop.make_dataset(source, batch_size)
+
+
+def test_a_mixture_counts_the_examples_of_each_source():
+    web, code = {"x": np.arange(9.0)}, {"x": np.arange(5.0)}
+    data = distloop.make_dataset(distloop.Mixture({"web": web, "code": code}, {"web": 0.75, "code": 0.25}), 4)
+    source = Source(data, mirrored(1))
+    source.batches_taken = 8
+    seen = DataSeen(source)(report(8))
+    assert seen["web/examples_seen"] == 24.0 and seen["code/examples_seen"] == 8.0

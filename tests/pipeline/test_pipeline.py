@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import os
 import sys
+from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -15,8 +16,9 @@ from distloop.data.shards import Batch
 from distloop.distributed import collectives
 from distloop.model.saved_state import SavedState
 from distloop.monitoring.profiler import busy_fractions
-from distloop.run import overview
+from distloop.run import fit, overview
 from distloop.variables import tensorflow_variable
+from distloop.workdir import ledger
 from tests import forked
 from tests.problems import assert_close, assert_equal, batches, classification, mostly_wide, refused
 
@@ -362,3 +364,21 @@ def test_stages_may_share_devices_that_are_given():
 
 if __name__ == "__main__":
     on_two_workers(sys.argv[1])
+
+
+def test_each_device_of_a_pipeline_counts_once_on_each_worker(tmp_path):
+    for devices in (["CPU:0", "CPU:1", "CPU:0"], ["CPU:1", "CPU:0", "CPU:1"]):
+
+        def model_fn(devices=devices):
+            layers = [keras.layers.Dense(4) for _ in range(3)]
+            model = distloop.split(keras.Sequential([keras.Input((8,)), *layers]), 3, devices)
+            loss_fn = lambda batch, training: {"loss": tf.reduce_sum(model(batch["x"]), 1)}  # noqa: E731
+            return distloop.ModelSpec(model, keras.optimizers.SGD(0.1), loss_fn)
+
+        state = distloop.Trainer(model_fn, distloop.Config(device="cpu", num_stages=3, strategy="none")).state
+        assert overview.peak_flops(state, distloop.Config(device="cpu", peak_flops=5.0)) == 10.0
+        source = SimpleNamespace(save_position=dict)
+        fit._begin_in(str(tmp_path), SimpleNamespace(state=state, source=source, _step=0), None)
+    assert [start["devices"] for start in ledger.read_starts(str(tmp_path))] == [2, 2]
+    on_3 = SimpleNamespace(strategy=SimpleNamespace(num_replicas_in_sync=3), placement=state.placement)
+    assert overview.num_devices(on_3) == 6

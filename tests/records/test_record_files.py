@@ -1,5 +1,6 @@
 import concurrent.futures
 import gzip
+import json
 import os
 import pickle
 import shutil
@@ -12,8 +13,10 @@ import pytest
 import tensorflow as tf
 
 import distloop
+from distloop.data.source import Source
 from distloop.records import record_files, record_index
 from distloop.records.record_index import Files, expand, index_path
+from tests.problems import mirrored
 from tests.records.record_shards import contents, corrupt, position_of, write
 
 
@@ -250,3 +253,24 @@ def test_patterns_are_sorted_and_lists_are_not(tmp_path, monkeypatch):
     assert expand(names[1]) == [names[1]]  # a name before a pattern
     monkeypatch.setenv("HOME", str(tmp_path))
     assert expand("~/a") == [names[0]]
+
+
+def test_a_file_that_changed_since_the_checkpoint_is_named(tmp_path):
+    paths = [tmp_path / "train-0", tmp_path / "train-1"]
+
+    def source(second, index_dir):
+        for path, text in zip(paths, (b"a", second), strict=True):
+            write(path, [b"%s%d" % (text, number) for number in range(5)])
+        records = distloop.open_records(paths, index_dir=str(tmp_path / index_dir))
+        return Source(distloop.make_dataset(records, 2), mirrored(1))
+
+    before = source(b"b", "before")
+    assert [next(before.iterator()).numpy().tolist() for _ in range(2)] == [[b"a0", b"a1"], [b"a2", b"a3"]]
+    before.batches_taken = 2
+    place = before.save_position()
+    assert len(json.dumps(place)) < 1000
+    same = source(b"b", "after")
+    same.restore_position(place)
+    assert next(same.iterator()).numpy().tolist() == [b"a4", b"b0"]
+    with pytest.raises(ValueError, match=r"as the records of '.*train-1' have changed: give the data"):
+        source(b"c", "changed").restore_position(place)

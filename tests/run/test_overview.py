@@ -12,8 +12,7 @@ import tensorflow as tf
 from tensorboard.plugins.graph.keras_util import keras_model_to_graph_def
 
 import distloop
-from distloop.run import fit, overview
-from distloop.workdir import ledger
+from distloop.run import overview
 from tests import problems
 
 SPEC = {"x": tf.TensorSpec([None, 8]), "label": tf.TensorSpec([None], tf.int32), "weight": tf.TensorSpec([None])}
@@ -138,24 +137,6 @@ def test_known_gpus_have_a_peak(monkeypatch):
     names.update(first="first", second="second")
     assert overview.peak_flops(state, gpu) is None
     assert overview.peak_flops(state, distloop.Config(device="cpu", peak_flops=5.0)) == 10.0
-
-
-def test_each_device_of_a_pipeline_counts_once_on_each_worker(tmp_path):
-    for devices in (["CPU:0", "CPU:1", "CPU:0"], ["CPU:1", "CPU:0", "CPU:1"]):
-
-        def model_fn(devices=devices):
-            layers = [keras.layers.Dense(4) for _ in range(3)]
-            model = distloop.split(keras.Sequential([keras.Input((8,)), *layers]), 3, devices)
-            loss_fn = lambda batch, training: {"loss": tf.reduce_sum(model(batch["x"]), 1)}  # noqa: E731
-            return distloop.ModelSpec(model, keras.optimizers.SGD(0.1), loss_fn)
-
-        state = distloop.Trainer(model_fn, distloop.Config(device="cpu", num_stages=3, strategy="none")).state
-        assert overview.peak_flops(state, distloop.Config(device="cpu", peak_flops=5.0)) == 10.0
-        source = SimpleNamespace(save_position=dict)
-        fit._begin_in(str(tmp_path), SimpleNamespace(state=state, source=source, _step=0), None)
-    assert [start["devices"] for start in ledger.read_starts(str(tmp_path))] == [2, 2]
-    on_3 = SimpleNamespace(strategy=SimpleNamespace(num_replicas_in_sync=3), placement=state.placement)
-    assert overview.num_devices(on_3) == 6
 
 
 def test_the_layout_has_charts_for_what_the_run_reports():
