@@ -13,6 +13,7 @@ import tensorflow as tf
 import distloop
 from distloop.data.source import Passes
 from distloop.distributed.strategies import check_strategy
+from distloop.evaluation.evaluation import EvalLoop
 from distloop.evaluation.prediction import check_outputs
 from distloop.keras_models.fit_arguments import read_arguments
 from distloop.log import shown
@@ -21,6 +22,7 @@ from distloop.model.keras_metrics import KerasMetrics
 from distloop.model.metrics import check_fed
 from distloop.model.state import TrainState
 from distloop.run import run_length
+from distloop.run.assembly import make_step
 from distloop.training.action import check_actions
 from distloop.training.differentiation import tally_outputs
 from tests.problems import assert_equal, classification, mirrored, on, refused, weights
@@ -221,6 +223,70 @@ MODELS = [
     row("no_decay: no decay", lambda: state(no_decay="bias"), "no_decay='bias'", "no weight_decay", "AdamW"),
     row("gradient_fn: a number", lambda: state(gradient_fn=3), "gradient_fn=3"),
     row("batch_fn: a name", lambda: state(batch_fn="flip"), "batch_fn='flip'"),
+]
+
+# Keras models, evaluations and steps --------------------------------------------------------------------------------
+
+def supervised(loss, batch):
+    """Calls the loss_fn of `distloop.supervised` with a batch of arrays."""
+    tensors = tf.nest.map_structure(tf.constant, batch)
+    return lambda: distloop.supervised(net(), loss, keras.optimizers.SGD()).loss_fn(tensors, True)
+
+
+def of_unknown_rank():
+    made = distloop.supervised(net(), "mse", keras.optimizers.SGD())
+    call = tf.function(lambda x, y: made.loss_fn((x, y), True), autograph=False)
+    call.get_concrete_function(tf.TensorSpec([None, 3]), tf.TensorSpec(None))
+
+
+def without_a_loss():
+    model = net()
+    model.compile("sgd", None)
+    return distloop.from_keras(model)().loss_fn((tf.constant(ROWS["x"]), tf.constant(ROWS["y"])), True)
+
+
+class Secret(keras.metrics.Mean):
+    """A metric that does not say how it is made."""
+
+    def __init__(self, weight):
+        super().__init__()
+
+
+PAIRS = "take (x, y)"
+
+KERAS = [
+    row(
+        "supervised: a loss that is summed",
+        supervised(keras.losses.MeanSquaredError(reduction="sum", name="total"), (ROWS["x"], ROWS["y"])),
+        *("'total' has reduction='sum', ", ": leave reduction out"),
+    ),
+    row("supervised: a dict", supervised("mse", ROWS), "a dict of length 2 was given; ", PAIRS, "map the dataset"),
+    row("supervised: no labels", supervised("mse", ROWS["x"]), "features without labels were given; ", PAIRS),
+    row("supervised: one entry", supervised("mse", (ROWS["x"],)), "a tuple of length 1 was given; ", PAIRS),
+    row(
+        "supervised: labels of unknown rank",
+        of_unknown_rank,
+        *("the number of axes of y, ", ": set it, as in ", "tf.ensure_shape"),
+    ),
+    row("from_keras: no loss", without_a_loss, "no loss for any of its outputs: compile it with one"),
+    row(
+        "supervised: a network in stages",
+        lambda: distloop.supervised(distloop.split(net(), 1), "mse", keras.optimizers.SGD()),
+        "supervised was given a Pipeline; it takes a keras.Model: return ModelSpec",
+    ),
+    row(
+        "Evaluation: a metric that cannot be copied",
+        lambda: EvalLoop(state(), loss_fn=no_loss, metrics={"secret": Secret(2)}),
+        *('under "secret" of an Evaluation cannot be copied ', ": give it a get_config"),
+    ),
+    *(
+        row(
+            f"gradient_noise_every of one part, {settings}",
+            lambda settings=settings: make_step(state(), on(1, gradient_noise_every=1, **settings)),
+            *("gradient_noise_every=1", "give microbatches, virtual_replicas or more"),
+        )
+        for settings in ({}, {"virtual_replicas": 1})
+    ),
 ]
 
 # The trainer ----------------------------------------------------------------------------------------------------------
@@ -624,7 +690,7 @@ ARGUMENTS = [
 
 @pytest.mark.parametrize(
     ("call", "parts"),
-    [*SETTINGS, *MODELS, *TRAINERS, *VALUES, *DATA, *FIT, *PREDICTIONS, *ARGUMENTS],
+    [*SETTINGS, *MODELS, *KERAS, *TRAINERS, *VALUES, *DATA, *FIT, *PREDICTIONS, *ARGUMENTS],
 )
 def test_a_call_is_refused_in_a_sentence(call, parts):
     refused(call, *parts)

@@ -85,16 +85,6 @@ def test_each_dataset_has_its_schedule_limit_and_values():
     trainer.fit(dataset(), steps=8, evals=evals)  # the metrics start anew
 
 
-def test_a_metric_that_cannot_be_copied_is_refused():
-    class Secret(keras.metrics.Mean):
-        def __init__(self, weight):
-            super().__init__()
-
-    evaluation = distloop.Evaluation(dataset(), loss_fn=lambda batch, _: {}, metrics={"secret": Secret(2)})
-    with pytest.raises(ValueError, match='under "secret" of an Evaluation cannot be copied .*: give it a get_config'):
-        make_trainer().fit(dataset(), steps=1, evals={"test": evaluation})
-
-
 ROWS = {**classification(37), "row": np.arange(37)}
 
 

@@ -270,37 +270,6 @@ def test_a_loss_and_a_metric_that_keras_cannot_name_are_taken_over():
     assert found == pytest.approx(expected, rel=1e-5)
 
 
-def fit(loss="mse", data=None, model_fn=None):
-    """Fits what `supervised` makes, and checks that it fails before the first step."""
-    trainer = distloop.Trainer(model_fn or (lambda: distloop.supervised(net(), loss, keras.optimizers.SGD())), on(1))
-    try:
-        trainer.fit(data or batches(X, Y), steps=1)
-    finally:
-        assert trainer.step == 0
-
-
-def of_unknown_rank(x, y):
-    return x, tf.ensure_shape(tf.py_function(lambda: y, [], tf.float32), None)
-
-
-def test_what_cannot_be_trained_is_refused_before_the_first_step():
-    with pytest.raises(ValueError, match="'total' has reduction='sum', .*: leave reduction out"):
-        fit(keras.losses.MeanSquaredError(reduction="sum", name="total"))
-    with pytest.raises(ValueError, match=r"a dict of length 2 was given; .* take \(x, y\) or .* map the dataset"):
-        fit(data=slices({"x": X, "y": Y}))
-    with pytest.raises(ValueError, match=r"features without labels were given; .* take \(x, y\)"):
-        fit(data=slices(X))
-    with pytest.raises(ValueError, match=r"a tuple of length 1 was given; .* take \(x, y\)"):
-        fit(data=slices((X,)))
-    with pytest.raises(ValueError, match="the number of axes of y, .*: set it, as in .*tf.ensure_shape"):
-        fit(data=batches(X, Y).map(of_unknown_rank))
-    with pytest.raises(ValueError, match="no loss for any of its outputs: compile it with one"):
-        fit(model_fn=distloop.from_keras(compiled(net(), None)))
-    model = distloop.split(keras.Sequential([keras.Input((8,)), keras.layers.Dense(4), keras.layers.Dense(3)]), 2)
-    with pytest.raises(ValueError, match=r"supervised was given a Pipeline; it takes a keras.Model: return ModelSpec"):
-        distloop.supervised(model, "mse", keras.optimizers.SGD(0.1))
-
-
 @pytest.mark.parametrize("reduction", mostly_wide(["none", "mean", "sum_over_batch_size"]))
 def test_other_reductions_all_mean_the_mean(reduction):
     model = compiled(net(), keras.losses.MeanSquaredError(reduction=reduction))

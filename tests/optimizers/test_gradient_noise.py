@@ -12,7 +12,7 @@ from distloop.actions.built_in import SCALE, GradientNoise
 from distloop.optimizers import gradient_noise
 from distloop.optimizers.gradient_noise import SQUARE, TRACE
 from distloop.training.action import Report
-from tests.problems import batches, classification, classifier, mostly_wide, on, refused
+from tests.problems import batches, classification, classifier, mostly_wide, on
 
 ROWS = 24
 
@@ -158,10 +158,3 @@ def test_a_step_that_measures_nothing_computes_nothing_for_it(monkeypatch):
     monkeypatch.setattr(gradient_noise, "of_part", None)
     found = distloop.Trainer(classifier(), on(2)).fit(batches(8, ROWS), steps=1)
     assert not {TRACE, SQUARE, SCALE} & found.keys()
-
-
-@pytest.mark.parametrize("settings", [{}, {"virtual_replicas": 1}])
-def test_one_part_is_refused(settings):
-    trainer = distloop.Trainer(classifier(), on(1, gradient_noise_every=1, **settings))
-    parts = "gradient_noise_every=1", "give microbatches, virtual_replicas or more"
-    refused(lambda: trainer.fit(batches(ROWS, ROWS), steps=1), *parts)
