@@ -30,9 +30,9 @@ from distloop.model.spec import ModelSpec, check_model_fn
 from distloop.monitoring.curves import History
 from distloop.monitoring.timing import Clock
 from distloop.monitoring.writers import Writer, check_writers
-from distloop.run import run_length
 from distloop.run.assembly import make_state, make_train_loop, make_training_source
 from distloop.run.fit import Fit
+from distloop.run.fit_call import FitCall, as_given, make_units, run_end
 from distloop.run.overview import ForwardPass
 from distloop.settings.config import Config
 from distloop.training.action import Action, check_actions
@@ -160,27 +160,20 @@ class Trainer:
         check_actions(actions)
         check_writers(writers)
         source = self._train_source = make_training_source(data, self.state, self.config, self._train_source)
-        length = run_length.chosen(self.config, self.step, steps=steps, epochs=epochs, until=until)
+        length = run_end(self.config, self.step, steps=steps, epochs=epochs, until=until)
         evaluations = make_evaluations(data.evals, self.config, self._passes, self._eval_loop, self._predictor)
         self._build(source)
-        run = Fit(
+        call = FitCall(
             state=self.state,
-            config=run_length.as_given(self.config, source, length),
-            checkpoints=self._checkpoints,
-            make_loop=lambda: self._train_loop,
+            config=as_given(self.config, source, length),
             source=source,
-            units=run_length.make_units(source, length),
+            units=make_units(source, length),
             evaluations=evaluations,
             actions=actions,
             writers=writers,
-            forward_pass=self._forward_pass,
             clock=clock,
         )
-        with weights_returned(self.state, is_dry_run=self.config.fast_dev_run), self._checkpoints.directory:
-            run.resume()
-            with run.delivering(), run.interruptible():
-                run.train()
-        result = run.result()
+        result = Fit(call, self._checkpoints, self._forward_pass, lambda: self._train_loop).run()
         if self.config.fast_dev_run:
             another_step = functools.partial(self._train_loop.train, source, self.step + 1, [])
             _tryouts("fast_dev_run").check_dry_run(self, source.data, evaluations, another_step, self._say)
@@ -212,7 +205,7 @@ class Trainer:
         lengths = {name: arguments.pop(name, None) for name in ("steps", "epochs", "until")}
         replays.check(self)
         source = make_training_source(read_arguments(train, None, arguments, y), self.state, self.config)
-        units = run_length.make_units(source, run_length.chosen(self.config, 0, **lengths))
+        units = make_units(source, run_end(self.config, 0, **lengths))
         self._build(source)
         self.has_replayed = True
         return replays.replay(self.state, self.config, source, units, step)

@@ -21,7 +21,7 @@ from distloop.model.broadcasts import refuse_pairs
 from distloop.model.keras_metrics import KerasMetrics
 from distloop.model.metrics import check_fed
 from distloop.model.state import TrainState
-from distloop.run import run_length
+from distloop.run import fit_call
 from distloop.run.assembly import make_step
 from distloop.training.action import check_actions
 from distloop.training.differentiation import tally_outputs
@@ -479,7 +479,7 @@ def endless():
 def length(*parts, **given):
     arguments = {"steps": None, "epochs": None, "until": None, **given}
     name = ", ".join(f"{name}={shown(value)}" for name, value in given.items()) or "no length"
-    return row(f"fit: {name}", lambda: run_length.chosen(distloop.Config(), 3, **arguments), *parts)
+    return row(f"fit: {name}", lambda: fit_call.run_end(distloop.Config(), 3, **arguments), *parts)
 
 
 def evals(name, given, *parts):
@@ -513,7 +513,7 @@ FIT = [
     length("fit was given", steps=2**63),
     row(
         "fit: epochs of an endless dataset",
-        lambda: run_length.make_units(Passes(ONE, 4).source(dataset().repeat(), may_be_endless=True), "2 epochs"),
+        lambda: fit_call.make_units(Passes(ONE, 4).source(dataset().repeat(), may_be_endless=True), "2 epochs"),
         *("epochs were given", "endless", "give steps instead"),
     ),
     evals("a dataset", dataset(), "evals", "dict"),

@@ -10,18 +10,20 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FILES = {str(path.relative_to(ROOT / "distloop")): path for path in sorted((ROOT / "distloop").rglob("*.py"))}
 MAX_FILE_LINES, MAX_CLASS_LINES, MAX_FUNCTION_LINES, MAX_POSITIONAL = 400, 300, 45, 6
+MAX_FIT_LINES = 30  # of `Trainer.fit`
 MAX_GUIDE_LINES = 285
 MAX_FOLDER_FILES = 16
 
-# Lines of code, without docstrings, comments, imports and blank lines. A commit may lower a number, and raise none.
-MAX_LOOP_FILES, MAX_LOOP_LINES = 136, 17253  # the package without its parts
+# Lines of code, without docstrings, comments, imports and blank lines. A commit may lower a number, and raise none,
+# but for what moves from the loop into a part, by which the loop's number falls.
+MAX_LOOP_FILES, MAX_LOOP_LINES = 136, 17232  # the package without its parts
 MAX_PART_LINES = {
     "audit": 1107,
     "bucket": 566,
     "exports": 475,
     "launcher": 573,
-    "mixtures": 373,
-    "pipeline": 288,
+    "mixtures": 380,
+    "pipeline": 302,
     "recompute": 191,
     "records": 302,
     "replay": 560,
@@ -32,7 +34,7 @@ MAX_PART_LINES = {
 
 # What is larger, and how large it is: make it smaller and lower the number, or remove the line.
 EXCEPTIONS = {
-    "trainer.py: class Trainer": 348,  # the verbs of a user, half of it their docstrings
+    "trainer.py: class Trainer": 341,  # the verbs of a user, half of it their docstrings
 }
 
 
@@ -73,6 +75,10 @@ def test_exceptions_are_as_large_as_they_say_and_no_larger():
     measured = {what: (size, limit) for name in FILES for what, size, limit in sizes(name)}
     for what, size in EXCEPTIONS.items():
         assert measured[what][0] == size > measured[what][1], f"{what} is {measured[what][0]} now: correct its line"
+
+
+def test_a_call_of_fit_is_read_at_a_glance():
+    assert max(size for what, size, _ in sizes("trainer.py") if what == "trainer.py: fit") <= MAX_FIT_LINES
 
 
 def test_no_folder_holds_more_than_16_files():

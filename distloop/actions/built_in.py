@@ -17,7 +17,6 @@ from distloop.data.source import Source
 from distloop.distributed import collectives, devices, strategies
 from distloop.model import memory
 from distloop.model.saved_state import ReplicaComparison
-from distloop.monitoring.profiler import Profile, busy_fractions
 from distloop.optimizers.gradient_noise import SQUARE, TRACE
 from distloop.training.action import Action, Report
 from distloop.workdir import ledger
@@ -203,39 +202,6 @@ class Utilization(Action):
             name = f"worker_{worker}/gpu_{gpu}" if len(of_workers) > 1 else f"gpu_{gpu}"
             numbers |= {f"{name}/gpu_utilization": busy, f"{name}/gpu_memory_gb": gb}
         return numbers
-
-
-class PipelineUsage(Action):
-    """Reports `stage_N/device_memory_gb` and `stage_N/device_busy_share` for each stage of a pipeline.
-
-    The memory is the peak of the stage's device, at each log; virtual CPUs share the host's memory and have none. The
-    busy share is the fraction of a step's time in which an operation runs on the device; it is read from the profile,
-    once `--profile` has written one. With several workers these are the chief's numbers.
-    """
-
-    every = None
-    phase = "logging"
-    only_writes = True
-
-    def __init__(self, stage_devices: Sequence[str], profile: Profile):
-        """Stores the device of each stage, none if the model is no pipeline, and the profile."""
-        self._devices = stage_devices
-        self._profile = profile
-        self._was_read = False
-
-    def __call__(self, report: Report) -> dict[str, float]:
-        """Returns the metrics; stages that share a device have the same."""
-        fractions = {}
-        if self._devices and self._profile.is_written and not self._was_read:
-            self._was_read = True
-            fractions = busy_fractions(self._profile.directory)
-        metrics = {}
-        for stage, device in enumerate(self._devices):
-            if not device.startswith("CPU"):
-                metrics[f"stage_{stage}/device_memory_gb"] = memory.device_peak_gb(device)
-            if device in fractions:
-                metrics[f"stage_{stage}/device_busy_share"] = fractions[device]
-        return metrics
 
 
 class GradientNoise(Action):

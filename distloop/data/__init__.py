@@ -1,4 +1,4 @@
 """Data: datasets, and the rows of each replica.
 
-Read first: `source`, `make_dataset`, `position`.
+Read first: `source`, `make_dataset`, `order`.
 """

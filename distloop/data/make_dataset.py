@@ -103,19 +103,16 @@ def make_dataset(
         is_shuffled=bool(shuffle),
         drop_remainder=drop_remainder,
     )
-    if _is_mixture(source) or len(sizes) > 1 or row_lengths is not None:
-        mixtures = import_part("mixtures.mixtures", "a Mixture, lengths or a batch_size that changes")
-        order = mixtures.make_order(source, order, sizes, row_lengths, pad_to)
+    if hasattr(source, "make_order"):  # which a Mixture has
+        order = source.make_order(order, sizes, row_lengths)
+    elif len(sizes) > 1 or row_lengths is not None:
+        mixtures = import_part("mixtures.mixtures", "lengths or a batch_size that changes")
+        order = mixtures.make_order(order, sizes, row_lengths, pad_to)
     if not order.batches_per_epoch:
         raise ValueError(
             f"The {order.num_rows} rows given are no whole batch of {batch_size}: set drop_remainder=False."
         )
     return NumberedDataset(reader, order, apply)
-
-
-def _is_mixture(source: Any) -> bool:
-    """Returns whether a source is a `Mixture`; whoever has one has imported its module."""
-    return hasattr(source, "rows_of") and hasattr(source, "as_arrays")
 
 
 def by_batch(values: Mapping[int, Any], what: str) -> dict[int, Any]:
@@ -161,7 +158,7 @@ def _make_reader(
     is_of_rows = is_of_rows and lengths is not None and lengths.dtype.kind in "iu"
     extremes = [int(np.argmin(lengths)), int(np.argmax(lengths))] if lengths is not None and is_of_rows else []
     is_columns = is_arrays(source) and not (isinstance(source, list) and is_of_rows)
-    arrays = source.as_arrays() if _is_mixture(source) else source if is_columns else None
+    arrays = source.as_arrays() if hasattr(source, "as_arrays") else source if is_columns else None
     if arrays is not None:
         reader: ArrayRows | SourceRows = ArrayRows(arrays)
     elif not hasattr(source, "__getitem__") or not hasattr(source, "__len__") or isinstance(source, (str, bytes)):

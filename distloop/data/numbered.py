@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from distloop.data.order import Order, example_seeds
-from distloop.data.position import convert_numbered
+from distloop.data.order import Order, example_seeds, require_same_data
 from distloop.data.rows import ArrayRows
 from distloop.data.shards import shard_bounds
 
@@ -160,8 +159,11 @@ class NumberedDataset(tf.data.Dataset):
         Raises:
             ValueError: if the position is one in other data, or in another order of it.
         """
-        describe_change = getattr(self._reader, "describe_change", None)
-        return convert_numbered(position, facts, describe_change, getattr(self.order, "batch_at", None))
+        if not position["batches"]:
+            return position
+        require_same_data(position, facts, getattr(self._reader, "describe_change", None))
+        converted: Mapping[str, Any] = self.order.convert(position, facts)
+        return converted
 
     def first_pass_again(self) -> "NumberedDataset":
         """Returns the dataset of which every epoch repeats the first one."""

@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from distloop.data.columns import DIGITS, DiskColumn, content_of, is_on_disk, unmasked
 from distloop.data.examples import as_example, common_spec, describe, pad_rows
-from distloop.data.position import CONTENT
+from distloop.data.order import CONTENT
 from distloop.distributed.devices import HOST
 from distloop.errors import carry
 

@@ -24,7 +24,7 @@ from distloop.data.info import DataInfo, are_rows_alike, can_be_looked_at, count
 from distloop.data.iterators import Behind, fresh_copy, iterate
 from distloop.data.numbered import NumberedDataset, WorkerRows
 from distloop.data.opening import open_data
-from distloop.data.position import CONTENT, convert_batches, facts_of
+from distloop.data.order import CONTENT, convert_batches, facts_of
 from distloop.data.shards import check_rows, pad, static_batch_size
 from distloop.distributed import collectives
 from distloop.distributed.devices import HOST, require_no_other_scope

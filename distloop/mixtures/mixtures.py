@@ -24,6 +24,7 @@ from distloop.settings.durations import finite_number, whole_number
 
 _MOST_SLOTS = 10_000  # of a block
 _MOST_FINGERPRINT = 400  # characters
+_NO_LENGTHS = "lengths were given with a Mixture or a batch_size that changes; use distloop.pack."
 
 
 class Mixture:
@@ -106,6 +107,13 @@ class Mixture:
         source, number = self._locate(row)
         return f"Row {number} of {self.names[source]!r}"
 
+    def make_order(self, order: Order, sizes: Mapping[int, int], lengths: np.ndarray | None) -> MixedOrder:
+        """Returns the order of its examples; the arguments are those of the function `make_order`."""
+        if lengths is not None:
+            raise ValueError(_NO_LENGTHS)
+        sources = {name: getattr(self, name) for name in ("names", "rows_of", "ratios", "examples_per_epoch")}
+        return _mixed(order, sizes, **sources)
+
     def as_arrays(self) -> Any:
         """Returns the rows of all sources as arrays `[N, ...]`; None if one is no array in memory, or shapes differ."""
         in_memory = [s for s in self._sources if isinstance(s, ArrayRows) and s.is_in_memory]
@@ -176,32 +184,27 @@ def _open(name: str, source: Any) -> Any:
     return source
 
 
-def make_order(
-    source: Any, order: Order, sizes: Mapping[int, int], lengths: np.ndarray | None, pad_to: Sequence[int]
-) -> Any:
-    """Returns the order of a mixture, of one source whose batch size changes, or of batches of like lengths.
+def make_order(order: Order, sizes: Mapping[int, int], lengths: np.ndarray | None, pad_to: Sequence[int]) -> Any:
+    """Returns the order of one source whose batch size changes, or of batches of like lengths.
 
     Args:
-        source: the source.
-        order: of its rows, as if it were none of these.
+        order: of its rows, as if it were neither.
         sizes: the size of batches by the batch from which on they have it.
         lengths: of the rows; None: batches are not of like lengths.
         pad_to: as for `make_dataset`.
 
     Raises:
-        ValueError: if the lengths do not fit the source, or are given with a mixture or a batch size that changes.
+        ValueError: if the lengths do not fit the source, or are given with a batch size that changes.
     """
-    is_mixture = isinstance(source, Mixture)
-    if lengths is not None and (is_mixture or len(sizes) > 1):
-        raise ValueError("lengths were given with a Mixture or a batch_size that changes; use distloop.pack.")
+    if lengths is not None and len(sizes) > 1:
+        raise ValueError(_NO_LENGTHS)
     if lengths is not None:
         return by_length(order, lengths, pad_to)
-    return MixedOrder(
-        names=source.names if is_mixture else ("data",),
-        rows_of=source.rows_of if is_mixture else (order.num_rows,),
-        ratios=source.ratios if is_mixture else ((0, (1,)),),
-        batch_sizes=tuple(sizes.items()),
-        examples_per_epoch=source.examples_per_epoch if is_mixture else order.num_rows,
-        seed=order.seed,
-        is_shuffled=order.is_shuffled,
-    )
+    rows = order.num_rows
+    return _mixed(order, sizes, names=("data",), rows_of=(rows,), ratios=((0, (1,)),), examples_per_epoch=rows)
+
+
+def _mixed(order: Order, sizes: Mapping[int, int], **sources: Any) -> MixedOrder:
+    """Returns the order of some sources, with the seed of a plain order."""
+    batch_sizes = tuple(sizes.items())
+    return MixedOrder(**sources, batch_sizes=batch_sizes, seed=order.seed, is_shuffled=order.is_shuffled)

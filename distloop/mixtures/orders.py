@@ -23,9 +23,9 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from distloop.data.order import Order, permute
+from distloop.data.order import OTHER_SIZE, Order, permute
 from distloop.distributed.devices import HOST
-from distloop.log import shown
+from distloop.log import log, shown
 from distloop.settings.durations import whole_number
 
 _MOST_TEXT = 300  # characters of `facts_at`'s text
@@ -122,6 +122,18 @@ class MixedOrder:
         span = int(np.searchsorted(self._spans.starts, examples, side="right")) - 1
         first, start, size = (int(values[span]) for values in self._spans[:3])
         return first + (examples - start) // size
+
+    def convert(self, position: Mapping[str, Any], facts: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns a position in batches of other sizes, after as many examples, with a warning; as `Order.convert`."""
+        saved_size = position.get("batch_size")
+
+        def converted(num_batches: int) -> int:  # exact unless batches to skip are beyond a change of the size
+            return self.batch_at(position["examples"] + (num_batches - position["batches"]) * saved_size)
+
+        if (batches := converted(position["batches"])) == position["batches"]:
+            return position
+        log.warning(OTHER_SIZE, saved_size, facts.get("batch_size"), batches)
+        return {**position, "batches": batches, "skipped": [converted(number) for number in position["skipped"]]}
 
     def seen(self, batch: int) -> dict[str, int]:
         """Returns the number of examples of each source in all batches before one, by the sources' names."""

@@ -42,6 +42,10 @@ class Placement:
         """Returns lines for the console."""
         return []
 
+    def make_actions(self, profile: Any) -> list[Any]:
+        """Returns the actions that report on the stages of a run, of which `profile` profiles some steps."""
+        return []
+
     def require_stages(self, num_stages: int) -> None:
         """Checks that the model has as many stages as the settings say.
 

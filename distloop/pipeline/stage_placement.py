@@ -11,9 +11,12 @@ import keras
 import tensorflow as tf
 
 from distloop.distributed import strategies
+from distloop.model import memory
 from distloop.model.placement import Compute, Placement, Sums, wrong_num_stages
+from distloop.monitoring.profiler import Profile, busy_fractions
 from distloop.optimizers import keras_hooks
 from distloop.optimizers.gradients import Packing
+from distloop.training.action import Action, Report
 from distloop.variables import tensorflow_variable
 
 
@@ -48,6 +51,10 @@ class StagePlacement(Placement):
         """Returns a line for each network, as in `stages 2 = 1,024 on CPU:0 + 512 on CPU:1`."""
         return [f"stages {network.describe()}" for network in self._networks]
 
+    def make_actions(self, profile: Profile) -> "list[Action]":
+        """Returns the action that reports on the stages."""
+        return [StageUsage(self.devices, profile)]
+
     def require_stages(self, num_stages: int) -> None:
         """Checks that a network has as many stages as the settings say."""
         if num_stages > 1 and num_stages not in [len(network) for network in self._networks]:
@@ -80,10 +87,8 @@ class StagePlacement(Placement):
 
     def differentiate(self, tape: Any, objective: tf.Tensor, tensors: Sequence[Any]) -> list[Any]:
         """Computes gradients; each operation runs beside its forward operation, which a tape cannot do."""
-        if tf.executing_eagerly():
-            return super().differentiate(tape, objective, tensors)
-        gradients: list[Any] = tf.gradients(objective, tensors)
-        return gradients
+        is_eager, differentiate = tf.executing_eagerly(), super().differentiate
+        return differentiate(tape, objective, tensors) if is_eager else list(tf.gradients(objective, tensors))
 
     def sum_microbatches(
         self, packing: Packing, count: int, compute: Compute, row_specs: Sequence[tf.TensorSpec] = ()
@@ -114,3 +119,30 @@ class StagePlacement(Placement):
             for network in self._networks:
                 stack.enter_context(network.unplaced())
             yield
+
+
+class StageUsage(Action):
+    """Reports `stage_N/device_memory_gb` and `stage_N/device_busy_share` for each stage of a pipeline.
+
+    The memory is the peak of the stage's device, at each log; virtual CPUs share the host's memory and have none. The
+    busy share is the fraction of a step's time in which an operation runs on the device; it is read from the profile,
+    once `--profile` has written one. With several workers these are the chief's numbers.
+    """
+
+    every, phase, only_writes = None, "logging", True
+
+    def __init__(self, devices: Sequence[str], profile: Profile):
+        """Stores the device of each stage, and the profile."""
+        self._devices, self._profile, self._was_read = devices, profile, False
+
+    def __call__(self, report: Report) -> dict[str, float]:
+        """Returns the metrics; stages that share a device have the same."""
+        metrics, fractions = {}, {}
+        if self._profile.is_written and not self._was_read:
+            self._was_read, fractions = True, busy_fractions(self._profile.directory)
+        for stage, device in enumerate(self._devices):
+            if not device.startswith("CPU"):
+                metrics[f"stage_{stage}/device_memory_gb"] = memory.device_peak_gb(device)
+            if device in fractions:
+                metrics[f"stage_{stage}/device_busy_share"] = fractions[device]
+        return metrics

@@ -34,7 +34,7 @@ from distloop.monitoring.profiler import Profile
 from distloop.optimizers import learning_rates
 from distloop.replay.inspection import Replay, StepInspector
 from distloop.replay.recorded_run import RecordedRun, find_difference, read_run
-from distloop.run import run_length
+from distloop.run import fit_call
 from distloop.run.assembly import make_step
 from distloop.run.overview import ForwardPass
 from distloop.settings import durations
@@ -149,7 +149,7 @@ def _make_loop(state: TrainState, config: Config, units: Units, metadata: Mappin
     learning_rates.resolve(state.plain_optimizers.values(), units, loop.trace_again, state.count_tokens)
     if state.average is not None:
         state.average.set_state(metadata.get("average"))
-        state.average.begin_at(run_length.first_averaged(config, units), int(state.step))
+        state.average.begin_at(fit_call.first_averaged(config, units), int(state.step))
     return loop
 
 

@@ -1,4 +1,4 @@
 """Run: one call of `Trainer.fit`, from its settings to its last checkpoint.
 
-Read first: `fit`, `assembly`, `run_length`.
+Read first: `fit`, `assembly`, `fit_call`.
 """

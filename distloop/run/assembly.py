@@ -21,7 +21,7 @@ from distloop.model import dtype_policy, user_functions
 from distloop.model.spec import ModelSpec
 from distloop.model.state import TrainState
 from distloop.optimizers.gradients import Clipping
-from distloop.run import agreement, overview
+from distloop.run import overview, stops
 from distloop.settings.config import Config
 from distloop.settings.precision import PRECISIONS
 from distloop.training.loop import TrainLoop
@@ -33,7 +33,7 @@ def make_state(model_fn: Callable[[], ModelSpec], strategy: tf.distribute.Strate
     if config.recompute:
         recomputation = import_part("recompute.recomputation", f"recompute={config.recompute!r}")
         model_fn = recomputation.with_recomputation(model_fn, config.recompute)
-    divisible, policy = agreement.divisible(strategy, config), dtype_policy.policy(config.precision)
+    divisible, policy = stops.divisible(strategy, config), dtype_policy.policy(config.precision)
     with divisible, policy, devices.seeded(config.seed):
         state = TrainState(
             model_fn,
@@ -62,11 +62,10 @@ def make_train_loop(state: TrainState, config: Config) -> TrainLoop:
             user_functions.require_read(reads, "2", "class weights, the third entry of a batch")
         user_functions.report_unread(reads, config.unread_entries, is_shown=is_shown)
         overview.report_whole_tables(step.updates, state, is_shown=is_shown)
-        agreement.report_traced(state, config)
+        stops.report_traced(state, config)
 
     return TrainLoop(
         *(state, step),
-        log_every=config.log_every,
         steps_per_loop=config.steps_per_loop,
         eager=config.eager,
         max_traces=config.max_traces,

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import distloop
 from distloop import report
-from distloop.actions.built_in import DataSeen, Goodput, PipelineUsage, Utilization
+from distloop.actions.built_in import DataSeen, Goodput, Utilization
 from distloop.data.source import Source
 from distloop.distributed import devices
 from distloop.model import memory
@@ -177,16 +177,6 @@ def test_operations_per_second_follow_from_the_examples_per_second():
     assert metrics["model_flops_per_sec"] == 2e8 and metrics["model_flops_utilization"] == 0.2
     assert "model_flops_utilization" not in Utilization(4e6)(report)
     assert "model_flops_per_sec" not in Utilization()(report)
-
-
-def test_gpus_report_peak_memory_at_each_log_and_cpus_without_profile_none(monkeypatch):
-    monkeypatch.setattr(memory, "device_peak_gb", {"GPU:0": 1.5, "GPU:1": 2.5}.get)
-    profile = types.SimpleNamespace(is_written=False, directory="")
-    gpus, cpus = (PipelineUsage([f"{kind}:0", f"{kind}:1"], profile) for kind in ("GPU", "CPU"))
-    for step in (10, 20):
-        expected = {"stage_0/device_memory_gb": 1.5, "stage_1/device_memory_gb": 2.5}
-        assert gpus(Report(step, 100, {}, None)) == expected
-    assert cpus(Report(10, 100, {}, None)) == {}
 
 
 DATA = distloop.make_dataset(classification(16), 8)

@@ -9,11 +9,15 @@ import tensorflow as tf
 
 import distloop
 from distloop.data.iterators import fresh_copy
-from distloop.data.numbered import NumberedDataset, WorkerRows, convert_numbered
+from distloop.data.numbered import NumberedDataset, WorkerRows
 from distloop.data.shards import shard_bounds
 from distloop.data.source import Source
 from tests.data.python_batches import Rows
 from tests.problems import mirrored
+
+
+def converted(position, facts):
+    return distloop.make_dataset(np.arange(23), 2).convert(position, facts)
 
 
 def rows_of_two():
@@ -136,12 +140,12 @@ PLACE = {"batches": 5, "skipped": [], "batch_size": 4, "seed": 7, "num_rows": 23
 )
 def test_a_position_in_other_data_is_refused(change, words):
     facts = {name: PLACE[name] for name in ("batch_size", "seed", "num_rows", "order")}
-    assert convert_numbered(PLACE, facts) is PLACE
+    assert converted(PLACE, facts) is PLACE
     with pytest.raises(ValueError, match=words):
-        convert_numbered(PLACE, {**facts, **change})
-    assert convert_numbered({**PLACE, "batches": 0}, {**facts, **change})["batches"] == 0  # nothing was read yet
+        converted(PLACE, {**facts, **change})
+    assert converted({**PLACE, "batches": 0}, {**facts, **change})["batches"] == 0  # nothing was read yet
     with pytest.raises(ValueError, match="at its position in the data, as the checkpoint is of other data, such as"):
-        convert_numbered({"batches": 5, "skipped": []}, facts)
+        converted({"batches": 5, "skipped": []}, facts)
 
 
 @pytest.mark.slow
@@ -176,7 +180,7 @@ def place_in(batches, size, other_size, drop=False, other_drop=False, limit=0, o
         return (data.take(limit) if limit else data).facts_at({})
 
     place = {"batches": batches, "skipped": [batches - 1], **facts(size, drop, limit)}
-    found = convert_numbered(place, facts(other_size, other_drop, other_limit))
+    found = converted(place, facts(other_size, other_drop, other_limit))
     return found["batches"], found["skipped"]
 
 
@@ -206,8 +210,8 @@ def test_a_place_is_the_same_epoch_and_example_in_epochs_of_other_batches(capsys
 
 def test_a_position_of_an_older_version_knows_no_length_of_its_epochs():
     facts = distloop.make_dataset(np.arange(23), 2, shuffle=True, seed=7).facts_at({})
-    assert convert_numbered(PLACE, facts)["batches"] == 2 * 5
-    assert convert_numbered({**PLACE, "batch_size": 2}, facts)["batches"] == 5
+    assert converted(PLACE, facts)["batches"] == 2 * 5
+    assert converted({**PLACE, "batch_size": 2}, facts)["batches"] == 5
 
 
 @pytest.mark.parametrize("drop", [False, True])

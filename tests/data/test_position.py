@@ -6,7 +6,7 @@ import tensorflow as tf
 
 import distloop
 from distloop.data.columns import content_of
-from distloop.data.position import convert_batches, facts_of
+from distloop.data.order import convert_batches, facts_of
 from distloop.data.source import Source
 from tests.problems import classification, classifier, everything, on, refused
 

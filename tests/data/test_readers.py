@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from distloop.data.source import Source
-from distloop.run.run_length import batches_per_epoch
+from distloop.run.fit_call import batches_per_epoch
 from tests.data.python_batches import ONE, Drawn, Loader, Numbers, Stateful, batch, endless, failure, taken, three
 from tests.problems import mostly_wide, refused
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 from distloop.data.make_dataset import make_dataset
 from distloop.data.opening import open_data, worker_context
 from distloop.data.source import Passes, Source
-from distloop.run.run_length import batches_per_epoch, make_units
+from distloop.run.fit_call import batches_per_epoch, make_units
 from tests.data.python_batches import Numbers, three
 from tests.problems import batch_taker, mirrored, numbers, of_unknown_length
 

@@ -8,7 +8,7 @@ import tensorflow as tf
 import distloop
 from distloop.data.source import Source
 from distloop.keras_models.fit_arguments import read_arguments
-from distloop.run.run_length import batches_per_epoch
+from distloop.run.fit_call import batches_per_epoch
 from tests.data.python_batches import ONE, endless, taken, three
 from tests.keras_models.compiled_models import (
     LABEL,

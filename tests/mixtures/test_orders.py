@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.data.numbered import NumberedDataset, WorkerRows, convert_numbered
+from distloop.data.numbered import NumberedDataset, WorkerRows
 from distloop.data.order import Order
 from distloop.data.rows import ArrayRows
 from distloop.mixtures.orders import MixedOrder, arrange, by_length
@@ -22,6 +22,10 @@ MIXED = MixedOrder(
     seed=3,
     is_shuffled=True,
 )
+
+
+def converted(position, facts):
+    return distloop.make_dataset(np.arange(23), 2).convert(position, facts)
 
 
 def rows_of(order, batch, *bounds):
@@ -210,9 +214,9 @@ def test_a_position_in_other_batches_is_refused():
         return {**order.facts_at({"batches": 9}), "order": 1}
 
     place = {"batches": 9, "skipped": [], **facts_of(BY_LENGTH)}
-    assert convert_numbered(place, facts_of(BY_LENGTH)) is place
+    assert converted(place, facts_of(BY_LENGTH)) is place
     for other in (by_length(PLAIN, LENGTHS + 1, ()), by_length(replace(PLAIN, batch_size=6), LENGTHS, ())):
         with pytest.raises(ValueError, match="had batches by length, of 5 examples in windows of 500 "):
-            convert_numbered(place, facts_of(other))
+            converted(place, facts_of(other))
     with pytest.raises(ValueError, match="and the data given has no lengths"):
-        convert_numbered(place, facts_of(PLAIN))
+        converted(place, facts_of(PLAIN))

@@ -14,9 +14,12 @@ import tensorflow as tf
 import distloop
 from distloop.data.shards import Batch
 from distloop.distributed import collectives
+from distloop.model import memory
 from distloop.model.saved_state import SavedState
 from distloop.monitoring.profiler import busy_fractions
-from distloop.run import fit, overview
+from distloop.pipeline.stage_placement import StageUsage
+from distloop.run import outputs, overview
+from distloop.training.action import Report
 from distloop.variables import tensorflow_variable
 from distloop.workdir import ledger
 from tests import forked
@@ -378,7 +381,17 @@ def test_each_device_of_a_pipeline_counts_once_on_each_worker(tmp_path):
         state = distloop.Trainer(model_fn, distloop.Config(device="cpu", num_stages=3, strategy="none")).state
         assert overview.peak_flops(state, distloop.Config(device="cpu", peak_flops=5.0)) == 10.0
         source = SimpleNamespace(save_position=dict)
-        fit._begin_in(str(tmp_path), SimpleNamespace(state=state, source=source, _step=0), None)
+        outputs.begin_in(str(tmp_path), SimpleNamespace(state=state, source=source, step=0), None)
     assert [start["devices"] for start in ledger.read_starts(str(tmp_path))] == [2, 2]
     on_3 = SimpleNamespace(strategy=SimpleNamespace(num_replicas_in_sync=3), placement=state.placement)
     assert overview.num_devices(on_3) == 6
+
+
+def test_gpus_report_peak_memory_at_each_log_and_cpus_without_profile_none(monkeypatch):
+    monkeypatch.setattr(memory, "device_peak_gb", {"GPU:0": 1.5, "GPU:1": 2.5}.get)
+    profile = SimpleNamespace(is_written=False, directory="")
+    gpus, cpus = (StageUsage([f"{kind}:0", f"{kind}:1"], profile) for kind in ("GPU", "CPU"))
+    for step in (10, 20):
+        expected = {"stage_0/device_memory_gb": 1.5, "stage_1/device_memory_gb": 2.5}
+        assert gpus(Report(step, 100, {}, None)) == expected
+    assert cpus(Report(10, 100, {}, None)) == {}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import distloop
-from distloop.run import run_length
+from distloop.run import fit_call
 from distloop.settings.durations import Period
 from tests.problems import classification, classifier, on
 
@@ -16,11 +16,11 @@ SOURCE = types.SimpleNamespace(
 
 
 def chosen(config=None, steps=None, epochs=None, until=None):
-    return run_length.chosen(config or distloop.Config(), 3, steps=steps, epochs=epochs, until=until)
+    return fit_call.run_end(config or distloop.Config(), 3, steps=steps, epochs=epochs, until=until)
 
 
 def end(**length):
-    return run_length.make_units(SOURCE, chosen(**length)).run
+    return fit_call.make_units(SOURCE, chosen(**length)).run
 
 
 def test_a_run_ends_after_the_length_that_fit_was_given():
@@ -41,12 +41,14 @@ def test_without_arguments_the_config_says_when():
     "length, every", [({"steps": 100}, 0), ({"epochs": 3}, 7), ({"until": "3 epochs"}, 7), ({"until": "2 h"}, 0)]
 )
 def test_a_run_of_epochs_is_evaluated_after_each_and_another_at_its_end(length, every):
-    assert run_length.make_units(SOURCE, chosen(**length)).period(distloop.Config().eval_every) == Period(steps=every)
+    assert fit_call.make_units(SOURCE, chosen(**length)).period(distloop.Config().eval_every) == Period(steps=every)
 
 
 def test_a_run_that_is_over_says_what_to_raise():
     def why(step, secs=5.0, reason=None, **length):
-        return run_length.why_over(run_length.make_units(SOURCE, chosen(**length)), step, secs, reason)
+        units, config = fit_call.make_units(SOURCE, chosen(**length)), distloop.Config()
+        call = types.SimpleNamespace(units=units, step=step, config=config)
+        return fit_call.why_over(call, secs, 0.0, reason).removesuffix(" to go on.")
 
     assert why(9, steps=9) == "Already at step 9 of 9: raise steps"
     assert why(60, steps=30) == (
@@ -60,7 +62,7 @@ def test_a_run_that_is_over_says_what_to_raise():
 
 
 def logs(log_every="auto", **length):
-    return run_length.log_every(distloop.Config(log_every=log_every), run_length.make_units(SOURCE, chosen(**length)))
+    return fit_call.log_every(distloop.Config(log_every=log_every), fit_call.make_units(SOURCE, chosen(**length)))
 
 
 def test_an_epoch_is_a_log_where_the_length_is_in_epochs():

@@ -10,7 +10,7 @@ import pytest
 
 import distloop
 from distloop.distributed import collectives
-from distloop.run.agreement import require_same_run
+from distloop.run.fit_call import require_same_run
 from distloop.workers import messages
 from tests import forked
 from tests.problems import batches, classification, classifier, mirrored, mostly_wide, on
@@ -45,7 +45,7 @@ def test_a_layer_that_is_frozen_or_unfrozen_between_two_fits_is_named():
     hidden = trainer.model.get_layer("hidden")
     for frozen, sentence in (
         (hidden, "`trainable` of 'net/hidden/bias', 'net/hidden/kernel' was changed since"),
-        (trainer.model, "another Trainer, whose model_fn sets it: in this workdir, its fit is the"),
+        (trainer.model, "another Trainer, whose model_fn sets it, in a workdir of its own"),
     ):
         frozen.trainable = False
         with pytest.raises(ValueError, match=sentence):

@@ -1,28 +1,75 @@
-"""Run length: when a run ends, by `steps`, `epochs` or `until`, and the units of its durations.
+"""A call of `fit`: what it was given, when its run ends, and that all workers were given the same.
 
-    length = chosen(config, 0, steps=None, epochs=3, until=None)     # "3 epochs"
-    units = make_units(source, length)                            # units.run: Period(steps=120)
+    length = run_end(config, 0, steps=None, epochs=3, until=None)     # "3 epochs"
+    units = make_units(source, length)                                   # units.run: Period(steps=120)
+    call = FitCall(state=state, config=as_given(config, source, length), source=source, units=units, ...)
 
 All steps count from the run's beginning, not from this call of `fit`.
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from distloop.actions.evaluate import Evaluate
 from distloop.data.source import Source
 from distloop.distributed import collectives
 from distloop.errors import EMPTY_DATASET
-from distloop.log import shown
-from distloop.monitoring.timing import show_secs
+from distloop.log import shown, speaker
+from distloop.model.state import TrainState
+from distloop.monitoring.timing import Clock, show_secs
+from distloop.monitoring.writers import Writer
 from distloop.settings import durations
 from distloop.settings.config import Config
 from distloop.settings.durations import Units, parse
+from distloop.training.action import Action
+from distloop.variables import named_variables
 
 _LOG_STEPS = 100  # between two logs of a run that is not as long as epochs
 
 
-def chosen(config: Config, step: int, *, steps: int | None, epochs: int | None, until: int | str | None) -> int | str:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FitCall:
+    """What one call of `Trainer.fit` was given, checked.
+
+    Attributes:
+        state: what training changes.
+        config: the settings of the run, as this call was given them.
+        source: the data to train on.
+        units: of the durations; `units.run` is the length of the run.
+        evaluations: an action for each dataset to evaluate on.
+        actions: the user's.
+        writers: the user's; the chief's are used.
+        clock: measures where the time of the run goes.
+    """
+
+    state: TrainState
+    config: Config
+    source: Source
+    units: Units
+    evaluations: Sequence[Evaluate]
+    actions: Sequence[Action]
+    writers: Sequence[Writer]
+    clock: Clock
+
+    @property
+    def step(self) -> int:
+        """The number of steps done."""
+        return int(self.state.step)
+
+    @functools.cached_property
+    def is_chief(self) -> bool:
+        """Whether this worker writes and prints for all."""
+        return collectives.is_chief(self.state.strategy)
+
+    @property
+    def say(self) -> Callable[[str], None]:
+        """Prints a line about the run, on the chief, unless the console is quiet."""
+        return speaker(self.is_chief, self.config.console)
+
+
+def run_end(config: Config, step: int, *, steps: int | None, epochs: int | None, until: int | str | None) -> int | str:
     """Returns the length of a run as a duration; a dry run ends with the next of `step` steps done.
 
     The `steps`, `epochs` and `until` of the config count if `fit` was given none of them.
@@ -55,7 +102,7 @@ def chosen(config: Config, step: int, *, steps: int | None, epochs: int | None, 
 
 
 def make_units(source: Source, length: int | str) -> Units:
-    """Returns the units of the durations of a run, whose length is one that `chosen` returns.
+    """Returns the units of the durations of a run, whose length is one that `run_end` returns.
 
     Raises:
         ValueError: if the length is in epochs that have no end, or in examples and the batch size is not known.
@@ -137,9 +184,16 @@ def first_averaged(config: Config, units: Units) -> int:
     return max(1, period.steps)
 
 
-def why_over(units: Units, step: int, secs: float, stop_reason: str | None, tokens: float = 0.0) -> str:
-    """Returns a sentence, without its end, about a run that an action ended for a reason, or that has no step left."""
-    run = units.run
+def why_over(call: FitCall, secs: float, tokens: float, stop_reason: str | None) -> str:
+    """Returns a sentence about a run that an action has ended for a reason, or that has no step left.
+
+    Args:
+        call: what `fit` was given.
+        secs: how long the run has trained.
+        tokens: that it has trained on.
+        stop_reason: why an action has ended it; None: none has.
+    """
+    run, step, unit = call.units.run, call.step, call.units.run_unit
     if stop_reason:
         why = f"Stopped at step {step} before ({stop_reason})"
     elif run.secs:
@@ -153,4 +207,49 @@ def why_over(units: Units, step: int, secs: float, stop_reason: str | None, toke
         )
     else:
         why = f"Already at step {step} of {run.steps}"
-    return f"{why}: raise {units.run_unit if units.run_unit in ('steps', 'epochs') else 'until'}"
+    instead = "or use another workdir" if call.config.workdir else "to go on"
+    return f"{why}: raise {unit if unit in ('steps', 'epochs') else 'until'} {instead}."
+
+
+def require_same_run(
+    state: TrainState, last_step: float, evaluations: Sequence[Action], actions: Sequence[Action]
+) -> None:
+    """Compares a call of `fit` between the workers; all of them call it. The last step is inf if the run ends by time.
+
+    Raises:
+        ValueError: on every worker, if one differs.
+    """
+    facts = {
+        "the last step": last_step,
+        "evals": [(evaluation.name, evaluation.every) for evaluation in evaluations],
+        "actions": [(getattr(action, "__name__", type(action).__name__), action.every) for action in actions],
+        "the Keras metrics": sorted(state.keras_metrics),
+    }
+    trained_by = {name: set(map(id, variables)) for name, variables in state.variables_of_update.items()}
+    for variable in [*state.trained_variables, *state.untrained_variables]:
+        updates = [name for name, trained in trained_by.items() if id(variable) in trained]
+        text = "".join(f", trained by {name}" if name else ", trained" for name in updates)
+        facts[f"the variable {state.paths[id(variable)]!r}"] = f"{tuple(variable.shape)} {variable.dtype}{text}"
+    collectives.require_same(state.strategy, "train", facts)
+
+
+def require_same_trainable(state: TrainState) -> None:
+    """Checks that the update still trains what it was built to train.
+
+    Raises:
+        ValueError: if `trainable` of a layer or variable has been set since.
+    """
+    named, changed = named_variables(state.model), set(state.spec.changed_layers())
+    for update in state.spec.updates:
+        try:
+            chosen = {id(variable) for variable in update.select_variables(named)}
+        except ValueError:  # there is none
+            chosen = set()
+        built = {id(variable) for variable in state.variables_of_update[update.name]}
+        changed |= {path for path, variable in named.items() if id(variable) in chosen ^ built}
+    if changed:
+        some = ", ".join(map(repr, sorted(changed)[:3])) + (", ..." if len(changed) > 3 else "")
+        raise ValueError(
+            f"`trainable` of {some} was changed since the Trainer was made, which fixes what a run trains: set it "
+            "back, or make another Trainer, whose model_fn sets it, in a workdir of its own, with init_from= this one."
+        )
