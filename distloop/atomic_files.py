@@ -1,4 +1,4 @@
-"""Atomic files: writes beside a path, then renames, so that the path holds the old file or the new one, whole.
+"""Atomic files: writes beside a path, then renames, so that the path holds the old file or the new one, complete.
 
     with replacing("run/flags.txt") as temporary, open(temporary, "w") as file:     # takes its name at the end
         file.write(text)
@@ -6,7 +6,7 @@
     remove_leftovers("run")         # and what it had not finished
 
 A file is replaced by one rename. A directory needs two: a process killed between them leaves the old one as
-`<path>.<process>-<token>.old`, which is always whole; what ends with `.tmp` may be a part. This module does not know
+`<path>.<process>-<token>.old`, which is always complete; what ends with `.tmp` may not be. This module does not know
 what the files hold. It tells processes of one machine apart; those of several need a lock.
 """
 
@@ -36,7 +36,7 @@ class Leftover(NamedTuple):
     path: str
     target: str  # the path that it was written for, or that it had before it was to be replaced
     process: int
-    is_old: bool  # whether it was whole under its old name; else it may be half-written
+    is_old: bool  # whether it was complete under its old name; else it may be half-written
 
 
 @contextlib.contextmanager
@@ -139,7 +139,7 @@ def remove_leftovers(directory: str, name: str | None = None) -> list[str]:
     result = put_back(directory, name)
     for leftover in leftovers(directory, name):
         with contextlib.suppress(OSError):
-            if leftover.is_old:  # it is whole, and a part of it must not bear this name
+            if leftover.is_old:  # it is complete, and a part of it must not bear this name
                 delete(leftover.path, leftover.target)
             else:
                 remove(leftover.path)

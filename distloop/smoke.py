@@ -216,7 +216,7 @@ def _train(config: Config, model_fn: Callable[[], ModelSpec] = _model_fn, steps:
 def _values(trainer: Trainer) -> dict[str, list[np.ndarray]]:
     """Returns each variable of the model, by path, as each replica holds it."""
     return {
-        path: [np.asarray(part) for part in trainer.strategy.experimental_local_results(tensorflow_variable(variable))]
+        path: [np.asarray(v) for v in trainer.strategy.experimental_local_results(tensorflow_variable(variable))]
         for path, variable in named_variables(trainer.model).items()
     }
 

@@ -27,12 +27,12 @@ class ModelRunner:
     """Base class of objects that run a model in their own way and own no variables: names are those of the model.
 
     Attributes:
-        whole: the model.
-        parts: the modules that it calls, nested in lists.
+        model: the model.
+        modules: those that it calls, nested in lists.
     """
 
-    whole: Any
-    parts: Sequence[Any]
+    model: Any
+    modules: Sequence[Any]
 
 
 class ComposedVariable:
@@ -60,7 +60,7 @@ class ComposedVariable:
 
 def unwrap_model(model: Any) -> Any:
     """Returns the model inside a `ModelRunner`; any other model as it is."""
-    return model.whole if isinstance(model, ModelRunner) else model
+    return model.model if isinstance(model, ModelRunner) else model
 
 
 def walk(model: Any, path: str = "", *, is_sorted: bool = False) -> Iterator[tuple[str, Any]]:
@@ -122,7 +122,7 @@ def _walk_variables(model: Any, prefix: str) -> Iterator[tuple[str, Any]]:
     """Yields the path and the object of each variable, shared ones several times."""
     for path, leaf in walk(model, prefix, is_sorted=True):
         if isinstance(leaf, ModelRunner):
-            yield from _walk_variables(leaf.whole, path)
+            yield from _walk_variables(leaf.model, path)
         elif isinstance(leaf, keras.Layer):
             # Keras numbers random streams across the process, not by layer; here they count within the model.
             numbers = itertools.count()
@@ -143,10 +143,10 @@ def recurrent_states(layer: keras.Layer) -> Iterator[tuple[keras.layers.RNN, Any
     Yields:
         The recurrent layer, and one of its states: a variable `[B, ...]` of its last batch's rows.
     """
-    for part in layer._flatten_layers():
-        if isinstance(part, keras.layers.RNN) and part.stateful:
-            for state in keras.tree.flatten(part.states or []):
-                yield part, state
+    for each in layer._flatten_layers():
+        if isinstance(each, keras.layers.RNN) and each.stateful:
+            for state in keras.tree.flatten(each.states or []):
+                yield each, state
 
 
 def top_layers(model: Any, *, in_parts: bool = False) -> Iterator[keras.Layer]:
@@ -154,11 +154,11 @@ def top_layers(model: Any, *, in_parts: bool = False) -> Iterator[keras.Layer]:
 
     Args:
         model: as for `named_variables`.
-        in_parts: True to yield those of a `ModelRunner`'s parts, else of its whole model.
+        in_parts: True to yield those of a `ModelRunner`'s modules, else of its model.
     """
     for _, leaf in walk(model):
         if isinstance(leaf, ModelRunner):
-            yield from top_layers(leaf.parts if in_parts else leaf.whole, in_parts=in_parts)
+            yield from top_layers(leaf.modules if in_parts else leaf.model, in_parts=in_parts)
         elif isinstance(leaf, keras.Layer):
             yield leaf
 
@@ -172,7 +172,7 @@ def layers_by_path(model: Any) -> dict[str, keras.Layer]:
     Returns:
         Path -> layer, each once, as Keras names it; a second layer of one path has `#2` behind it.
     """
-    layers = {id(part): part for top in top_layers(model) for part in top._flatten_layers()}
+    layers = {id(layer): layer for top in top_layers(model) for layer in top._flatten_layers()}
     named: dict[str, keras.Layer] = {}
     for layer in layers.values():
         named[_unique(layer.path or layer.name, named)] = layer
@@ -186,8 +186,8 @@ def lookup_tables(model: Any) -> list[Any]:
         model: as for `named_variables`.
     """
     leaves = [leaf for _, leaf in walk(unwrap_model(model))]
-    parts = [part for layer in top_layers(model) for part in layer._flatten_layers()]
-    values = [*leaves, *(value for part in parts for value in vars(part).values())]
+    layers = [layer for top in top_layers(model) for layer in top._flatten_layers()]
+    values = [*leaves, *(value for layer in layers for value in vars(layer).values())]
     return [value for value in values if isinstance(value, tf.saved_model.experimental.TrackableResource)]
 
 
@@ -201,19 +201,19 @@ def count_parameters(model: Any) -> dict[str, int]:
         Name -> number, in order, without layers that have no parameters. Variables outside all layers count under the
         model's own name.
     """
-    parts: list[tuple[str, Any]] = []
+    children: list[tuple[str, Any]] = []
     model = unwrap_model(model)
     if isinstance(model, keras.Model):
-        parts = [(layer.name, layer) for layer in model.layers]
+        children = [(layer.name, layer) for layer in model.layers]
     elif isinstance(model, (Mapping, list, tuple)):
         items = model.items() if isinstance(model, Mapping) else enumerate(model)
-        parts = [(str(key), child) for key, child in items]
+        children = [(str(key), child) for key, child in items]
     elif isinstance(model, tf.Module) and not isinstance(model, keras.Layer):
-        parts = [(name, child) for name, child in sorted(vars(model).items()) if not name.startswith("_")]
+        children = [(name, child) for name, child in sorted(vars(model).items()) if not name.startswith("_")]
     counts: dict[str, int] = {}
     seen: set[int] = set()
-    for name, part in [*parts, (getattr(model, "name", "others"), model)]:
-        for variable in named_variables(part).values():
+    for name, child in [*children, (getattr(model, "name", "others"), model)]:
+        for variable in named_variables(child).values():
             if id(plain := tensorflow_variable(variable)) not in seen and _is_parameter(variable):
                 counts[name] = counts.get(name, 0) + int(tf.TensorShape(plain.shape).num_elements() or 0)
             seen.add(id(plain))
@@ -300,12 +300,12 @@ def portable_names(model: Any) -> dict[str, Any]:
     portable: dict[str, Any] = {}
     for path, variable in variables.items():
         scope = ""
-        for part in path.split("/"):
-            kind = re.sub(r"_\d+$", "", part)
+        for name in path.split("/"):
+            kind = re.sub(r"_\d+$", "", name)
             if re.sub("^(forward|backward)_", "", kind) in numbered:  # the prefixes are those of Bidirectional
                 known = counted[scope, kind]
-                part = known.setdefault(part, f"{kind}_{len(known)}" if known else kind)
-            scope = f"{scope}/{part}" if scope else part
+                name = known.setdefault(name, f"{kind}_{len(known)}" if known else kind)
+            scope = f"{scope}/{name}" if scope else name
         portable[scope] = variable
     assert len(portable) == len(variables), sorted(variables)
     return dict(zip(count_unnamed(portable).values(), portable.values(), strict=True))

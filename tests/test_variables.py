@@ -54,12 +54,12 @@ def test_an_object_in_a_list_of_a_module_is_walked_once():
 
 def test_a_runner_has_the_names_and_layers_of_its_model():
     runner = ModelRunner()
-    runner.whole = two_layers()
-    runner.parts = [runner.whole.layers[:1], runner.whole.layers[1:]]
-    assert unwrap_model(runner) is runner.whole and unwrap_model(runner.whole) is runner.whole
+    runner.model = two_layers()
+    runner.modules = [runner.model.layers[:1], runner.model.layers[1:]]
+    assert unwrap_model(runner) is runner.model and unwrap_model(runner.model) is runner.model
     assert list(named_variables({"m": runner})) == [f"m/{name}" for name in NAMES]
-    assert list(top_layers([runner])) == [runner.whole]
-    assert list(top_layers([runner], in_parts=True)) == runner.whole.layers
+    assert list(top_layers([runner])) == [runner.model]
+    assert list(top_layers([runner], in_parts=True)) == runner.model.layers
 
 
 def test_a_keras_models_variables_are_named_by_their_paths():

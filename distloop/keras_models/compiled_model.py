@@ -95,18 +95,18 @@ def weights_returned(state: TrainState, *, is_dry_run: bool = False) -> Iterator
     try:
         yield
     except BaseException:
-        _return(state, is_whole=False)
+        _return(state, is_complete=False)
         raise
-    _return(state, is_whole=True)
+    _return(state, is_complete=True)
 
 
-def _return(state: TrainState, *, is_whole: bool) -> None:
+def _return(state: TrainState, *, is_complete: bool) -> None:
     """Assigns weights, or their averages, statistics and slots; after an error without what other workers store."""
     if (model := state.spec.original) is None:
         return
 
     def is_at_hand(value: Any) -> bool:
-        return is_whole or getattr(value, "is_here", True)
+        return is_complete or getattr(value, "is_here", True)
 
     averages = {id(v): a for v, a in state.average.pairs if is_at_hand(a)} if state.average is not None else {}
     return_weights(state.model, model, averages)

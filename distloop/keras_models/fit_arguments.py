@@ -65,7 +65,7 @@ class KerasArguments(TypedDict, total=False):
         class_weight: class -> weight of its examples, times their sample weight if they have one; others count 1. For
             batches `(x, y)` or `(x, y, sample_weight)` with labels `[B]`, `[B, 1]`, or one-hot `[B, C]`.
         validation_data: evaluated as `evals={"val": validation_data}`.
-        validation_split: the part of the arrays, from their end, that is not trained on, but evaluated as "val".
+        validation_split: the fraction of the arrays, from their end, that is not trained on, but evaluated as "val".
         sample_weight: of arrays, as in `(x, y, sample_weight)`.
     """
 
@@ -134,7 +134,7 @@ def read_arguments(
         if name not in known:
             raise ValueError(f"fit was given {name}=..., which is no argument of fit: {hint(name, value, known)}")
     given = {name: value for name, value in arguments.items() if value is not None}
-    steps_per_epoch, batch_size = _whole(given, "steps_per_epoch"), _whole(given, "batch_size")
+    steps_per_epoch, batch_size = _number_of(given, "steps_per_epoch"), _number_of(given, "batch_size")
     train = with_labels(train, y, given.get("sample_weight"))
     arrays = as_arrays(train)
     if batch_size and arrays is None and not callable(train):
@@ -177,7 +177,7 @@ def _require_datasets(train: Data, evals: Mapping[str, Any]) -> None:
         )
 
 
-def _whole(arguments: Mapping[str, Any], name: str) -> int | None:
+def _number_of(arguments: Mapping[str, Any], name: str) -> int | None:
     """Returns an argument that is a whole number, 1 or more; None: it was not given."""
     number = whole_number(arguments.get(name, 1))
     if number is None or number < 1:
@@ -185,22 +185,22 @@ def _whole(arguments: Mapping[str, Any], name: str) -> int | None:
     return number if name in arguments else None
 
 
-def _split(train: Data, part: float) -> tuple[Any, Any]:
+def _split(train: Data, fraction: float) -> tuple[Any, Any]:
     """Returns arrays without their last part, and that part.
 
     Source: `train_validation_split` in keras/src/trainers/data_adapters/array_slicing.py.
     """
     if not are_arrays(train):
         raise ValueError(
-            f"fit was given validation_split={part} and a {type(train).__name__}; only arrays can be split: give "
+            f"fit was given validation_split={fraction} and a {type(train).__name__}; only arrays can be split: give "
             "evals={'val': dataset}."
         )
     num_rows = len(tf.nest.flatten(train)[0])
-    num_trained = math.floor(num_rows * (1 - part))
+    num_trained = math.floor(num_rows * (1 - fraction))
     if not 0 < num_trained < num_rows:
         raise ValueError(
-            f"fit was given validation_split={part!r} and {num_rows} rows; it is a part between 0 and 1 that leaves "
-            "rows for both: give another."
+            f"fit was given validation_split={fraction!r} and {num_rows} rows; it is a fraction between 0 and 1 that "
+            "leaves rows for both: give another."
         )
     first = tf.nest.map_structure(lambda array: array[:num_trained], train)
     return first, tf.nest.map_structure(lambda array: array[num_trained:], train)

@@ -20,7 +20,7 @@ from distloop.keras_models.losses import by_shapes, loss_values, mask_of, per_ex
 from distloop.model.metrics import IS_OF_LAYER, RESERVED_NAMES
 from distloop.variables import tensorflow_variable
 
-Place = str | tuple[int, int] | None  # an output: its name; its position in a list of so many; None: the only one
+OutputPosition = str | tuple[int, int] | None  # of an output: its name; its index in a list of so many; None: alone
 
 
 class Measure:
@@ -33,7 +33,7 @@ class Measure:
         metric: the Keras metric that has a state; None: the metric is a mean of values per example.
     """
 
-    def __init__(self, identifier: Any, output: Place, is_weighted: bool):
+    def __init__(self, identifier: Any, output: OutputPosition, is_weighted: bool):
         """Makes a metric from another, its class or name, a loss, or a function of `(y_true, y_pred)`.
 
         Raises:
@@ -160,7 +160,7 @@ def _per_row(value: Any, size: Any) -> tf.Tensor:
     return tf.fill([size], value) if value.shape.rank == 0 else value
 
 
-def _by_output(given: Any, names: Sequence[str]) -> list[tuple[Place, Any]]:
+def _by_output(given: Any, names: Sequence[str]) -> list[tuple[OutputPosition, Any]]:
     """Returns metrics by the output that they measure."""
     if not given:
         return []
@@ -218,10 +218,10 @@ def metrics_made_again(metrics: Any) -> Any:
 
 
 def _made_again(metric: keras.metrics.Metric) -> keras.metrics.Metric:
-    """Returns a new metric with the same settings, made in the strategy's scope; the same if it has no whole config.
+    """Returns a new metric with the same settings, made in the strategy's scope; the same if it has no complete config.
 
     Raises:
-        ValueError: if it has no whole config, and was made in another scope.
+        ValueError: if it has no complete config, and was made in another scope.
     """
     kind = type(metric)
     try:

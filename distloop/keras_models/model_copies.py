@@ -139,7 +139,7 @@ def _layer_pairs(model: keras.Model, copy: keras.Model) -> Iterator[tuple[keras.
     while waiting:
         yield (pair := waiting.pop(0))
         # Private: the layers directly inside. Their order is that of attributes, which Keras's copies may lack.
-        old_layers, new_layers = (list({id(part): part for part in layer._layers}.values()) for layer in pair)
+        old_layers, new_layers = (list({id(each): each for each in layer._layers}.values()) for layer in pair)
         by_name = {old.name: old for old in old_layers}
         if len(by_name) == len(old_layers) and all(new.name in by_name for new in new_layers):
             old_layers = [by_name[new.name] for new in new_layers]
@@ -154,7 +154,7 @@ def _weight_pairs(model: keras.Model, copy: keras.Model) -> list[tuple[Any, Any]
     """Returns the variables of a model, without states of random streams, each with its copy."""
     pairs: dict[int, tuple[Any, Any]] = {}
     for layers in _layer_pairs(model, copy):
-        # Private: the variables of a layer without those of its parts.
+        # Private: the variables of a layer without those of its sublayers.
         old_weights, new_weights = (layer._trainable_variables + layer._non_trainable_variables for layer in layers)
         names = [weight.name for weight in old_weights]
         by_name = {weight.name: weight for weight in new_weights}

@@ -61,7 +61,7 @@ def supervised(
     call = _caller(model)
     of_layers = LayerMetrics(model, [measure.name for measure in measures])
     has_own_loss = getattr(type(model), "compute_loss", None) not in (None, keras.Model.compute_loss)
-    has_losses = not has_own_loss and any(part is not None for part in keras.tree.flatten(loss))
+    has_losses = not has_own_loss and any(each is not None for each in keras.tree.flatten(loss))
 
     def loss_fn(batch: Any, training: bool) -> dict[str, Any]:
         x, y, sample_weight = _unpack(batch, needs_targets=has_losses or bool(measures))
@@ -121,8 +121,8 @@ def _unpack(batch: Any, *, needs_targets: bool) -> tuple[Any, Any, Any]:
             f"In a batch {given} given; Keras's losses take (x, y) or (x, y, sample_weight): give labels, too, as in "
             "fit(x, y), or map the dataset to such tuples."
         )
-    for role, part in zip(("x", "y", "sample_weight"), batch, strict=False):
-        if any(tensor is not None and tensor.shape.rank is None for tensor in tf.nest.flatten(part)):
+    for role, entry in zip(("x", "y", "sample_weight"), batch, strict=False):
+        if any(tensor is not None and tensor.shape.rank is None for tensor in tf.nest.flatten(entry)):
             raise ValueError(
                 f"The dataset does not tell the number of axes of {role}, which losses and metrics depend on: set it, "
                 "as in dataset.map(lambda x, y: (x, tf.ensure_shape(y, [None, 10])))."
@@ -259,8 +259,8 @@ def _sum_of_losses(values: Mapping[str, tf.Tensor | Weighted]) -> tf.Tensor | We
         )
     total: Any = 0.0
     for value in values.values():
-        per_part = value.values if isinstance(value, Weighted) else value
-        total += tf.reduce_mean(per_part, axis=list(range(1, per_part.shape.rank)))  # [B, ...] -> [B]
+        per_value = value.values if isinstance(value, Weighted) else value
+        total += tf.reduce_mean(per_value, axis=list(range(1, per_value.shape.rank)))  # [B, ...] -> [B]
     shared = [value.weights for value in values.values() if isinstance(value, Weighted)]
     return Weighted(total, shared[0]) if shared else total
 

@@ -36,25 +36,25 @@ class Pipeline(ModelRunner):
     """A network whose stages run one after the other, each on its device; made by `stages` or `split`.
 
     Attributes:
-        whole: the Keras model, or the list of modules; variables have the names that they have in it, for any cuts.
-        parts: the modules of each stage, called one after the other.
+        model: the Keras model, or the list of modules; variables have the names that they have in it, for any cuts.
+        modules: the modules of each stage, called one after the other.
         devices: the device of each stage, as in `GPU:0`; empty for a single stage on the default device.
     """
 
     make_placement = StagePlacement  # where a model with such networks computes
 
-    def __init__(self, whole: Any, parts: Sequence[Sequence[Any]], devices: Sequence[str] | None, recompute: bool):
+    def __init__(self, model: Any, modules: Sequence[Sequence[Any]], devices: Sequence[str] | None, recompute: bool):
         """Places the variables; use `stages` or `split`.
 
         Args:
-            whole: as the attribute.
-            parts: as the attribute.
+            model: as the attribute.
+            modules: as the attribute.
             devices: as for `stages`.
             recompute: as for `stages`.
         """
-        self.whole = whole
-        self.devices = _choose_devices(len(parts), devices)
-        self.parts = [list(stage) for stage in parts]
+        self.model = model
+        self.devices = _choose_devices(len(modules), devices)
+        self.modules = [list(stage) for stage in modules]
         self._recompute = recompute
         self._is_placed = bool(self.devices)
         self._finished: Sequence[Sequence[tf.Tensor]] = ()  # as for `ordered`
@@ -62,7 +62,7 @@ class Pipeline(ModelRunner):
         self._place_variables()
 
     def __len__(self) -> int:
-        return len(self.parts)
+        return len(self.modules)
 
     def __call__(self, inputs: Any, training: bool | None = None) -> Any:
         """Runs the network.
@@ -82,13 +82,13 @@ class Pipeline(ModelRunner):
 
     def variables_of(self, stage: int) -> list[Any]:
         """Returns the variables of a stage."""
-        return list(named_variables(self.parts[stage]).values())
+        return list(named_variables(self.modules[stage]).values())
 
     def describe(self) -> str:
         """Returns the number of parameters on each device, as in `2 = 1,024 on CPU:0 + 512 on CPU:1`."""
         counts = [sum(int(np.prod(v.shape)) for v in self.variables_of(i) if not is_seed(v)) for i in range(len(self))]
-        parts = [f"{count:,} on {device}" for count, device in zip(counts, self.devices, strict=True)]
-        return f"{len(self)} = {' + '.join(parts)}"
+        sizes = [f"{count:,} on {device}" for count, device in zip(counts, self.devices, strict=True)]
+        return f"{len(self)} = {' + '.join(sizes)}"
 
     @contextlib.contextmanager
     def ordered(self, finished: Sequence[Sequence[tf.Tensor]]) -> Iterator[None]:
@@ -138,8 +138,8 @@ class Pipeline(ModelRunner):
         return [gradient for gradient in gradients if short_device(gradient.device) == self.devices[stage]]
 
     def _call(self, stage: int, inputs: Any, training: bool | None) -> Any:
-        for part in self.parts[stage]:
-            inputs = part(inputs, training=training) if _takes_training(part) else part(inputs)
+        for module in self.modules[stage]:
+            inputs = module(inputs, training=training) if _takes_training(module) else module(inputs)
         return inputs
 
     def _call_recomputed(self, stage: int, call: Callable[[Any], Any], inputs: Any) -> Any:
@@ -199,10 +199,10 @@ def stages(modules: Sequence[Any], devices: Sequence[str] | None = None, *, reco
             stages share a variable.
     """
     require_bool("stages", recompute=recompute)
-    parts = [list(stage) if isinstance(stage, (list, tuple)) else [stage] for stage in modules]
-    if not parts or not all(parts):
+    staged = [list(stage) if isinstance(stage, (list, tuple)) else [stage] for stage in modules]
+    if not staged or not all(staged):
         raise ValueError(f"stages was given {modules!r}; it takes a list of modules, one or more for each stage.")
-    return Pipeline([part for stage in parts for part in stage], parts, devices, recompute)
+    return Pipeline([module for stage in staged for module in stage], staged, devices, recompute)
 
 
 def split(model: Any, num_stages: int, devices: Sequence[str] | None = None, *, recompute: bool = False) -> Pipeline:
@@ -210,7 +210,7 @@ def split(model: Any, num_stages: int, devices: Sequence[str] | None = None, *, 
 
     Args:
         model: a built Keras model, Sequential or functional; or a list of modules as for `stages`.
-        num_stages: number of stages; 1: the network stays whole, under any strategy.
+        num_stages: number of stages; 1: the network stays one, under any strategy.
         devices: as for `stages`.
         recompute: as for `stages`.
 
@@ -224,10 +224,10 @@ def split(model: Any, num_stages: int, devices: Sequence[str] | None = None, *, 
     if (whole_number(num_stages) or 0) < 1:
         raise ValueError(f"split was given num_stages={shown(num_stages)}; it takes a whole number, 1 or more.")
     if isinstance(model, (list, tuple)):
-        sizes = splitting.relative([splitting.parameter_bytes(part) for part in model])
+        sizes = splitting.relative([splitting.parameter_bytes(module) for module in model])
         ends = splitting.balance(sizes + splitting.relative([1.0] * len(model)), num_stages, "the list of modules")
-        parts = [list(model[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
-        return Pipeline(list(model), parts, devices, recompute)
+        staged = [list(model[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
+        return Pipeline(list(model), staged, devices, recompute)
     if not isinstance(model, keras.Model) or not isinstance(model, keras.Sequential | keras.Function):
         raise ValueError(
             f"split was given a {type(model).__name__}; it cuts a Sequential or functional Keras model, or a list of "
@@ -284,5 +284,5 @@ def _move(variable: Any, device: str) -> None:
     variable._handle = moved._handle
 
 
-def _takes_training(part: Any) -> bool:
-    return isinstance(part, keras.Layer) or "training" in inspect.signature(part).parameters
+def _takes_training(module: Any) -> bool:
+    return isinstance(module, keras.Layer) or "training" in inspect.signature(module).parameters

@@ -66,9 +66,9 @@ def relative(costs: Sequence[float]) -> np.ndarray:
     return np.array(costs) / max(sum(costs), 1.0)
 
 
-def parameter_bytes(part: Any) -> float:
+def parameter_bytes(module: Any) -> float:
     """Returns the bytes of a module's parameters; 0 if it is not built."""
-    variables = [tensorflow_variable(v) for v in named_variables(part).values()]
+    variables = [tensorflow_variable(v) for v in named_variables(module).values()]
     return float(sum(int(np.prod(v.shape)) * v.dtype.size for v in variables))
 
 

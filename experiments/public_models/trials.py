@@ -250,7 +250,7 @@ def _in_stages(make: Callable[[], keras.Model]) -> Weights:
         return distloop.ModelSpec(staged, keras.optimizers.SGD(zoo.LEARNING_RATE, momentum=zoo.MOMENTUM), loss_fn)
 
     trainer = distloop.Trainer(model_fn, distloop.Config(device="cpu", num_stages=2, console="quiet", log_every=0))
-    model = trainer.model.whole
+    model = trainer.model.model
     trainer.fit(data_for(model), steps=STEPS)
     return weights_of(model)
 

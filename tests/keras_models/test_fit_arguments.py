@@ -161,7 +161,7 @@ def test_arguments_that_fit_does_not_have_are_refused_with_what_to_give(name, pa
         (ARRAYS, {"steps_per_epoch": 1.5}, "steps_per_epoch=1.5; it takes a whole number"),
         (batches(X), {"validation_split": 0.1}, "only arrays can be split"),
         (three, {"validation_split": 0.1}, "only arrays can be split"),
-        (ARRAYS, {"validation_split": 1.5}, "a part between 0 and 1"),
+        (ARRAYS, {"validation_split": 1.5}, "a fraction between 0 and 1"),
         (ARRAYS, {"class_weight": [1.0, 2.0]}, "it takes a dict, class -> weight"),
     ],
 )

@@ -32,7 +32,7 @@ def test_a_model_of_one_stage_has_the_plain_placement_which_places_nothing():
         assert type(make_placement(model)) is Placement
     plain = Placement()
     assert plain.devices == plain.describe() == [] and plain.variable_devices == {}
-    assert plain.gradient_devices(network().whole.variables) is None
+    assert plain.gradient_devices(network().model.variables) is None
 
 
 def test_networks_of_several_stages_are_found_at_any_depth():
@@ -47,7 +47,7 @@ def test_networks_of_several_stages_are_found_at_any_depth():
 def test_a_pipeline_names_the_device_of_each_variable():
     model = network()
     devices = make_placement(model).variable_devices
-    assert [devices[id(v)] for v in model.whole.variables] == ["CPU:0"] * 2 + ["CPU:1"] * 2
+    assert [devices[id(v)] for v in model.model.variables] == ["CPU:0"] * 2 + ["CPU:1"] * 2
 
 
 @PLACEMENTS

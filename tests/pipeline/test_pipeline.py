@@ -196,7 +196,7 @@ def test_a_run_on_stages_goes_on_bit_for_bit(tmp_path):
 
 def plain():
     spec = classifier()()
-    return dataclasses.replace(spec, model=spec.model.whole, updates=())
+    return dataclasses.replace(spec, model=spec.model.model, updates=())
 
 
 @pytest.mark.wide
@@ -290,7 +290,7 @@ def test_rates_and_decay_by_pattern_are_the_same_in_stages():
 def test_a_network_in_stages_predicts_and_is_exported_like_one_device(tmp_path):
     trainer = train(classifier(functional, num_stages=2), settings(2, microbatches=2), steps=2)
     x = classification()["x"]
-    expected = trainer.model.whole(x).numpy()
+    expected = trainer.model.model(x).numpy()
     np.testing.assert_allclose(trainer.predict(batches()), expected, atol=1e-6)
     assert trainer.evaluate(batches())["loss"] > 0
     trainer.export(tmp_path / "saved")

@@ -24,7 +24,7 @@ def test_the_largest_cost_of_a_stage_is_as_small_as_possible(costs, num_stages, 
 
 
 def names_of(network):
-    return [[layer.name for layer in part.layers if layer.variables] for (part,) in network.parts]
+    return [[layer.name for layer in part.layers if layer.variables] for (part,) in network.modules]
 
 
 def test_a_network_is_cut_where_the_costliest_stage_costs_least():
