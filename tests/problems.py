@@ -82,6 +82,13 @@ def batches(size=16, rows=67, **arguments):
     return distloop.make_dataset(classification(rows), size, **arguments)
 
 
+def train(model_fn, config, dataset, steps=12, **arguments):
+    """Trains in one `fit`; returns the trainer."""
+    trainer = distloop.Trainer(model_fn, config)
+    trainer.fit(dataset, steps=steps, **arguments)
+    return trainer
+
+
 def cross_entropy(labels, logits):
     return keras.losses.sparse_categorical_crossentropy(labels, logits, from_logits=True)
 

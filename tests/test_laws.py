@@ -33,15 +33,9 @@ from tests.problems import (
     mostly_wide,
     on,
     refused,
+    train,
     weights,
 )
-
-
-def train(model_fn, config, dataset, steps=12, **arguments):
-    trainer = distloop.Trainer(model_fn, config)
-    trainer.fit(dataset, steps=steps, **arguments)
-    return trainer
-
 
 # replicas ---------------------------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from distloop.training.action import Report
 from distloop.variables import tensorflow_variable
 from distloop.workdir import ledger
 from tests import forked
-from tests.problems import assert_close, assert_equal, batches, classification, mostly_wide, refused
+from tests.problems import assert_close, assert_equal, batches, classification, mostly_wide, refused, train
 
 
 def settings(num_stages=1, **others):
@@ -86,12 +86,6 @@ def classifier(make=sequential, num_stages=1, optimizer=lambda: keras.optimizers
     return model_fn
 
 
-def train(model_fn, config, steps=6):
-    trainer = distloop.Trainer(model_fn, config)
-    trainer.fit(batches(), steps=steps)
-    return trainer
-
-
 def held(trainer):
     """The devices of what is trained, of the optimizer's slots and of the averages."""
     of_optimizer = [v for v in trainer.optimizer.variables if len(v.shape)]
@@ -115,7 +109,7 @@ CLIPPED = {"clip_norm": 0.5, "average_decay": 0.9}
 
 @pytest.fixture(scope="module")
 def on_one_device():
-    return trained(train(classifier(), settings(**CLIPPED)))
+    return trained(train(classifier(), settings(**CLIPPED), batches(), 6))
 
 
 @pytest.mark.slow
@@ -127,7 +121,7 @@ def test_any_number_of_stages_and_microbatches_train_to_the_same_weights(
     on_one_device, num_stages, microbatches, eager
 ):
     config = settings(num_stages, microbatches=microbatches, eager=eager, **CLIPPED)
-    assert_close(trained(train(classifier(num_stages=num_stages), config)), on_one_device)
+    assert_close(trained(train(classifier(num_stages=num_stages), config, batches(), 6)), on_one_device)
 
 
 def operations(trainer):
@@ -145,7 +139,7 @@ def place(operation):
 @pytest.mark.parametrize("recompute", [False, True])
 def test_each_stage_keeps_its_variables_and_runs_on_its_device(recompute, capsys):
     make_model = classifier(modules, num_stages=2, recompute=recompute)
-    trainer = train(make_model, settings(2, microbatches=2, average_decay=0.9, console="lines"), steps=1)
+    trainer = train(make_model, settings(2, microbatches=2, average_decay=0.9, console="lines"), batches(), 1)
     places = ["CPU:0"] * 2 + ["CPU:1"] * 3  # two modules on each; the Keras layer has a bias
     assert held(trainer) == [places, [d for d in places for _ in range(2)], places]
     assert "distloop: stages 2 = 240 on CPU:0 + 204 on CPU:1\n" in capsys.readouterr().out
@@ -167,7 +161,7 @@ def test_each_stage_keeps_its_variables_and_runs_on_its_device(recompute, capsys
 @pytest.mark.wide
 def test_a_profile_shows_how_busy_each_device_was(tmp_path):
     config = settings(2, microbatches=2, workdir=tmp_path, profile="3:6", log_every=4)
-    train(classifier(modules, num_stages=2), config, steps=12)
+    train(classifier(modules, num_stages=2), config, batches(), 12)
     fractions = busy_fractions(f"{tmp_path}/train")
     assert list(fractions) == ["CPU:0", "CPU:1"]
     rows = distloop.read_metrics(tmp_path)
@@ -179,7 +173,7 @@ def test_a_profile_shows_how_busy_each_device_was(tmp_path):
 
 @pytest.mark.slow
 def test_losses_of_a_layer_are_computed_where_its_weights_are():
-    trainer = train(classifier(num_stages=2, optimizer=lambda: keras.optimizers.SGD(0.1)), settings(2), steps=1)
+    trainer = train(classifier(num_stages=2, optimizer=lambda: keras.optimizers.SGD(0.1)), settings(2), batches(), 1)
     squares = [place(op) for op in operations(trainer) if op.type in ("Square", "Pow")]
     assert sorted(squares) == ["CPU:0"] * 2 + ["CPU:1"] * 2  # L2 terms of two layers on each
 
@@ -188,10 +182,10 @@ def test_losses_of_a_layer_are_computed_where_its_weights_are():
 def test_a_run_on_stages_goes_on_bit_for_bit(tmp_path):
     make_model = classifier(functools.partial(sequential, dropout=0.3, batch_norm=True), num_stages=2)
     config = settings(2, microbatches=2, average_decay=0.9, precision="mixed_bfloat16")
-    expected = trained(train(make_model, config))
+    expected = trained(train(make_model, config, batches(), 6))
     stopped = dataclasses.replace(config, workdir=tmp_path)
-    train(make_model, stopped, steps=2)
-    assert_equal(trained(train(make_model, stopped)), expected)
+    train(make_model, stopped, batches(), 2)
+    assert_equal(trained(train(make_model, stopped, batches(), 6)), expected)
 
 
 def plain():
@@ -211,8 +205,8 @@ def plain():
 )
 def test_a_checkpoint_goes_on_in_any_other_number_of_stages(before, config, after, tmp_path, on_one_device):
     shared = {"workdir": tmp_path, **CLIPPED}
-    train(before, dataclasses.replace(config, **shared), steps=3)
-    trainer = train(classifier(num_stages=after.num_stages), dataclasses.replace(after, **shared))
+    train(before, dataclasses.replace(config, **shared), batches(), 3)
+    trainer = train(classifier(num_stages=after.num_stages), dataclasses.replace(after, **shared), batches(), 6)
     assert_close(trained(trainer), on_one_device)
 
 
@@ -220,7 +214,7 @@ def on_two_workers(directory):
     """What each of the processes that the test below starts does."""
     config = settings(2, strategy="multi_worker", microbatches=2, **CLIPPED)
     distloop.prepare(config)
-    trainer = train(classifier(num_stages=2), config)
+    trainer = train(classifier(num_stages=2), config, batches(), 6)
     products = [place(op) for op in operations(trainer) if op.type == "MatMul"]
     found = {"held": np.array(sum(held(trainer), [])), "products": np.array(products)}
     found |= {f"trained/{name}": value for name, value in trained(trainer).items()}
@@ -245,7 +239,7 @@ def test_two_workers_of_two_stages_train_like_one_process(tmp_path, on_one_devic
 def test_computing_activations_again_draws_the_same_dropout():
     make = functools.partial(sequential, dropout=0.3, batch_norm=True)
     kept, computed = (
-        trained(train(classifier(make, num_stages=2, recompute=recompute), settings(2, microbatches=2), steps=3))
+        trained(train(classifier(make, num_stages=2, recompute=recompute), settings(2, microbatches=2), batches(), 3))
         for recompute in (False, True)
     )
     assert_close(computed, kept)
@@ -270,8 +264,9 @@ def test_stages_train_with_several_updates_and_a_loss_scale():
         ]
         return distloop.ModelSpec({"a": first, "b": second}, updates=updates)
 
-    expected = trained(train(model_fn, settings(precision="mixed_float16")))
-    found = trained(train(functools.partial(model_fn, 2), settings(2, precision="mixed_float16", microbatches=2)))
+    expected = trained(train(model_fn, settings(precision="mixed_float16"), batches(), 6))
+    config = settings(2, precision="mixed_float16", microbatches=2)
+    found = trained(train(functools.partial(model_fn, 2), config, batches(), 6))
     assert_close(found, expected, tolerance=2e-3)  # of float16 in one layer
 
 
@@ -282,13 +277,14 @@ def test_rates_and_decay_by_pattern_are_the_same_in_stages():
         return dataclasses.replace(spec, learning_rates={"hidden_2/": 0.1}, no_decay="bias", updates=())
 
     in_stages = functools.partial(model_fn, 2)
-    assert_close(trained(train(in_stages, settings(2))), trained(train(model_fn, settings())))
+    expected = trained(train(model_fn, settings(), batches(), 6))
+    assert_close(trained(train(in_stages, settings(2), batches(), 6)), expected)
     assert not distloop.Trainer(in_stages, settings(2)).audit(batches()).findings
 
 
 @pytest.mark.slow
 def test_a_network_in_stages_predicts_and_is_exported_like_one_device(tmp_path):
-    trainer = train(classifier(functional, num_stages=2), settings(2, microbatches=2), steps=2)
+    trainer = train(classifier(functional, num_stages=2), settings(2, microbatches=2), batches(), 2)
     x = classification()["x"]
     expected = trainer.model.model(x).numpy()
     np.testing.assert_allclose(trainer.predict(batches()), expected, atol=1e-6)
@@ -315,13 +311,13 @@ def test_masks_pass_from_stage_to_stage(recompute):
 @pytest.mark.slow
 def test_layers_that_are_built_by_the_first_batch_are_built_on_their_stage():
     make_model = classifier(lambda: [keras.layers.Dense(6), keras.layers.Dense(4)], num_stages=2)
-    of_model, of_optimizer, _ = held(train(make_model, settings(2), steps=1))
+    of_model, of_optimizer, _ = held(train(make_model, settings(2), batches(), 1))
     assert of_model == ["CPU:0"] * 2 + ["CPU:1"] * 2 and of_optimizer == ["CPU:0"] * 4 + ["CPU:1"] * 4
 
 
 @pytest.mark.wide
 def test_a_stage_begins_a_microbatch_when_an_earlier_one_has_come_back():
-    trainer = train(classifier(modules, num_stages=2), settings(2, microbatches=5), steps=1)
+    trainer = train(classifier(modules, num_stages=2), settings(2, microbatches=5), batches(), 1)
     begins = [op for op in operations(trainer) if op.type == "Identity" and op.control_inputs and place(op)]
     waits = [[place(op), *{place(before) for before in op.control_inputs}] for op in begins]
     assert sorted(waits) == [["CPU:0"] * 2] * 2 + [["CPU:1"] * 2] * 3  # the fourth and the fifth, three after another

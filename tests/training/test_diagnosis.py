@@ -10,7 +10,7 @@ import tensorflow as tf
 import distloop
 from distloop.training import diagnosis
 from distloop.training.diagnosis import UpdateReport
-from tests.problems import classification, on
+from tests.problems import batches, on, train
 
 
 def report(name="", loss=1.0, norm=1.0, paths=(), **scaling):
@@ -87,13 +87,8 @@ def test_a_model_that_xla_cannot_compile_is_explained_in_one_sentence():
         return distloop.ModelSpec(layer, keras.optimizers.SGD(0.1), loss_fn)
 
     with pytest.raises(ValueError, match=r"^jit_compile=True was given, but XLA cannot compile") as caught:
-        fit(model_fn, jit_compile=True)
+        train(model_fn, on(1, jit_compile=True), batches(rows=16), 1)
     assert "\n" not in str(caught.value) and str(caught.value).endswith("use jit_compile=False.")
-
-
-def fit(model_fn, replicas=1, **settings):
-    trainer = distloop.Trainer(model_fn, on(replicas, **settings))
-    trainer.fit(distloop.make_dataset(classification(16), 16), steps=1)
 
 
 @pytest.mark.slow
@@ -103,10 +98,10 @@ def test_float16_layers_without_a_loss_scale_are_named(caplog):
         loss_fn = lambda batch, training: {"loss": model(batch["x"], training=training)[:, 0]}  # noqa: E731
         return distloop.ModelSpec(model, keras.optimizers.SGD(0.1), loss_fn)
 
-    fit(model_fn)
+    train(model_fn, on(1), batches(rows=16), 1)
     assert "Layers such as half compute in float16 and the loss is not scaled" in caplog.text
     caplog.clear()
-    fit(model_fn, precision="mixed_float16")
+    train(model_fn, on(1, precision="mixed_float16"), batches(rows=16), 1)
     assert "float16" not in caplog.text
 
 
@@ -123,7 +118,7 @@ def test_unreached_and_unsynchronized_variables_are_named(caplog):
 
         return distloop.ModelSpec([*model, count], keras.optimizers.SGD(0.1), loss_fn)
 
-    fit(model_fn, replicas=2)
+    train(model_fn, on(2), batches(rows=16), 1)
     assert "The loss does not depend on 1, which stays as it is" in caplog.text
     assert "The forward pass writes 2, of dtype int32, which has no mean" in caplog.text
 
@@ -142,7 +137,7 @@ def test_layers_that_compute_as_in_evaluation_and_constant_seeds_are_named(is_pa
 
         return distloop.ModelSpec([model, draws], keras.optimizers.SGD(0.1), loss_fn)
 
-    fit(model_fn, replicas=2)
+    train(model_fn, on(2), batches(rows=16), 1)
     warned = [record.getMessage() for record in caplog.records]
     expected = ["Layers such as net/norm, drop compute in the step as in evaluation, or not at all: pass"]
     expected += ["draws the same numbers in each step and on each replica, as its seed is a constant: give keras"]
