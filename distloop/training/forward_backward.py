@@ -170,9 +170,8 @@ class ForwardBackward:
         is_timed = shard.is_first and strategies.times_replicas(self.state.strategy)
         started = _time_after(tf.nest.flatten(batch.rows, expand_composites=True)[:1]) if is_timed else None
 
-        compute = functools.partial(
-            self.compute, factor=factor, value=value, is_first=shard.is_first, traces=shard.traces
-        )
+        settings: dict[str, Any] = {"value": value, "traces": shard.traces, "is_first": shard.is_first}
+        compute = functools.partial(self.compute, factor=factor, **settings)
         with explaining_merge_call(_explain_merge_call(self)):
             sum_parts = self._sum_turns if self.state.virtual_replicas else self._sum_microbatches
             segments, vector, metric_rows = sum_parts(shard, compute)
@@ -190,7 +189,8 @@ class ForwardBackward:
         if self.jit_compile:
             # No more than this: XLA cannot follow variables to another device, or a reduction. A function of its own
             # for each replica, which reads that replica's variables.
-            compute = graph_function(compute, jit_compile=True)
+            of_tensors = compute  # TensorFlow refuses a function whose other arguments change, as `traces` does
+            compute = graph_function(lambda *shard: of_tensors(*shard), jit_compile=True)
 
         def microbatch(index: tf.Tensor | int) -> Sums:
             rows, row_weights = take_shard(shard.batch, shard.layout, self.microbatches, index)
