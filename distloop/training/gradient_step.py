@@ -17,11 +17,12 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from distloop.data.shards import Batch, BatchLayout, batch_size, take_shard
 from distloop.distributed import strategies
-from distloop.errors import explaining_merge_call
+from distloop.errors import explaining_merge_call, require
 from distloop.model import metrics, variable_writes
 from distloop.model.keras_metrics import without_padding
 from distloop.model.spec import StepFn
@@ -29,6 +30,8 @@ from distloop.model.user_functions import as_tensor
 from distloop.optimizers import gradients
 from distloop.training.differentiation import Trace
 from distloop.training.forward_backward import ForwardBackward, Summed, note_own_trace
+
+_ROUNDING = 1e-5  # relative, of a number that is the same on all replicas
 
 
 def call_step_fn(
@@ -191,6 +194,7 @@ class OwnStep:
         self._variables = {state.paths[id(v)]: v for v in update.variables}
         self._before = update.values()
         self._reported: dict[str, tuple[tf.Tensor, tf.Tensor]] = {}
+        self._without_weight: set[str] = set()  # names
 
     @property
     def weights(self) -> dict[str, tf.Tensor]:
@@ -206,19 +210,27 @@ class OwnStep:
         tensors = [tf.convert_to_tensor(value) for value in tf.nest.flatten(values)]
         return tf.nest.pack_sequence_as(values, self._update.reduce(tensors))
 
-    def report(self, name: str, total: Any, weight: Any = 1.0) -> None:
+    def report(self, name: str, total: Any, weight: Any = None) -> None:
         """Adds to a number of the run: the sum of all totals, over replicas and steps, by the sum of all weights.
+
+        With a weight, total and weight are this replica's parts, which differ between replicas and are not compared.
+        Without one, the total is a number that is the same on all replicas, such as one made of `sum`'s; it is
+        compared in each step, as a mean of unequal means would depend on the number of replicas. Gradients, which are
+        the same on all replicas too, are compared by the weights that they leave after the first two steps.
 
         Args:
             name: of the number; "loss" is what `on_divergence` watches, else the first one that is reported.
             total: this replica's part of the sum, a scalar, such as the sum of the losses of `batch`.
-            weight: this replica's part of the divisor, such as the number of rows.
+            weight: this replica's part of the divisor, such as the number of rows; None: the total is the number.
 
         Raises:
-            ValueError: if the name is one of distloop's own, or the others are no scalars.
+            ValueError: if the name is one of distloop's own, or the others are no scalars; from the step, if a total
+                without a weight differs between replicas.
         """
         metrics.check_name(name, "step.report was given a number")
-        pair = (tf.cast(total, tf.float32), tf.cast(weight, tf.float32))
+        if weight is None:
+            self._without_weight.add(name)
+        pair = (tf.cast(total, tf.float32), tf.cast(1.0 if weight is None else weight, tf.float32))
         if any(part.shape.rank != 0 for part in pair):
             raise ValueError(
                 f"step.report was given {name!r}, and a total and a weight of the shapes {pair[0].shape} and "
@@ -248,16 +260,29 @@ class OwnStep:
         after, _ = update.written_values.merge(written, after, sums.get("writes"))
         filled = [gradients.get(path, tf.zeros(v.shape, v.dtype)) for path, v in self._variables.items()]
         replicas = update.state.strategy.num_replicas_in_sync
+        are_same = [
+            _is_mean(sums["tallies"], tallies, i, name) for i, name in enumerate(names) if name in self._without_weight
+        ]
         return Summed(
             segments=update.packing.pack(filled),
             weight=tf.constant(1.0),
-            tallies=sums["tallies"],
+            tallies=tf.where(tf.reduce_all(are_same), sums["tallies"], np.nan) if are_same else sums["tallies"],
             written=written,
             before=[self._before[id(v)] for v in written],
             after=after,
             new_values=[tf.identity(v) for v in update.overwritten],
             secs=tf.ones([replicas]) if strategies.times_replicas(update.state.strategy) else None,  # nobody looked
         )
+
+
+def _is_mean(sums: tf.Tensor, tallies: tf.Tensor, i: int, name: str) -> tf.Tensor:
+    """Checks in the step that number `i` of this replica is the mean over all replicas; a number that is nan may be."""
+    mean, own = (of[2 * i] / of[2 * i + 1] for of in (sums, tallies))
+    return require(
+        (tf.abs(own - mean) <= _ROUNDING * tf.abs(mean)) | ~tf.math.is_finite(own),
+        f"step.report was given {name!r} without a weight, and it differs between replicas: give this replica's sum "
+        f"and its number of rows, as in step.report({name!r}, total, count), or add the totals up by step.sum.",
+    )
 
 
 def _refuse_assigned(variables: Mapping[str, Any], assigned: Sequence[Any], advice: str) -> None:

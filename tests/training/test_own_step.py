@@ -197,7 +197,7 @@ def apart(given, **arguments):
         def step_fn(step):
             with tf.GradientTape() as tape:
                 loss = tf.reduce_sum(net(step.batch["x"][:, 0]) ** 2)
-            step.report("loss", loss)
+            step.report("loss", loss, 1.0)
             return dict(zip(step.weights, tape.gradient(loss, net.trainable_variables), strict=True))
 
         def gradient_fn(gradients):
@@ -221,6 +221,44 @@ def test_gradients_that_differ_between_replicas_end_the_run_at_a_boundary(given,
     parts = ["At step ", "model/net/line/kernel", "of replica 1 of worker 0 differs", "step.sum(gradients)"]
     refused(lambda: trainer.fit(data(), steps=20), *parts)
     assert [path.name for path in (tmp_path / "checkpoints").glob("[0-9]")] == ["1"]  # when all was equal
+
+
+def reporting(number):
+    """A recipe that reports a function of the step without a weight, and trains by a gradient of 0."""
+
+    def make(net):
+        def step_fn(step):
+            step.report("loss", number(step))
+            return {path: tf.zeros_like(weight) for path, weight in step.weights.items()}
+
+        return step_fn
+
+    return make
+
+
+REPORTS = {
+    "a mean of each replica's rows": lambda step: tf.reduce_mean(step.batch["x"]),
+    "opposite numbers": lambda step: (
+        2.0 * tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.float32) - 1.0
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REPORTS)
+def test_a_report_without_a_weight_that_differs_between_replicas_ends_the_run_at_its_first_step(kind, tmp_path):
+    trainer = distloop.Trainer(model_fn(reporting(REPORTS[kind])), on(2, workdir=str(tmp_path)))
+    sentence = ["'loss' without a weight, and it differs between replicas", "step.report('loss', total, count)"]
+    refused(lambda: trainer.fit(data(), steps=3), *sentence)
+    distloop.Trainer(model_fn(reporting(REPORTS[kind])), on(1)).fit(data(), steps=3)
+
+
+def test_a_report_without_a_weight_that_is_the_same_on_all_replicas_is_that_number():
+    mean = lambda step: tf.math.divide(*step.sum((tf.reduce_sum(step.batch["x"]), float(SIZE))))  # noqa: E731
+    numbers = [train(reporting(mean), replicas, steps=1)[1]["loss"] * replicas for replicas in (1, 3)]
+    assert numbers[0] == pytest.approx(numbers[1], rel=1e-5)
+    assert train(reporting(lambda step: 0.0), 3)[1]["loss"] == 0.0
+    with pytest.raises(FloatingPointError, match="loss is nan"):
+        train(reporting(lambda step: np.nan), 3)
 
 
 def test_the_gradients_of_one_replica_need_no_sum():
