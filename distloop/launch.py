@@ -120,11 +120,7 @@ def _run_in_ray(options: argparse.Namespace, plan: elastic.MembershipPlan) -> in
 
 
 def _start_in_ray(
-    options: argparse.Namespace,
-    cluster: ray_actors.Actors,
-    membership: Membership,
-    slots: Sequence[int],
-    inbox: Inbox,
+    options: argparse.Namespace, cluster: ray_actors.Actors, membership: Membership, slots: Sequence[int], inbox: Inbox
 ) -> list[processes.Process]:
     """Starts the workers of a membership, each in an actor."""
     addresses, cores = [cluster.address(slot) for slot in slots], range(options.cores_per_worker or 0)
@@ -180,10 +176,7 @@ def _environment(
 def _cluster_variables(options: argparse.Namespace, i: int, addresses: Sequence[str]) -> dict[str, str]:
     """Returns the variables that tell the `i`-th worker that is started here who the others are."""
     task = {"type": "worker", "index": options.first_index + i}
-    variables = {
-        "TF_CONFIG": json.dumps({"cluster": {"worker": addresses}, "task": task}),
-        "PYTHONUNBUFFERED": "1",
-    }
+    variables = {"TF_CONFIG": json.dumps({"cluster": {"worker": addresses}, "task": task}), "PYTHONUNBUFFERED": "1"}
     return variables | ({"DISTLOOP_SECRET": options.secret} if options.secret else {})
 
 

@@ -248,10 +248,7 @@ def send(path: str, url: str) -> None:
 
 
 def _send(
-    directory: RemoteDirectory,
-    files: dict[str, str],
-    there: Iterable[str],
-    verify: Callable[[], None] = lambda: None,
+    directory: RemoteDirectory, files: dict[str, str], there: Iterable[str], verify: Callable[[], None] = lambda: None
 ) -> None:
     """Sends the files of a directory by their local paths, the last one when the others are there.
 

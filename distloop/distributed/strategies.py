@@ -277,10 +277,7 @@ def _make_multi_worker(cluster: Cluster | None, config: Config) -> tf.distribute
 def _join(cluster: Cluster, config: Config, heartbeat: Heartbeat) -> tf.distribute.Strategy:
     device_type = devices.choose_device_type(config)
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
-        tf.train.ClusterSpec({"worker": cluster.addresses}),
-        task_type="worker",
-        task_id=cluster.index,
-        rpc_layer="grpc",
+        tf.train.ClusterSpec({"worker": cluster.addresses}), task_type="worker", task_id=cluster.index, rpc_layer="grpc"
     )
     count = config.num_devices or (len(tf.config.list_physical_devices("GPU")) if device_type == "GPU" else 1)
     if config.num_stages > 1:  # one replica runs all stages

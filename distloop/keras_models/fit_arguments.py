@@ -7,6 +7,7 @@ explain_call("fit", (x, y, 32, 3), {})      # "... call fit(x, y, batch_size=32,
 
 import dataclasses
 import difflib
+import itertools
 import math
 import numbers
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -25,6 +26,8 @@ from distloop.settings.durations import finite_number, whole_number
 EVALUATION = "val"  # the name of the evaluation on Keras's validation data
 
 _OF_FIT = ("steps", "epochs", "until", "evals", "actions", "writers")
+
+_LOOKED_AT = 1000  # batches in which classes are looked for
 
 _OWN_BATCHES = "has batches of its own: leave batch_size out."
 _POSITIONS = ("x", "y", "batch_size", "epochs")  # of Keras's fit, as far as people give them
@@ -144,7 +147,7 @@ def read_arguments(
             + (f"is not of arrays alone: give {EACH_AN_ARRAY}." if is_structure else _OWN_BATCHES)
         )
     class_weight, split = given.get("class_weight"), given.get("validation_split", 0.0)
-    map_batch = None if class_weight is None else _class_weigher(class_weight, arrays)
+    map_batch = None if class_weight is None else _class_weigher(class_weight, train if arrays is None else arrays)
     asked_for = (train, batch_size, steps_per_epoch, class_weight, split)
     validation = given.get("validation_data")
     train = train if arrays is None else arrays
@@ -206,10 +209,10 @@ def _split(train: Data, fraction: float) -> tuple[Any, Any]:
     return first, tf.nest.map_structure(lambda array: array[num_trained:], train)
 
 
-def _class_weigher(class_weight: Any, arrays: Any) -> Callable[..., Any]:
+def _class_weigher(class_weight: Any, data: Any) -> Callable[..., Any]:
     """Returns a function that multiplies the sample weights of a batch `(x, y)` or `(x, y, sample_weight)`.
 
-    Of arrays, which are None for other data, a warning tells of classes that do not occur.
+    A warning names classes that do not occur: in arrays, or in the first batches of other data.
 
     Source: `class_weight_to_sample_weights` in keras/src/trainers/data_adapters/data_adapter_utils.py.
     """
@@ -219,6 +222,12 @@ def _class_weigher(class_weight: Any, arrays: Any) -> Callable[..., Any]:
         raise ValueError(f"fit was given a class_weight of {shown(odd[0])}; give finite numbers, 0 or more.")
     classes = np.array(list(class_weight), np.int64)  # [K]
     values = np.array(list(class_weight.values()), np.float32)
+    have_occurred, num_read = np.zeros(len(classes), bool), itertools.count(1)
+
+    def note(are_in_batch: np.ndarray) -> None:
+        np.logical_or(have_occurred, are_in_batch, out=have_occurred)
+        if next(num_read) == most_batches:
+            _warn_of_absent(classes[~have_occurred], f" in {most_batches} batches")
 
     def weigh(*batch: Any) -> Any:
         entries = batch[0] if len(batch) == 1 else batch
@@ -227,8 +236,7 @@ def _class_weigher(class_weight: Any, arrays: Any) -> Callable[..., Any]:
                 "fit was given class_weight and batches that are no (x, y) or (x, y, sample_weight) with one tensor y: "
                 "weigh the loss by the label in loss_fn, with distloop.weighted, or give sample weights."
             )
-        x, y, *sample_weight = entries
-        labels = y
+        x, labels, *sample_weight = entries
         if labels.shape.rank not in (1, 2):
             raise ValueError(
                 f"fit was given class_weight and labels of shape {labels.shape}; they are [B], [B, 1], or one-hot "
@@ -240,22 +248,29 @@ def _class_weigher(class_weight: Any, arrays: Any) -> Callable[..., Any]:
         if labels.dtype.is_floating:
             labels = tf.round(labels)
         is_class = tf.cast(labels, tf.int64)[:, None] == classes  # [B, K]
+        if not is_array:
+            tf.numpy_function(note, [tf.reduce_any(is_class, 0)], [])
         weights = tf.where(tf.reduce_any(is_class, 1), tf.linalg.matvec(tf.cast(is_class, tf.float32), values), 1.0)
         if sample_weight:
             rank = sample_weight[0].shape.rank or 1
             shape = tf.concat([tf.shape(weights), tf.ones([rank - 1], tf.int32)], 0)
             weights = tf.cast(sample_weight[0], tf.float32) * tf.reshape(weights, shape)
-        return x, y, weights
+        return x, entries[1], weights
 
-    labels = arrays[1] if isinstance(arrays, tuple) and len(arrays) > 1 else None
-    if isinstance(labels, np.ndarray) and labels.ndim and labels.size == len(labels) and labels.dtype.kind in "biuf":
-        absent = np.setdiff1d(classes, np.round(labels)).tolist()
-        if absent:
-            log.warning(
-                "class_weight has weights for the classes %s, which no label is: check how the classes are numbered.",
-                ", ".join(map(str, absent)),
-            )
+    given = data[1] if isinstance(data, tuple) and len(data) > 1 else None
+    is_array = isinstance(given, np.ndarray)
+    length = int(data.cardinality()) if isinstance(data, tf.data.Dataset) else tf.data.UNKNOWN_CARDINALITY
+    most_batches = min(length, _LOOKED_AT) if length > 0 else _LOOKED_AT
+    if is_array and given.ndim and given.size == len(given) and given.dtype.kind in "biuf":
+        _warn_of_absent(np.setdiff1d(classes, np.round(given)), "")
     return weigh
+
+
+def _warn_of_absent(classes: np.ndarray, where: str) -> None:
+    if len(classes):
+        absent = ", ".join(map(str, classes))
+        text = "class_weight has weights for the classes %s, which no label is%s: check how the classes are numbered."
+        log.warning(text, absent, where)
 
 
 def _require_columns(classes: np.ndarray, columns: int | None) -> None:
