@@ -257,7 +257,7 @@ def _class_weigher(class_weight: Any, data: Any) -> Callable[..., Any]:
             weights = tf.cast(sample_weight[0], tf.float32) * tf.reshape(weights, shape)
         return x, entries[1], weights
 
-    given = data[1] if isinstance(data, tuple) and len(data) > 1 else None
+    given: Any = data[1] if isinstance(data, tuple) and len(data) > 1 else None
     is_array = isinstance(given, np.ndarray)
     length = int(data.cardinality()) if isinstance(data, tf.data.Dataset) else tf.data.UNKNOWN_CARDINALITY
     most_batches = min(length, _LOOKED_AT) if length > 0 else _LOOKED_AT
