@@ -245,14 +245,14 @@ REPORTS = {
 
 
 @pytest.mark.parametrize("kind", REPORTS)
-def test_a_report_without_a_weight_that_differs_between_replicas_ends_the_run_at_its_first_step(kind, tmp_path):
+def test_a_report_without_a_weight_that_differs_ends_the_run(kind, tmp_path):
     trainer = distloop.Trainer(model_fn(reporting(REPORTS[kind])), on(2, workdir=str(tmp_path)))
     sentence = ["'loss' without a weight, and it differs between replicas", "step.report('loss', total, count)"]
     refused(lambda: trainer.fit(data(), steps=3), *sentence)
     distloop.Trainer(model_fn(reporting(REPORTS[kind])), on(1)).fit(data(), steps=3)
 
 
-def test_a_report_without_a_weight_that_is_the_same_on_all_replicas_is_that_number():
+def test_a_report_without_a_weight_is_the_number_of_all_replicas():
     mean = lambda step: tf.math.divide(*step.sum((tf.reduce_sum(step.batch["x"]), float(SIZE))))  # noqa: E731
     numbers = [train(reporting(mean), replicas, steps=1)[1]["loss"] * replicas for replicas in (1, 3)]
     assert numbers[0] == pytest.approx(numbers[1], rel=1e-5)
