@@ -97,11 +97,7 @@ def make_dataset(
     reader, apply = _make_reader(source, map_fn, row_lengths)
     _require_one_shape(reader.spec if apply is None else apply.spec, row_lengths, is_mapped=apply is not None)
     order: Any = Order(
-        num_rows=len(reader),
-        batch_size=sizes[0],
-        seed=seed,
-        is_shuffled=bool(shuffle),
-        drop_remainder=drop_remainder,
+        num_rows=len(reader), batch_size=sizes[0], seed=seed, is_shuffled=bool(shuffle), drop_remainder=drop_remainder
     )
     if hasattr(source, "make_order"):  # which a Mixture has
         order = source.make_order(order, sizes, row_lengths)

@@ -76,10 +76,8 @@ class Clock:
 
     def seconds(self) -> dict[str, float]:
         """Returns the time until now by phase; `other` is the time outside all phases."""
-        seconds = {
-            name: self._seconds[name] for name in ("start-up", "input", "step", "evaluation", "saving", "logging")
-        }
-        seconds |= {name: secs for name, secs in self._seconds.items() if name not in seconds}
+        names = ("start-up", "input", "step", "evaluation", "saving", "logging")
+        seconds = dict.fromkeys(names, 0.0) | self._seconds
         unseen = time.monotonic() - self._since - sum(self._seconds.values())
         seconds["other"] = seconds.pop("other", 0.0) + max(0.0, unseen)
         return seconds

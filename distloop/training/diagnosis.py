@@ -91,10 +91,9 @@ def explain(
     is_watched = train_step.loss_jump is not None
     for report in reports:
         if report.is_to_blame(skip_nonfinite=train_step.skip_nonfinite, is_loss_watched=is_watched):
-            if batch is not None:
-                cause = _locate(train_step, batch, source.layout, source.examples_of(number))
-            else:
-                cause = _look_at_data(step, source, number, report)
+            if batch is None:
+                return explain_nonfinite(step, report, _look_at_data(step, source, number, report))
+            cause = _locate(train_step, batch, source.layout, source.examples_of(number))
             return explain_nonfinite(step, report, cause)
     statistics = train_step.state.loss_watch.statistics.numpy()
     return explain_jump(step, reports, statistics, train_step.loss_jump or 0.0)
@@ -228,9 +227,7 @@ def _first_nonfinite(source: Source, number: int, *, is_first: bool) -> tuple[st
         entries = _nonfinite_rows(rows)
         if time.monotonic() > ends_at:
             return None
-    if entries is None:
-        return None
-    return next(((entry, row) for entry, row in entries.items() if entry not in harmless), ())
+    return None if entries is None else next((item for item in entries.items() if item[0] not in harmless), ())
 
 
 def _nonfinite_rows(rows: Any) -> dict[str, int]:

@@ -228,8 +228,7 @@ class OwnStep:
                 without a weight differs between replicas.
         """
         metrics.check_name(name, "step.report was given a number")
-        if weight is None:
-            self._without_weight.add(name)
+        self._without_weight |= {name} if weight is None else set()
         pair = (tf.cast(total, tf.float32), tf.cast(1.0 if weight is None else weight, tf.float32))
         if any(part.shape.rank != 0 for part in pair):
             raise ValueError(

@@ -9,6 +9,7 @@ gets a value that it can use, a warning that names the file, or a ValueError.
 """
 
 import difflib
+import itertools
 import json
 import math
 import os
@@ -266,19 +267,17 @@ def _parse_rows(content: bytes) -> list[dict[str, Any]]:
 
 def rows_between(path: str, after: int, until: int) -> list[dict[str, Any]]:
     """Returns the rows of a file whose step is larger than `after`, and `until` at most; reads no more than its end."""
-    rows = []
-    for line in lines_from_end(path) if os.path.isfile(path) else ():
-        if (row := parse_row(line)) is not None:
-            if row["step"] <= after:
-                break
-            rows.append(row)
-    return [row for row in reversed(rows) if row["step"] <= until]
+    later = [*itertools.takewhile(lambda row: row["step"] > after, _rows_from_end(path))]
+    return [row for row in reversed(later) if row["step"] <= until]
 
 
 def last_row(path: str) -> dict[str, Any] | None:
     """Returns the last row of a file; None if there is none."""
-    lines = lines_from_end(path) if os.path.isfile(path) else iter(())
-    return next((row for row in map(parse_row, lines) if row is not None), None)
+    return next(_rows_from_end(path), None)
+
+
+def _rows_from_end(path: str) -> Iterator[dict[str, Any]]:
+    return filter(None, map(parse_row, lines_from_end(path) if os.path.isfile(path) else ()))
 
 
 def drop_rows(path: str, after: int) -> None:
