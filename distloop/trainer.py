@@ -82,7 +82,7 @@ class Trainer:
         self._checkpoints = RunCheckpoints(self.state, config)
         collectives.report_steps(self.strategy, lambda: self.step)
         self._train_source: Source | None = None
-        self._passes = Passes(self.strategy, config.global_batch_size(self.strategy), config.virtual_replicas)
+        self._passes = Passes(self.strategy, config.global_batch_size(self.strategy), self.state.replicas)
         self._predictor = Predictor(self.state, eager=config.eager)
         self._eval_loop = EvalLoop(self.state, eager=config.eager, max_traces=config.max_traces)
         self._forward_pass = ForwardPass(self.state, config)

@@ -282,11 +282,11 @@ def fit(case, devices, workdir, steps=None, **settings):
 def state_of(trainer):
     """Returns what training changed, as one value of each variable: all replicas hold it, random streams aside."""
     values = {}
-    turns, first = trainer.state.turns, collectives.first_replica(trainer.strategy)
+    per_device, first = trainer.state.replicas.per_device, collectives.first_replica(trainer.strategy)
     for name, value in everything(trainer).items():
         name, _, replica = name.partition("@")
         if "seeds/" in name:
-            value = value - np.array([(first + int(replica)) * turns * SEED_STRIDE, 0], value.dtype)
+            value = value - np.array([(first + int(replica)) * per_device * SEED_STRIDE, 0], value.dtype)
         assert value.tobytes() == values.setdefault(name, value).tobytes(), name
     return values
 

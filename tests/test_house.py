@@ -190,6 +190,38 @@ def test_what_starts_at_once_needs_no_tensorflow(module):
     assert not names_of(MODULES[module]) & {"tf", "keras"}
 
 
+def docstrings_of(tree):
+    """Returns the ids of the nodes that are docstrings."""
+    bodies = [node.body for node in ast.walk(tree) if hasattr(node, "body") and isinstance(node.body, list)]
+    return {id(body[0].value) for body in bodies if body and isinstance(body[0], ast.Expr)}
+
+
+def words_of(path):
+    """Yields what code says: names, attributes, arguments, keywords and texts; no imports, docstrings and comments."""
+    left_out = docstrings_of(tree_of(path))
+    for node in ast.walk(tree_of(path)):
+        match node:
+            case ast.Constant(value=str(text)) if id(node) not in left_out:
+                yield from re.findall(r"\w+", text)
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name) | ast.keyword(arg=name):
+                yield name
+            case ast.FunctionDef(name=name):
+                yield name
+
+
+@pytest.mark.parametrize(
+    ("idea", "limit"),
+    [
+        ({"virtual_replicas"}, 8),  # others ask `Replicas`, which is made of the setting
+        ({"is_split", "is_sharded", "is_padded"}, 4),  # others ask `BatchLayout`
+        ({"placement", "slot_placement"}, 6),  # others ask `TrainState`
+    ],
+)
+def test_an_idea_is_known_to_few_files(idea, limit):
+    knowing = [name for name, path in MODULES.items() if not idea.isdisjoint(words_of(path))]
+    assert len(knowing) <= limit, f"{sorted(idea)}: {', '.join(knowing)}"
+
+
 def test_the_report_starts_without_tensorflow_and_tensorboard():
     program = "import sys, distloop.report; print(sorted({'tensorflow', 'keras', 'tensorboard'} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)

@@ -32,7 +32,7 @@ def test_everything_passes_on_virtual_cpus():
 
 def output_with_one_stream_for_all_turns():
     checks = unittest.mock.patch.object(smoke, "_CHECKS", {"bits": smoke._same_bits})
-    with checks, unittest.mock.patch.object(virtual_replicas, "stream_of", lambda state, turn: state):
+    with checks, unittest.mock.patch.object(virtual_replicas, "stream_of", lambda state, index: state):
         with contextlib.redirect_stdout(io.StringIO()) as output:
             assert smoke.main(["--device=cpu", "--num_devices=2"]) == 1
     return output.getvalue()

@@ -47,7 +47,7 @@ def dependence_on_replicas(probe: Probe) -> Iterator[Finding | str]:
         (whole,), used = probe.measure(update, [probe.rows], training=True)
         unsynchronized = _unsynchronized_normalizations(probe, whole)
         # Virtual replicas have statistics of their own on any number of devices.
-        for path in unsynchronized if not probe.state.virtual_replicas else ():
+        for path in unsynchronized if not probe.state.replicas.same_bits else ():
             yield Finding(
                 "statistics of one replica",
                 path,
@@ -96,7 +96,7 @@ def _written_statistics(probe: Probe, whole: Measurement, halves: Sequence[Measu
                     "its mean over the replicas differs from the value of one replica with all rows: sum over the "
                     "replicas first, with tf.distribute.get_replica_context().all_reduce",
                 )
-        elif any(not np.array_equal(part, parts[0]) for part in parts) and not probe.state.virtual_replicas:
+        elif any(not np.array_equal(part, parts[0]) for part in parts) and not probe.state.replicas.same_bits:
             yield _apart(path)  # else all replicas get the value of the first virtual one
 
 
@@ -150,15 +150,15 @@ def drift(probe: Probe) -> Iterator[Finding]:
 
 def same_bits(probe: Probe) -> Iterator[Finding]:
     """Checks that no virtual replica uses what others compute, or the number of a device."""
-    if not probe.state.virtual_replicas:
+    if not (replicas := probe.state.replicas).same_bits:
         return
     collectives = probe.trace.used & COLLECTIVES
     if others := collectives - {"all_gather"}:  # as `gather_rows` calls it
         yield Finding(
             "talks to other replicas",
             " and ".join(sorted(others)),
-            "virtual replicas take turns, so none has what another one computes: use plain BatchNormalization, and "
-            "distloop.gather_rows for the rows of others, or leave virtual_replicas out",
+            "a device computes virtual replicas one after the other, so none has what another one computes: use plain "
+            f"BatchNormalization, distloop.gather_rows for the rows of others, or leave {replicas.setting} out",
         )
     elif (asked := probe.trace.used) and not collectives:  # `gather_rows` asks, too
         yield Finding(

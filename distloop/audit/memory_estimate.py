@@ -194,8 +194,7 @@ def _estimate(trainer: Trainer, data: FitData) -> MemoryEstimate:
 def _rows_of_replica(source: Source, strategy: tf.distribute.Strategy) -> Any:
     """Returns the first batch's rows that one replica gets, the largest share."""
     rows = source.first_rows()
-    replicas = collectives.num_local_replicas(strategy) if source.layout.is_sharded else strategy.num_replicas_in_sync
-    count = math.ceil(int(shards.batch_size(rows)) / replicas)
+    count = math.ceil(int(shards.batch_size(rows)) / source.layout.replicas_of(strategy))
     return tf.nest.map_structure(lambda t: t[:count], rows)
 
 
@@ -207,8 +206,8 @@ def _peak_of_update(state: TrainState, update: Update, rows: Any, microbatches: 
     the rows of the batch where the step keeps it.
     """
     count = int(shards.batch_size(rows))
-    part = tf.nest.map_structure(lambda t: t[: math.ceil(count / (microbatches * state.turns))], rows)
-    num_parts = microbatches * (state.virtual_replicas or state.strategy.num_replicas_in_sync)
+    part = tf.nest.map_structure(lambda t: t[: math.ceil(count / (microbatches * state.replicas.per_device))], rows)
+    num_parts = microbatches * state.replicas.count
     update_pass = ForwardBackward(state, update, microbatches=microbatches)
     sizes: list[int] = []  # of summed and of scaled gradients
 
@@ -222,9 +221,10 @@ def _peak_of_update(state: TrainState, update: Update, rows: Any, microbatches: 
 
     peak = peak_of(compiled(trace, part).graph)
     if update.gradient_fn is None:
-        sizes[1] //= state.slot_placement.num_shares
-    held = max(microbatches > 1, state.turns.bit_length() - 1)
-    at_once = min(side_by_side(state.strategy), state.turns * microbatches) if state.virtual_replicas else 1
+        sizes[1] //= state.num_shares
+    per_device = state.replicas.per_device
+    held = max(microbatches > 1, per_device.bit_length() - 1)
+    at_once = min(side_by_side(state.strategy), per_device * microbatches) if state.replicas.same_bits else 1
     peak = peak._replace(activations=at_once * peak.activations, gradients=peak.gradients + held * sizes[0])
     return max(peak, Peak(0, sum(sizes), peak.num_unknown), key=lambda peak: peak.total)
 

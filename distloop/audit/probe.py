@@ -260,8 +260,8 @@ class Probe:
     def traced_step(self) -> TracedStep:
         """A step of training, which is traced and has not run."""
         state = self.state
-        parts, virtual = self._microbatches, state.virtual_replicas
-        source = Source(self.dataset(), state.strategy, microbatches=parts, virtual_replicas=virtual)
+        parts, replicas = self._microbatches, state.replicas
+        source = Source(self.dataset(), state.strategy, microbatches=parts, replicas=replicas)
         step = TrainStep(state, microbatches=parts, locate_nonfinite=True)
         iterator = source.new_iterator()
         last = shards.LastBatch(iterator)

@@ -249,7 +249,7 @@ def _make_training(
     source = Source(
         *(dataset, state.strategy),
         microbatches=settings.microbatches,
-        virtual_replicas=state.virtual_replicas,
+        replicas=state.replicas,
         may_go_back=may_go_back,
     )
     host = Host(executor=strategies.choose_executor(state.strategy, settings.executor, None))

@@ -1,7 +1,7 @@
 """Loading: which checkpoint every worker loads: the newest, the best one, or the one before a divergence.
 
     saved = load_newest(strategy, checkpoints)                      # None: there is none
-    saved = require_same_virtual_replicas(saved, state)
+    saved = require_same_replicas(saved, state)
     saved = load_best(checkpoints, "test/accuracy", gather)         # of `SaveBest`
 
 The chief chooses. This module does not know what is restored from a checkpoint, or when.
@@ -190,9 +190,14 @@ def has_later(strategy: tf.distribute.Strategy, checkpoints: Checkpoints, step: 
     return bool(collectives.gather(strategy, collectives.is_chief(strategy) and checkpoints.newest_complete > step)[0])
 
 
-def require_same_virtual_replicas(saved: Saved, state: TrainState) -> Saved:
+def notes_of_replicas(state: TrainState) -> dict[str, int]:
+    """Returns what a checkpoint notes of the replicas that trained."""
+    return {"replicas": state.replicas.devices, "virtual_replicas": state.replicas.virtual}
+
+
+def require_same_replicas(saved: Saved, state: TrainState) -> Saved:
     """Returns a checkpoint; refuses to train on from one of another number of virtual replicas. Old ones have none."""
-    trained, given = saved.metadata.get("virtual_replicas", 0), state.virtual_replicas
+    trained, given = saved.metadata.get("virtual_replicas", 0), state.replicas.virtual
     if trained != given:
         raise ValueError(
             f"The checkpoint {saved.path!r} was trained with virtual_replicas={trained}, and {given} were given, with "

@@ -31,7 +31,8 @@ from distloop.checkpoints.loading import (
     load_from,
     load_newest,
     names,
-    require_same_virtual_replicas,
+    notes_of_replicas,
+    require_same_replicas,
     would_be_replaced,
 )
 from distloop.checkpoints.store import Checkpoints, follow, in_workdir
@@ -111,7 +112,7 @@ class RunCheckpoints:
             raise would_be_replaced(self._config.workdir, checkpoints.steps[-1])
         if (saved := self._load_newest(checkpoints)) is None and not self._state.may_be_saved:
             raise ValueError(f"{_WITHIN_A_STEP}, and there is no checkpoint: make a new Trainer.")
-        return saved and require_same_virtual_replicas(saved, self._state)
+        return saved and require_same_replicas(saved, self._state)
 
     def restore(self, path: str | None, which: str = "newest") -> None:
         """Restores a checkpoint; the arguments are those of `Trainer.restore`.
@@ -185,7 +186,7 @@ class RunCheckpoints:
         if saved is None:
             self._data_from = int(self._state.step) if is_other_data else self._data_from
         else:
-            require_same_virtual_replicas(saved, self._state)
+            require_same_replicas(saved, self._state)
             if not (is_done := self._attach_loop(saved)):  # else the position may be in the data of the next `fit`
                 self._attach_data(saved, is_other=is_other_data)
         self._saved, self.is_new = saved if is_done else None, False
@@ -386,8 +387,7 @@ def _circumstances(state: TrainState, config: Config) -> dict[str, Any]:
     """Returns what a checkpoint records of the process that saved it."""
     return {
         "average": state.average.get_state() if state.average is not None else None,
-        "replicas": state.strategy.num_replicas_in_sync,
-        "virtual_replicas": state.virtual_replicas,
+        **notes_of_replicas(state),
         "config": flags.shown_settings(config),
         "versions": {"tensorflow": tf.__version__, "keras": keras.__version__},
     }

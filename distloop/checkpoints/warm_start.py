@@ -21,7 +21,6 @@ from distloop.checkpoints.loading import best_step
 from distloop.checkpoints.store import BEST_FILE, Checkpoints, in_workdir
 from distloop.errors import first_line
 from distloop.model.state import TrainState
-from distloop.optimizers import keras_hooks
 from distloop.variables import WEIGHT_FILES, count_unnamed, is_seed, portable_names, tensorflow_variable
 from distloop.workdir.directory import local_copy
 
@@ -84,21 +83,10 @@ def warm_start(state: TrainState, path: str, rename: str = "", given: str = "") 
         for name in matched:
             variable = tensorflow_variable(variables[name])
             variable.assign(tf.cast(values[name], variable.dtype))
-        _start_slots(state)
+        state.start_slots()
     summary = f"{len(matched)} of {len(variables)} variables start from {path}"
     summary += f"; it lacks {_some(missing)}" if missing else ""
     return summary + (f"; not used of it: {_some(unused)}" if unused else "")
-
-
-def _start_slots(state: TrainState) -> None:
-    """Sets the averages, and the slots that begin as the weights, to the new ones."""
-    if state.average is not None:
-        state.average.start()
-    for update in state.optimizer_updates:
-        slots = keras_hooks.slots_that_begin_as_weights(state.plain_optimizers[update.name])
-        variables = state.variables_of_update[update.name] if slots else []
-        for slot, value in zip(slots, state.slot_placement.weights(variables), strict=True):
-            tensorflow_variable(slot).assign(value)
 
 
 def _read(path: str, model: Any, given: str) -> Mapping[str, Any]:

@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from distloop.data.shards import BatchLayout, shard_bounds, static_batch_size
 from distloop.distributed import collectives, strategies
+from distloop.distributed.devices import Replicas
 from distloop.errors import EMPTY_DATASET
 from distloop.log import log
 
@@ -76,7 +77,7 @@ def inspect(
     strategy: tf.distribute.Strategy,
     *,
     microbatches: int = 1,
-    virtual_replicas: int = 0,
+    replicas: Replicas | None = None,
     is_sharded: bool = False,
     batch_size: int | None = None,
 ) -> DataInfo:
@@ -86,7 +87,7 @@ def inspect(
         dataset: read only to count a shard's batches.
         strategy: whose replicas share out each batch.
         microbatches: the parts in which a replica computes its rows.
-        virtual_replicas: as `Config.virtual_replicas`.
+        replicas: on which a step is defined; None: the strategy's.
         is_sharded: whether the dataset is this worker's shard, so that other workers have other examples.
         batch_size: of a whole batch, where the dataset cannot know it; None: the dataset may.
 
@@ -94,39 +95,32 @@ def inspect(
         ValueError: if the dataset is not batched or known to be empty, if the shards do not fit together, if
             workers that should read the same do not, or if batches depend on the devices and must not.
     """
-    if virtual_replicas and is_sharded:
+    replicas = replicas or Replicas(strategy.num_replicas_in_sync)
+    if replicas.same_bits and is_sharded:
         raise ValueError(
-            f"{virtual_replicas=} was given with a shard for each worker, whose batches depend on the devices: give "
+            f"{replicas.setting} was given with a shard for each worker, whose batches depend on the devices: give "
             "the plain dataset of global batches, which distloop shares out."
         )
     _require_batched(dataset.element_spec)
     num_batches, num_missing = cardinality(dataset), 0
     if num_batches == 0:
         raise ValueError(EMPTY_DATASET)
-    replicas = collectives.num_local_replicas(strategy) if is_sharded else strategy.num_replicas_in_sync
-    turns = virtual_replicas // replicas or 1
-    replicas *= turns
-    min_rows = replicas * microbatches
+    layout = BatchLayout(is_padded=False, is_sharded=is_sharded, per_device=replicas.per_device)
+    shards = layout.replicas_of(strategy) * layout.per_device
+    min_rows = shards * microbatches
     static_size = static_batch_size(dataset.element_spec)
     is_padded = min_rows > 1 and (static_size is None or static_size < min_rows)
     if is_sharded:
         num_batches, num_missing = _compare_shards(count_batches(dataset), strategy)
         is_padded = any(collectives.gather(strategy, is_padded or num_missing > 0))
     batch_size = batch_size or _find_batch_size(dataset)
-    sizes = () if batch_size is None else _replica_batch_sizes(batch_size, replicas, min_rows)
+    sizes = () if batch_size is None else _replica_batch_sizes(batch_size, shards, min_rows)
     padded_rows = min_rows if is_padded and static_size is None else 0
-    if not is_sharded:  # all workers read the same
-        facts = {"the batch size": batch_size, "the batches of a pass": num_batches, "a batch": dataset.element_spec}
-        collectives.require_same(strategy, "read a dataset", facts)
-    return DataInfo(
-        dataset.element_spec,
-        BatchLayout(is_padded, is_sharded, _max_replica_rows(sizes, turns, padded_rows, strategy, is_sharded), turns),
-        num_batches,
-        num_missing,
-        min_rows,
-        batch_size,
-        sizes,
-    )
+    facts = {"the batch size": batch_size, "the batches of a pass": num_batches, "a batch": dataset.element_spec}
+    layout.check_same(strategy, "read a dataset", facts)
+    most = _max_replica_rows(sizes, layout, padded_rows, strategy)
+    layout = layout._replace(is_padded=is_padded, max_replica_rows=most)
+    return DataInfo(dataset.element_spec, layout, num_batches, num_missing, min_rows, batch_size, sizes)
 
 
 def cardinality(data: Any) -> float | None:
@@ -199,29 +193,27 @@ def _replica_batch_sizes(batch_size: int, replicas: int, min_rows: int) -> tuple
 
 
 def _max_replica_rows(
-    sizes: tuple[int, ...], turns: int, padded_rows: int, strategy: tf.distribute.Strategy, is_sharded: bool
+    sizes: tuple[int, ...], layout: BatchLayout, padded_rows: int, strategy: tf.distribute.Strategy
 ) -> int | None:
     """Returns the largest number of rows that a replica of any worker takes, without padding.
 
     Args:
         sizes: rows of a whole batch that each (virtual) replica takes.
-        turns: the virtual replicas that each replica runs.
+        layout: of the batches.
         padded_rows: the rows below which a batch that is no whole one is padded; 0: there is none.
         strategy: of the replicas.
-        is_sharded: whether each worker has batches of its own.
 
     Returns:
         None if unknown, or if no collective needs it, since each number costs a trace.
     """
     if not strategies.uses_collectives(strategy):
         return None
-    most = max((sum(sizes[i : i + turns]) for i in range(0, len(sizes), turns)), default=0)
+    each = layout.per_device
+    most = max((sum(sizes[i : i + each]) for i in range(0, len(sizes), each)), default=0)
     for rows in range(1, min(padded_rows, sum(sizes))):  # the first replica may take all of them, before their copies
-        most = max(most, min(rows, math.lcm(rows, padded_rows) * turns // len(sizes)))
-    if is_sharded:
-        rows_by_worker = collectives.gather(strategy, most)
-        most = 0 if 0 in rows_by_worker else max(rows_by_worker)
-    return most or None
+        most = max(most, min(rows, math.lcm(rows, padded_rows) * each // len(sizes)))
+    rows_by_worker = layout.gather_sizes(strategy, most)
+    return None if 0 in rows_by_worker else max(rows_by_worker)
 
 
 def _require_batched(element_spec: Any) -> None:

@@ -6,7 +6,7 @@
 Replica r of R takes the rows from `r * B // R` up to `(r + 1) * B // R`: as even as whole rows allow. Nothing is added,
 so synchronized BatchNormalization sees the same rows on any number of replicas. Only a batch too small to give every
 replica and microbatch a row is padded with whole copies of itself, at weight 0. Virtual replicas share out a batch as
-replicas do: the replica on a device takes the rows of its own virtual ones, each after the other.
+replicas do: a device computes its own ones, one after the other.
 """
 
 import contextlib
@@ -35,8 +35,29 @@ class BatchLayout(NamedTuple):
     is_padded: bool  # whether the iterator's elements are pairs of rows and how many of them count
     is_sharded: bool = False  # whether each worker reads a shard of the data, so that its batches are its own
     max_replica_rows: int | None = None  # of any batch, on any worker, if known; for collectives
-    turns: int = 1  # the virtual replicas that each replica runs
+    per_device: int = 1  # the virtual replicas that each device computes, as `Replicas.per_device`
     is_cut: bool = False  # whether each replica has its own rows, as from `RowsAhead`
+
+    def replicas_of(self, strategy: tf.distribute.Strategy) -> int:
+        """Returns how many replicas of a strategy share out a batch: all, or this worker's of its own batch."""
+        return collectives.num_local_replicas(strategy) if self.is_sharded else strategy.num_replicas_in_sync
+
+    def batch_of(self, rows: Any, min_rows: int) -> Batch:
+        """Returns the batch of some rows that are not from the iterator, padded as those are."""
+        return pad(rows, min_rows) if self.is_padded else Batch(rows, None)
+
+    def gather_sizes(self, strategy: tf.distribute.Strategy, size: int) -> list[int]:
+        """Returns the sizes of the batches that a step takes: of each worker's own one, or of the global one."""
+        return collectives.gather(strategy, size) if self.is_sharded else [size]
+
+    def sum_over_batches(self, strategy: tf.distribute.Strategy, count: tf.Tensor) -> tf.Tensor:
+        """Returns the sum of a count of rows over the batches that a step takes, in a `tf.function`."""
+        return collectives.sum_over_workers(strategy, count) if self.is_sharded else count
+
+    def check_same(self, strategy: tf.distribute.Strategy, what: str, facts: dict[str, Any]) -> None:
+        """Checks that workers which read the same batches agree on some facts, as `collectives.require_same` does."""
+        if not self.is_sharded:
+            collectives.require_same(strategy, what, facts)
 
 
 class RowsAhead:
@@ -111,7 +132,7 @@ class RowsAhead:
 
     def _send(self, batch: Batch) -> None:
         """Writes this replica's rows of a batch; in replica context."""
-        rows = tf.nest.flatten(take_shard(batch, self._layout._replace(turns=1))[0])
+        rows = tf.nest.flatten(take_shard(batch, self._layout._replace(per_device=1))[0])
         self._shapes[self._replica()] = [row.shape for row in rows]
         for variable, row in zip(self._rows[self._replica()], rows, strict=True):
             variable.assign(row)
@@ -217,12 +238,12 @@ def take_shard(
         rows count.
     """
     context = tf.distribute.get_replica_context()
-    replicas, replica = context.num_replicas_in_sync, context.replica_id_in_sync_group
+    each, replicas, replica = layout.per_device, context.num_replicas_in_sync, context.replica_id_in_sync_group
     if layout.is_sharded:
-        replicas = collectives.num_local_replicas(context.strategy)
+        replicas = layout.replicas_of(context.strategy)
         replica = replica % replicas
-    if layout.turns > 1:
-        replicas, replica = replicas * layout.turns, replica * layout.turns + microbatch // microbatches
+    if each > 1:
+        replicas, replica = replicas * each, replica * each + microbatch // microbatches
         microbatch = microbatch % microbatches
     rows, size = batch[:2]
     if replicas * microbatches == 1 and size is None:
@@ -233,9 +254,9 @@ def take_shard(
         start, end = shard_bounds(microbatch, microbatches, shard_end - shard_start)
         start, end = shard_start + start, shard_start + end
         weights = None if size is None else tf.cast(tf.range(start, end) < size, tf.float32)
-        own = shard_bounds(replica // layout.turns, replicas // layout.turns, total)[0] if layout.is_cut else 0
+        own = shard_bounds(replica // each, replicas // each, total)[0] if layout.is_cut else 0
     with contextlib.nullcontext() if layout.is_cut else _on_host(context.strategy):
-        is_own = layout.is_cut and layout.turns * microbatches == 1
+        is_own = layout.is_cut and each * microbatches == 1
         shard = rows if is_own else tf.nest.map_structure(lambda t: t[start - own : end - own], rows)
     is_even = isinstance(total, int) and total % (replicas * microbatches) == 0
     part_size = total // (replicas * microbatches) if is_even else None
@@ -250,14 +271,22 @@ def _on_host(strategy: tf.distribute.Strategy) -> contextlib.AbstractContextMana
     return tf.device(HOST) if strategies.has_gpus(strategy) else contextlib.nullcontext()
 
 
-def place_of_shard(batch: Batch, layout: BatchLayout, turn: int) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns where the rows of a turn begin in the global batch, and how many it has, without padding, int32 []."""
-    context = tf.distribute.get_replica_context()
-    replicas, replica = context.num_replicas_in_sync * layout.turns, context.replica_id_in_sync_group * layout.turns
+def first_row_of(batch: Batch, layout: BatchLayout, index: int) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns where in the global batch the rows of a virtual replica begin, and how many that has, int32 [].
+
+    Padding does not count.
+
+    Args:
+        batch: the global batch.
+        layout: of the batch.
+        index: of the virtual replica, among those that this device computes.
+    """
+    context, each = tf.distribute.get_replica_context(), layout.per_device
+    replicas, replica = context.num_replicas_in_sync * each, context.replica_id_in_sync_group * each
     with _on_host(context.strategy):
         size = tf.convert_to_tensor(_total(batch))
         total = size if batch.size is None else batch.size
-        return tf.minimum(shard_bounds(replica + turn, replicas, size)[0], total), total
+        return tf.minimum(shard_bounds(replica + index, replicas, size)[0], total), total
 
 
 def _total(batch: Batch) -> tf.Tensor | int:

@@ -27,7 +27,7 @@ from distloop.data.opening import open_data
 from distloop.data.order import CONTENT, convert_batches, facts_of
 from distloop.data.shards import check_rows, pad, static_batch_size
 from distloop.distributed import collectives
-from distloop.distributed.devices import HOST, require_no_other_scope
+from distloop.distributed.devices import HOST, Replicas, require_no_other_scope
 from distloop.errors import EMPTY_DATASET
 from distloop.log import log
 from distloop.workers import environment
@@ -74,7 +74,7 @@ class Source:
         strategy: tf.distribute.Strategy,
         *,
         microbatches: int = 1,
-        virtual_replicas: int = 0,
+        replicas: Replicas | None = None,
         repeat: bool = True,
         may_go_back: bool = False,
         steps_per_epoch: int | None = None,
@@ -88,7 +88,7 @@ class Source:
                 returns one worker's shard; or NumPy arrays.
             strategy: as the attribute.
             microbatches: the parts in which a replica computes its rows.
-            virtual_replicas: as `Config.virtual_replicas`.
+            replicas: on which a step is defined; None: the strategy's.
             repeat: whether finite data starts again at its end.
             may_go_back: whether a position may be restored after a read; a copy of the dataset is read, shuffled alike.
             steps_per_epoch: as the attribute.
@@ -105,7 +105,7 @@ class Source:
         self._num_workers, self._worker = collectives.num_workers(strategy), collectives.worker_index(strategy)
         self._repeat, self._may_go_back, self._reading = repeat, may_go_back, reading
         self.has_class_weights = reading.get("map_batch") is not None
-        self._microbatches, self._virtual_replicas = microbatches, virtual_replicas
+        self._microbatches, self._replicas = microbatches, replicas
         self._read(data)
 
     def _read(self, data: Data) -> None:
@@ -154,7 +154,7 @@ class Source:
             self._dataset,
             self.strategy,
             microbatches=self._microbatches,
-            virtual_replicas=self._virtual_replicas,
+            replicas=self._replicas,
             is_sharded=self._is_sharded,
             batch_size=None if self.feed is None else self.feed.batch_size,
         )
@@ -311,12 +311,12 @@ class Passes:
     Attributes:
         strategy: whose replicas share out each batch.
         batch_size: of arrays, the examples in a global batch.
-        virtual_replicas: as `Config.virtual_replicas`.
+        replicas: on which a step is defined; None: the strategy's.
     """
 
     strategy: tf.distribute.Strategy
     batch_size: int
-    virtual_replicas: int = 0
+    replicas: Replicas | None = None
     _sources: list[Source] = dataclasses.field(default_factory=list, init=False)  # the latest first
 
     def source(self, data: Data, *, may_be_endless: bool = False) -> Source:
@@ -330,9 +330,8 @@ class Passes:
             ValueError: if the data breaks a rule, or is endless and may not be.
         """
         source = next((s for s in self._sources if s.data is data), None)
-        source = source or Source(
-            data, self.strategy, virtual_replicas=self.virtual_replicas, repeat=False, batch_size=self.batch_size
-        )
+        options: dict[str, Any] = {"replicas": self.replicas, "batch_size": self.batch_size}
+        source = source or Source(data, self.strategy, repeat=False, **options)
         if source.info.is_endless and not may_be_endless:
             raise ValueError(
                 "The dataset given to measure on is endless; one pass over it never ends: use take(batches)."

@@ -8,6 +8,7 @@ It does not know other workers.
 """
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import os
@@ -84,6 +85,43 @@ def prepare_process(config: Config) -> None:
         enable_determinism()
     if config.virtual_replicas:
         _keep_graphs_as_written()
+
+
+@dataclasses.dataclass(frozen=True)
+class Replicas:
+    """The replicas on which a step is defined: the virtual ones if there are any, else one on each device.
+
+    Attributes:
+        devices: the replicas of the strategy, of all workers; each is on a device, or on those of a pipeline.
+        virtual: as `Config.virtual_replicas`; 0: none.
+    """
+
+    devices: int
+    virtual: int = 0
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return self.virtual or self.devices
+
+    @property
+    def per_device(self) -> int:
+        """How many each device computes, one after the other."""
+        return self.count // self.devices
+
+    @property
+    def same_bits(self) -> bool:
+        """Whether a step has the same bits on any number of devices: sums are added in one fixed tree."""
+        return self.virtual > 0
+
+    @property
+    def setting(self) -> str:
+        """What a user gives for them, for sentences."""
+        return f"virtual_replicas={self.virtual}"
+
+    def fit_on(self, devices: int) -> bool:
+        """Returns whether so many devices can compute them, each as many as the others."""
+        return self.virtual % devices == 0
 
 
 def require_no_other_scope(strategy: tf.distribute.Strategy | None = None) -> None:

@@ -66,11 +66,11 @@ def refused(error: Exception) -> contextlib.AbstractContextManager[None]:
 
 
 class NeedsRowsError(Exception):
-    """`gather_rows` was called in a turn before all virtual replicas have given their rows."""
+    """`gather_rows` was called before all virtual replicas have given their rows."""
 
 
 class RowExchange:
-    """The rows that virtual replicas, which take turns, give and get in `gather_rows`.
+    """The rows that a virtual replica gives and gets in `gather_rows`.
 
     Attributes:
         given: the rows that each call gave, without padding, `[b, ...]`.
@@ -80,7 +80,7 @@ class RowExchange:
     """
 
     def __init__(self, first: tf.Tensor, total: tf.Tensor, rows: Sequence[tf.Tensor] | None):
-        """Stores the index of this turn's first row in the global batch, the number of its rows, and `rows`."""
+        """Stores the index of its first row in the global batch, the rows that the batch has, and `rows`."""
         self._first, self._total = first, total
         self.given: list[tf.Tensor] = []
         self.rows = rows
@@ -98,7 +98,7 @@ class RowExchange:
             if not tf.executing_eagerly() and _depends_on(own, self._zeros):
                 raise ValueError(
                     "The loss calls gather_rows for what it computed from other gathered rows, which virtual replicas "
-                    "cannot do, as they take turns: use virtual_replicas=0."
+                    "cannot do, as a device computes them one after the other: train without virtual replicas."
                 )
             rows = tf.zeros(tf.concat([self._total[tf.newaxis], tf.shape(own)[1:]], 0), own.dtype)
             rows.set_shape([None, *own.shape[1:]])
@@ -114,19 +114,19 @@ class RowExchange:
         ]
 
     def own(self, rows: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
-        """Returns this turn's rows, as many as another tensor has, of those of all virtual replicas."""
+        """Returns the rows of this virtual replica, as many as another tensor has, of those of all."""
         return rows[self._first : self._first + tf.shape(like)[0]]
 
 
 @contextlib.contextmanager
 def exchanging(exchange: RowExchange) -> Iterator[RowExchange]:
-    """Enters the turn of a virtual replica: what is traced inside gives and gets rows by an exchange."""
+    """Enters a virtual replica: what is traced inside gives and gets rows by an exchange."""
     with _scope(exchange=exchange):
         yield exchange
 
 
 def current_exchange() -> RowExchange | None:
-    """Returns that of the turn that is traced now; None: no virtual replica is traced."""
+    """Returns that of the virtual replica that is traced now; None: there is none."""
     exchange: RowExchange | None = getattr(_current, "exchange", None)
     return exchange
 

@@ -21,6 +21,7 @@ import keras
 import tensorflow as tf
 
 from distloop.distributed import collectives, devices, tensorflow_internals
+from distloop.distributed.devices import Replicas
 from distloop.graph_functions import has_clock
 from distloop.settings.config import Config
 from distloop.settings.flags import facts
@@ -112,23 +113,9 @@ def check_strategy(strategy: tf.distribute.Strategy) -> tf.distribute.Strategy:
     return strategy
 
 
-class Indivisible(ValueError):
-    """Virtual replicas that the replicas of a strategy cannot share out evenly."""
-
-
-def virtual_replicas_each(strategy: tf.distribute.Strategy, count: int) -> int:
-    """Returns how many virtual replicas each replica runs; `count` of all, 0: none.
-
-    Raises:
-        Indivisible: if they cannot be shared out evenly.
-    """
-    each, rest = divmod(count, strategy.num_replicas_in_sync)
-    if rest:
-        raise Indivisible(
-            f"virtual_replicas={count} was given for {describe(strategy)}, and each runs as many virtual ones as the "
-            f"others: give a number of devices and workers that divides {count}."
-        )
-    return each
+def replicas_of(strategy: tf.distribute.Strategy, config: Config) -> Replicas:
+    """Returns the replicas on which the step of a run is defined; whether they can be shared out is not checked."""
+    return Replicas(strategy.num_replicas_in_sync, config.virtual_replicas)
 
 
 def can_shard(strategy: tf.distribute.Strategy) -> bool:

@@ -72,22 +72,22 @@ class EvalStep:
         per_replica = self._strategy.experimental_local_results(self._strategy.run(replica_fn, args=(batch,)))
         with tf.device(HOST):
             tallies = [tf.cast(replica_tallies, tf.float64) for replica_tallies in per_replica]
-            return tf.concat(tallies, 0) if self._state.virtual_replicas else tf.add_n(tallies)
+            return tf.concat(tallies, 0) if self._state.replicas.same_bits else tf.add_n(tallies)
 
     def sum_over_workers(self, tallies: tf.Tensor) -> tf.Tensor:
         """Returns the tallies of all workers, `[2 * M]`, from the sums of what a step returns."""
-        strategy, count = self._strategy, self._state.virtual_replicas
+        strategy, replicas = self._strategy, self._state.replicas
         num_workers = collectives.num_workers(strategy)
-        if count:  # each worker's in its own place, where zeros change no bit of them
-            size = count // num_workers * 2 * len(self.names)
+        if replicas.same_bits:  # each worker's in its own place, where zeros change no bit of them
+            size = replicas.count // num_workers * 2 * len(self.names)
             here = tf.one_hot(collectives.worker_index(strategy), num_workers, dtype=tf.float64)
             tallies = tf.reshape(here[:, tf.newaxis] * tf.broadcast_to(tallies, [size]), [-1])  # one zero: no batch yet
         if num_workers > 1:
             tallies = collectives.sum_over_workers(strategy, tallies)
-        return tree_sum(tf.unstack(tf.reshape(tallies, [count, -1]))) if count else tallies
+        return tree_sum(tf.unstack(tf.reshape(tallies, [replicas.count, -1]))) if replicas.same_bits else tallies
 
     def _forward(self, layout: BatchLayout, batch: Batch) -> tf.Tensor:
-        """Returns the tallies of a replica's rows, `[2 * M]`; of each of its virtual replicas, `[T * 2 * M]`."""
+        """Returns the tallies of a replica's rows, `[2 * M]`; of each of its virtual replicas, `[v * 2 * M]`."""
         joins: dict[str, Join] = {}  # by update, what puts together the arguments of Keras metrics
         results = run_forward(self._state, layout, batch, functools.partial(self._tally, joins))
         tallies, metric_rows = zip(*results, strict=True)
@@ -179,7 +179,7 @@ class EvalLoop:
         fed: dict[str, Any] = {}
 
         def trace(rows: Any) -> None:
-            batch = shards.pad(rows, source.info.min_rows) if source.layout.is_padded else Batch(rows, None)
+            batch = source.layout.batch_of(rows, source.info.min_rows)
             feed = functools.partial(self._step.feed, source.layout, fed)
             replica_fn = gathering.with_max_rows(feed, source.layout.max_replica_rows)
             self._state.strategy.run(replica_fn, args=(batch,))
@@ -237,8 +237,8 @@ class EvalLoop:
                 raise_as_user_error(error)
         if not result["batches"]:
             raise ValueError("The dataset to evaluate on is empty; distloop needs one batch at least.")
-        if source.info.num_batches is None and not source.layout.is_sharded:
-            collectives.require_same(state.strategy, "use an evaluation", {"the batches read": int(result["batches"])})
+        if source.info.num_batches is None:
+            source.layout.check_same(state.strategy, "use an evaluation", {"the batches read": int(result["batches"])})
         means = metrics.means(self._step.names, result["tallies"])
         return means | metrics.flatten_results(result["keras_metrics"])
 
@@ -362,4 +362,4 @@ def _copied(metrics: Mapping[str, keras.metrics.Metric], state: TrainState) -> K
                     f'The metric under "{name}" of an Evaluation cannot be copied to the replicas ({error}): give it '
                     "a get_config that returns the arguments of its constructor, or put it into ModelSpec(metrics=...)."
                 ) from error
-    return KerasMetrics(copies, state.strategy, gathers_all=state.virtual_replicas > 0)
+    return KerasMetrics(copies, state.strategy, gathers_all=state.replicas.same_bits)

@@ -125,16 +125,11 @@ class RandomStreams:
     """
 
     def __init__(
-        self,
-        strategy: tf.distribute.Strategy,
-        seeds: Sequence[Any],
-        recurrent_states: Sequence[Any] = (),
-        *,
-        turns: int = 1,
+        self, strategy: tf.distribute.Strategy, seeds: Sequence[Any], recurrent_states: Any = (), *, per_device: int = 1
     ):
         """Moves the replicas' streams apart: Keras starts them all alike, with equal dropout masks.
 
-        The seeds were created in the strategy's scope. Each replica runs `turns` virtual replicas.
+        The seeds were created in the strategy's scope. Each device computes `per_device` of the replicas.
         """
         self.seeds = list(seeds)
         self._variables = [*seeds, *recurrent_states]
@@ -142,7 +137,7 @@ class RandomStreams:
         def separate() -> None:
             replica = tf.distribute.get_replica_context().replica_id_in_sync_group
             for seed in self.seeds:
-                seed.assign(stream_of(tf.convert_to_tensor(seed), replica * turns))
+                seed.assign(stream_of(tf.convert_to_tensor(seed), replica * per_device))
 
         def read() -> list[tf.Tensor]:
             return [tf.identity(variable) for variable in self._variables]

@@ -5,7 +5,7 @@
     gradients = placement.differentiate(tape, loss, tensors)
 
 `Placement` is the plain version: TensorFlow and the strategy place everything. A network of several stages has one with
-the same methods, in `pipeline/`. A train step, an export or the console asks a placement for what it needs.
+the same methods, in `pipeline/`. A train step asks the placement of its `TrainState` for what it needs.
 """
 
 import contextlib
@@ -16,7 +16,6 @@ from typing import Any, TypeAlias
 import keras
 import tensorflow as tf
 
-from distloop.distributed import strategies
 from distloop.optimizers.gradients import Packing, Rows, Segment
 from distloop.variables import walk
 
@@ -28,15 +27,7 @@ Compute = Callable[[Any], Sums]  # of a microbatch by its index
 class Placement:
     """The plain placement: every replica computes on its own device."""
 
-    @property
-    def devices(self) -> list[str]:
-        """The device of each stage, as in `GPU:0`; empty without stages."""
-        return []
-
-    @property
-    def variable_devices(self) -> dict[int, str]:
-        """The devices of variables by `id`; empty without stages."""
-        return {}
+    devices: Sequence[str] = ()  # of each stage, as in `GPU:0`; empty without stages
 
     def describe(self) -> list[str]:
         """Returns lines for the console."""
@@ -61,10 +52,6 @@ class Placement:
         Raises:
             ValueError: if there are more microbatches than examples in a batch.
         """
-
-    def choose_executor(self, strategy: tf.distribute.Strategy, setting: str, step_flops: float | None) -> str:
-        """Returns the executor of a step's graph, as `strategies.choose_executor`."""
-        return strategies.choose_executor(strategy, setting, step_flops)
 
     def adapt_optimizer(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Lets a built optimizer work where its variables are."""
@@ -179,8 +166,8 @@ def make_placement(model: Any) -> Placement:
         model: as in `ModelSpec`.
     """
     networks = [leaf for _, leaf in walk(model) if hasattr(leaf, "make_placement") and leaf.devices]
-    placement: Placement = networks[0].make_placement(networks) if networks else Placement()
-    return placement
+    made: Placement = networks[0].make_placement(networks) if networks else Placement()
+    return made
 
 
 def wrong_num_stages(num_stages: int, made: str) -> ValueError:

@@ -134,7 +134,7 @@ class SavedState:
 
     def _first_streams(self, named: Mapping[str, Any], values: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
         """Returns the states of random streams, as the first replica has them, from those of this worker's first."""
-        first = collectives.first_replica(self._strategy) * self._state.turns
+        first = collectives.first_replica(self._strategy) * self._state.replicas.per_device
         seeds = {id(seed) for seed in self._state.seeds} if first else {}
         names = [name for name, variable in named.items() if id(variable) in seeds]
         return {name: stream_of(values[name], -first) for name in names}
@@ -143,7 +143,7 @@ class SavedState:
         for replica, part in enumerate(
             self._state.replica_variables(variable), collectives.first_replica(self._strategy)
         ):
-            part.assign(stream_of(value, replica * self._state.turns))
+            part.assign(stream_of(value, replica * self._state.replicas.per_device))
 
     def _optimizer_facts(self) -> dict[str, tf.Tensor]:
         """Returns what an optimizer's variables do not show: its class, what it trains, and its given rate."""

@@ -15,6 +15,7 @@ import keras
 import tensorflow as tf
 
 from distloop.distributed import devices, strategies
+from distloop.distributed.devices import Replicas
 from distloop.errors import raise_as_user_error
 from distloop.model import guards
 from distloop.model.guards import Guard, OutsideVariables, guarded
@@ -48,9 +49,13 @@ class TrainState(tf.Module):
         skipped_steps: how many of those calls changed nothing, a scalar int64.
         spec: the result of `model_fn`.
         strategy: the strategy in whose scope everything was created.
-        virtual_replicas: as `Config.virtual_replicas`.
-        turns: how many of them each replica runs; 1 without them.
-        placement: the devices of the model, if it is a pipeline.
+        replicas: on which a step is defined: the strategy's, or virtual ones.
+        placement: where the model computes: on the device of its replica, or in stages on several.
+        stage_devices: the device of each stage, as in `GPU:0`; empty without stages.
+        make_stage_actions: returns the actions that report on the stages, given a `Profile`.
+        unplaced: returns a scope in which the model is traced without devices, to be served anywhere.
+        num_shares: the number of parts in which replicas share out an update.
+        weight_copies: returns the variables that have weights of the model once more.
         slot_placement: where slots and averages are: on every replica, or cut over them.
         optimizers: by name of the update; a `LossScaleOptimizer` if the loss is scaled.
         plain_optimizers: by name of the update, the Keras optimizers.
@@ -81,7 +86,7 @@ class TrainState(tf.Module):
         model_fn: Callable[[], ModelSpec],
         strategy: tf.distribute.Strategy,
         average_decay: float = 0.0,
-        virtual_replicas: int = 0,
+        replicas: Replicas | None = None,
         *,
         is_loss_scaled: bool = False,
         shard_optimizer: bool = False,
@@ -92,7 +97,7 @@ class TrainState(tf.Module):
             model_fn: creates models and optimizers and returns a `ModelSpec`.
             strategy: the strategy.
             average_decay: of the moving average of the weights; 1: an equal average; 0: no average.
-            virtual_replicas: as `Config.virtual_replicas`.
+            replicas: as the attribute; None: the strategy's.
             is_loss_scaled: True to put a `LossScaleOptimizer` around each optimizer.
             shard_optimizer: as `Config.shard_optimizer`.
 
@@ -105,8 +110,7 @@ class TrainState(tf.Module):
         spec = _call(model_fn, strategy, created)
         self.spec = spec.with_functions(lambda fn: guarded(fn, explain_mistakes))
         self.strategy = strategy
-        self.virtual_replicas = virtual_replicas
-        self.turns = strategies.virtual_replicas_each(strategy, virtual_replicas) or 1
+        self.replicas = replicas = replicas or Replicas(strategy.num_replicas_in_sync)
         with tf.device(devices.HOST):  # plain variables: replicas do not read them
             self.step = tf.Variable(0, dtype=tf.int64, trainable=False, name="step")
         with tf.device(strategies.lead_device(strategy)):  # a step changes them without the host
@@ -120,7 +124,10 @@ class TrainState(tf.Module):
         self.initial_learning_rates: dict[str, float] = {}
         self.is_built, self.may_be_saved, self.passes_write = False, True, False
         self.placement = make_placement(spec.model)
-        self.keras_metrics = KerasMetrics(spec.metrics or {}, strategy, gathers_all=virtual_replicas > 0)
+        self.stage_devices, self.make_stage_actions = self.placement.devices, self.placement.make_actions
+        self.unplaced = self.placement.unplaced
+        self.num_shares, self.weight_copies = self.slot_placement.num_shares, self.slot_placement.copies
+        self.keras_metrics = KerasMetrics(spec.metrics or {}, strategy, gathers_all=replicas.same_bits)
         with strategy.scope(), guards.recorded(created), _explained():
             optimizers = {id(update.optimizer): update.optimizer for update in spec.updates}
             for key, optimizer in optimizers.items():
@@ -203,10 +210,10 @@ class TrainState(tf.Module):
             pairs = [(optimizer, v) for optimizer, of in of_updates for v in of]
             self.average = self.slot_placement.make_average(self.trained_variables, self._average_decay, pairs)
             self.average.follow(optimizer for optimizer, _ in of_updates)
-        _refuse_synchronized(layers, self.virtual_replicas)
-        replicas = self.strategy.num_replicas_in_sync * self.turns
+        _refuse_synchronized(layers, self.replicas)
+        replicas, per_device = self.replicas.count, self.replicas.per_device
         self.recurrent_states = _find_recurrent_states(layers, replicas)
-        self.random_streams = RandomStreams(self.strategy, self.seeds, self.recurrent_states, turns=self.turns)
+        self.random_streams = RandomStreams(self.strategy, self.seeds, self.recurrent_states, per_device=per_device)
         self.frozen = Frozen(frozen_layers(layers, self.spec.updates, trained, self.paths))
         scopes: list[Guard] = [guards.refuse_new_variables, self.frozen]
         if sizes := guards.fixed_sizes(self.spec.model):
@@ -265,6 +272,20 @@ class TrainState(tf.Module):
         """Returns the variables that applying an update changes: weights, slots and averages; their parts, if any."""
         averages = self.average.stored if self.average is not None else ()
         return [*self.variables_of_update[update.name], *self.plain_optimizers[update.name].variables, *averages]
+
+    def describe(self) -> list[str]:
+        """Returns lines for the console: where stages, slots and averages are, if not on every replica."""
+        return [*self.placement.describe(), *self.slot_placement.describe(self)]
+
+    def start_slots(self) -> None:
+        """Sets the averages, and the slots that begin as the weights, to the weights of now; in scope."""
+        if self.average is not None:
+            self.average.start()
+        for update in self.optimizer_updates:
+            slots = keras_hooks.slots_that_begin_as_weights(self.plain_optimizers[update.name])
+            variables = self.variables_of_update[update.name] if slots else []
+            for slot, value in zip(slots, self.slot_placement.weights(variables), strict=True):
+                tensorflow_variable(slot).assign(value)
 
     def averaged(self) -> contextlib.AbstractContextManager[None]:
         """Returns a scope in which the model has the averaged weights, if there are any."""
@@ -353,13 +374,13 @@ def _layers_with_variables(model: Any) -> Iterator[keras.Layer]:
         yield from (layer for layer in top._flatten_layers(False) if type(layer).build is not keras.Layer.build)
 
 
-def _refuse_synchronized(layers: Iterable[keras.Layer], virtual_replicas: int) -> None:
+def _refuse_synchronized(layers: Iterable[keras.Layer], replicas: Replicas) -> None:
     """Refuses layers that sum over replicas in their forward pass, which on one device would be silently wrong."""
     for part in (part for layer in layers for part in layer._flatten_layers()):
-        if virtual_replicas and getattr(part, "synchronized", False):
+        if replicas.same_bits and getattr(part, "synchronized", False):
             raise ValueError(
-                f"{virtual_replicas=} was given with the layer {part.name!r}, which is synchronized=True, but virtual "
-                "replicas take turns and cannot talk to each other: use plain BatchNormalization."
+                f"{replicas.setting} was given with the layer {part.name!r}, which is synchronized=True, but virtual "
+                "replicas run one after another and cannot talk to each other: use plain BatchNormalization."
             )
 
 
@@ -369,6 +390,6 @@ def _find_recurrent_states(layers: Iterable[keras.Layer], replicas: int) -> list
     if states and replicas > 1:
         raise ValueError(
             f"The layer {states[0][0].name!r} is stateful, so its states belong to the rows of one replica, and there "
-            f"are {replicas}: give num_devices=1, one worker and virtual_replicas=0, or stateful=False."
+            f"are {replicas}: give num_devices=1, one worker and no virtual replicas, or stateful=False."
         )
     return list({id(state): state for _, state in states}.values())

@@ -133,9 +133,9 @@ class WrittenValues:
             )
         self.carried = {id(v) for v in (*state.seeds, *state.keras_metrics.variables().values())}
         self._microbatches = microbatches
-        self._parts_here = state.turns * microbatches
-        self._num_parts = state.strategy.num_replicas_in_sync * self._parts_here
-        self._takes_first = state.virtual_replicas > 1
+        self._parts_here = state.replicas.per_device * microbatches
+        self._num_parts = state.replicas.count * microbatches
+        self._takes_first = state.replicas.same_bits and state.replicas.count > 1
         self._overwritten = list(overwritten)
 
     def with_mean(self, written: Sequence[Any]) -> list[Any]:

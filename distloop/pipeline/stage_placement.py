@@ -10,7 +10,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from distloop.distributed import strategies
 from distloop.model import memory
 from distloop.model.placement import Compute, Placement, Sums, wrong_num_stages
 from distloop.monitoring.profiler import Profile, busy_fractions
@@ -31,21 +30,7 @@ class StagePlacement(Placement):
     def __init__(self, networks: Sequence[Any]):
         """Keeps the networks, each a `Pipeline`, at least one."""
         self._networks = list(networks)
-
-    @property
-    def devices(self) -> list[str]:
-        """The device of each stage, as in `GPU:0`."""
-        return [device for network in self._networks for device in network.devices]
-
-    @property
-    def variable_devices(self) -> dict[int, str]:
-        """The devices of the networks' variables by `id`."""
-        return {
-            id(variable): device
-            for network in self._networks
-            for stage, device in enumerate(network.devices)
-            for variable in network.variables_of(stage)
-        }
+        self.devices = [device for network in self._networks for device in network.devices]
 
     def describe(self) -> list[str]:
         """Returns a line for each network, as in `stages 2 = 1,024 on CPU:0 + 512 on CPU:1`."""
@@ -67,10 +52,6 @@ class StagePlacement(Placement):
                 f"microbatches={microbatches} was given for batches of {batch_size} rows, so stages would work on "
                 f"empty ones: give microbatches={batch_size} or fewer, or larger batches."
             )
-
-    def choose_executor(self, strategy: tf.distribute.Strategy, setting: str, step_flops: float | None) -> str:
-        """Returns the executor of a step's graph; stages run at the same time, however small a step is."""
-        return strategies.choose_executor(strategy, setting, None)
 
     def adapt_optimizer(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Lets a built optimizer work where its variables are."""

@@ -57,6 +57,14 @@ class RecordedRun:
         """The last step of which a file tells."""
         return max([self.furthest, *self.checkpoints, *(int(row["step"]) for row in self.incidents)])
 
+    def require_same_replicas(self, workdir: str, virtual: int) -> None:
+        """Refuses to replay the run of a workdir on another number of virtual replicas."""
+        if (trained := self.settings.get("virtual_replicas", virtual)) != virtual:
+            raise ValueError(
+                f"The run in {workdir!r} was trained with virtual_replicas={trained}, and {virtual} were given, with "
+                f"which a step has other numbers: give virtual_replicas={trained}."
+            )
+
     def metadata_after(self, step: int) -> dict[str, Any]:
         """Returns the metadata of the first checkpoint from a step on, else of the last one; empty: there is none."""
         later = (metadata for at, metadata in self.checkpoints.items() if at >= step)
@@ -93,7 +101,7 @@ def find_difference(
     """
     saved = run.metadata_after(step)
     now, then, precision = state.strategy.num_replicas_in_sync, saved.get("replicas"), PRECISIONS[config.precision]
-    is_cut_otherwise = then not in (None, now) and not state.virtual_replicas
+    is_cut_otherwise = then not in (None, now) and not state.replicas.same_bits
     is_rounded = is_cut_otherwise and precision.is_half
     tolerance = _ROUNDOFFS * precision.roundoff if is_rounded else _TOLERANCE
     recorded = run.rows.get(step, {})
@@ -102,7 +110,7 @@ def find_difference(
         if before is None or last in records.OF_THE_MACHINE or (is_rounded and last not in _OF_THE_STEP):
             continue
         is_same = before == value or (np.isnan(before) and np.isnan(value))
-        if not is_same and (state.virtual_replicas or not np.isclose(value, before, tolerance, 0.0)):
+        if not is_same and (state.replicas.same_bits or not np.isclose(value, before, tolerance, 0.0)):
             reasons = [f"{now} replicas draw other random numbers than {then}, as in dropout"]
             reasons = reasons if is_cut_otherwise and state.seeds else []
             reasons += [f"{now} replicas round {precision.compute_dtype} otherwise than {then}"] if is_rounded else []

@@ -25,7 +25,7 @@ from distloop.data.feeds import Feed
 from distloop.data.iterators import read_again
 from distloop.data.shards import Batch
 from distloop.data.source import Source
-from distloop.graph_functions import TRAINING_PASSES, count_flops, graph_function
+from distloop.graph_functions import graph_function
 from distloop.log import shown, speaker
 from distloop.model.saved_state import SavedState
 from distloop.model.state import TrainState
@@ -84,12 +84,7 @@ def replay(state: TrainState, config: Config, source: Source, units: Units, step
         directory = fetch_reports(config.workdir, root)
         run = read_run(directory)
         number = _step_of(run, config, step)
-        if (trained := run.settings.get("virtual_replicas", state.virtual_replicas)) != state.virtual_replicas:
-            raise ValueError(
-                f"The run in {config.workdir!r} was trained with virtual_replicas={trained}, and "
-                f"{state.virtual_replicas} were given, with which a step has other numbers: give "
-                f"virtual_replicas={trained}."
-            )
+        run.require_same_replicas(config.workdir, state.replicas.virtual)
         # Nothing of this decides about a step: `on_divergence` needs a workdir, and the noise two microbatches.
         off: dict[str, Any] = {"histograms_every": 0, "gradient_noise_every": 0, "profile": ""}
         settings = dataclasses.replace(config, workdir="", on_divergence="none", **off)
@@ -112,7 +107,8 @@ def replay(state: TrainState, config: Config, source: Source, units: Units, step
     console = make_console(number, start, may_draw=config.console == "auto")
     with contextlib.closing(console):
         progress = Host.show_progress if config.console == "quiet" else console.show_progress
-        host = Host(profile=last, executor=_executor(state, settings, source), say=say, show_progress=progress)
+        executor = ForwardPass(state, settings).choose_executor(source)  # as in the run: the last bits may depend on it
+        host = Host(profile=last, executor=executor, say=say, show_progress=progress)
         read_again(source.behind, state.strategy, None, say, host.show_progress)
         loop = _make_loop(state, settings, units, metadata)
         failure = _train(loop, source, sorted({*run.rows, number}), host, metadata.get("window"), compare)
@@ -132,14 +128,6 @@ def _train(
             raise ValueError(f"{error} No step after it can be replayed: replay step {error.step}.") from error
         window = None  # goes on from one to the next
     return ""
-
-
-def _executor(state: TrainState, config: Config, source: Source) -> str:
-    """Returns what runs the operations, as in the run: the last bits may depend on it."""
-    batch_size = source.info.batch_size
-    graph = ForwardPass(state, config).trace(source.info.element_spec, batch_size)
-    flops = count_flops(graph) if batch_size else None
-    return state.placement.choose_executor(state.strategy, config.executor, flops and TRAINING_PASSES * flops)
 
 
 def _make_loop(state: TrainState, config: Config, units: Units, metadata: Mapping[str, Any]) -> TrainLoop:

@@ -33,13 +33,10 @@ def make_state(model_fn: Callable[[], ModelSpec], strategy: tf.distribute.Strate
     if config.recompute:
         recomputation = import_part("recompute.recomputation", f"recompute={config.recompute!r}")
         model_fn = recomputation.with_recomputation(model_fn, config.recompute)
-    divisible, policy = stops.divisible(strategy, config), dtype_policy.policy(config.precision)
-    with divisible, policy, devices.seeded(config.seed):
+    replicas = stops.share_out(strategy, config)
+    with dtype_policy.policy(config.precision), devices.seeded(config.seed):
         state = TrainState(
-            model_fn,
-            strategy,
-            config.average_decay or float(bool(config.average_from)),
-            config.virtual_replicas,
+            *(model_fn, strategy, config.average_decay or float(bool(config.average_from)), replicas),
             is_loss_scaled=PRECISIONS[config.precision].needs_loss_scale,
             shard_optimizer=config.shard_optimizer,
         )
@@ -79,11 +76,11 @@ def make_step(state: TrainState, config: Config, **looks: Any) -> TrainStep:
     Raises:
         ValueError: if the gradients of parts of a batch are to be compared, and there is one part.
     """
-    parts = config.microbatches * (config.virtual_replicas or state.strategy.num_replicas_in_sync)
+    parts = config.microbatches * state.replicas.count
     if config.gradient_noise_every and (parts < 2 or any(update.step_fn for update in state.spec.updates)):
         raise ValueError(
             f"gradient_noise_every={config.gradient_noise_every} was given, and there are no two gradients of parts of "
-            "a batch to compare: give microbatches, virtual_replicas or more devices, and no step_fn."
+            "a batch to compare: give microbatches, virtual replicas or more devices, and no step_fn."
         )
     return TrainStep(
         state,
@@ -111,7 +108,7 @@ def make_training_source(data: FitData, state: TrainState, config: Config, lates
         *(data.train, state.strategy),
         shuffle_seed=config.seed,
         microbatches=config.microbatches,
-        virtual_replicas=config.virtual_replicas,
+        replicas=state.replicas,
         may_go_back=config.on_divergence == "rollback",
         limit=config.overfit_batches or config.limit_train_batches,
         is_cached=bool(config.overfit_batches),

@@ -21,7 +21,6 @@ from distloop.checkpoints.loading import may_lack_best
 from distloop.checkpoints.resume import RunCheckpoints
 from distloop.checkpoints.warm_start import warm_start
 from distloop.data.iterators import read_again
-from distloop.graph_functions import TRAINING_PASSES, count_flops
 from distloop.keras_models.compiled_model import weights_returned
 from distloop.monitoring.curves import History
 from distloop.monitoring.profiler import Profile
@@ -149,16 +148,15 @@ class Fit:
 
     def _prepare(self) -> None:
         """Makes sure of a checkpoint to go back to, and looks at the forward pass to choose how operations run."""
-        state, config, info = self.call.state, self.call.config, self.call.source.info
+        config, info = self.call.config, self.call.source.info
         if config.on_divergence == "rollback" and not self.checkpoints.can_go_back():
             self.checkpoints.save()
         self._forward = self.forward_pass.trace(info.element_spec, info.batch_size)
         for evaluation in self.call.evaluations:
             evaluation.check(self._plan, self._report())
-        forward_flops = count_flops(self._forward) if info.batch_size else None
-        step_flops = forward_flops and TRAINING_PASSES * forward_flops
+        step_flops = self.forward_pass.step_flops(self.call.source)
         self._flops_per_example = step_flops / info.batch_size if step_flops and info.batch_size else None
-        self._executor = state.placement.choose_executor(state.strategy, config.executor, step_flops)
+        self._executor = self.forward_pass.choose_executor(self.call.source)
 
     def _begin(self, write: Write, profile: Profile, stop_requests: StopRequests) -> tuple[list[Action], Host]:
         """Evaluates before the first step if asked to; returns the actions of the loop, and what the host does."""
@@ -185,7 +183,7 @@ class Fit:
         call, state, config = self.call, self.call.state, self.call.config
         operations = self._flops_per_example, overview.peak_flops(state, config)
         actions: list[Action] = [built_in.Utilization(*operations, state.strategy), built_in.DataSeen(call.source)]
-        actions += [*state.placement.make_actions(profile), *self._measurements, *self._noise]
+        actions += [*state.make_stage_actions(profile), *self._measurements, *self._noise]
         checks = [built_in.CheckReplicas(every)] if (every := config.check_replicas_every) else []
         actions += [*checks, *call.evaluations, *call.actions, *filter(None, [self._loop.histograms])]
         if calls := [*call.evaluations, *call.actions]:

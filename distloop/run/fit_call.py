@@ -147,7 +147,7 @@ def examples_per_step(source: Source) -> int:
 def _batch_size(source: Source) -> int:
     """Returns the number of examples in a whole batch, over all workers, which all call it; 0: it is not known."""
     size = source.info.batch_size or 0
-    sizes = collectives.gather(source.strategy, size) if source.layout.is_sharded else [size]
+    sizes = source.layout.gather_sizes(source.strategy, size)
     return int(sum(sizes)) if all(sizes) else 0
 
 

@@ -24,7 +24,8 @@ import tensorflow as tf
 
 from distloop.data.source import Source
 from distloop.distributed import collectives, strategies
-from distloop.graph_functions import graph_function, has_clock, peak_of
+from distloop.distributed.devices import short_device
+from distloop.graph_functions import TRAINING_PASSES, count_flops, graph_function, has_clock, peak_of
 from distloop.log import log, say
 from distloop.model.state import TrainState
 from distloop.monitoring.console import show_parts, show_split
@@ -131,17 +132,17 @@ def describe_model(state: TrainState) -> str:
         for variable in variables:
             trained.setdefault(id(variable), []).append(name or "yes")
     named = named_variables(state.model)
-    devices = state.placement.variable_devices
     counts = {path: int(np.prod(variable.shape)) for path, variable in named.items()}
     rows = []
     for path, variable in list(named.items())[:_MAX_ROWS]:
         updates, dtype = ", ".join(trained.get(id(variable), ["no"])), tf.as_dtype(variable.dtype)
         row = [path, list(variable.shape), dtype.name, updates, f"{counts[path]:,}"]
         row += [records.show_bytes(counts[path] * dtype.size), *_moments(variable, counts[path])]
-        rows.append([*row, devices.get(id(variable), "")] if devices else row)
+        rows.append([*row, short_device(tensorflow_variable(variable).device)] if state.stage_devices else row)
     more = f"\n\nand {len(named) - _MAX_ROWS} more variables" if len(named) > _MAX_ROWS else ""
     total = f"{state.num_parameters():,} trained parameters of {sum(counts.values()):,} in {len(named)} variables"
-    head = ["variable", "shape", "dtype", "trained", "count", "size", "mean", "deviation"] + ["device"] * bool(devices)
+    head = ["variable", "shape", "dtype", "trained", "count", "size", "mean", "deviation"]
+    head += ["device"] * bool(state.stage_devices)
     return f"{total}\n\n{_table(head, rows)}{more}"
 
 
@@ -161,7 +162,7 @@ def describe_environment(state: TrainState, settings: Config) -> str:
         ("start", f"step {int(state.step)}"),
         ("runs on", strategies.describe(state.strategy)),
         ("replicas", state.strategy.num_replicas_in_sync),
-        *([("virtual replicas", state.virtual_replicas)] if state.virtual_replicas else []),
+        *([("virtual replicas", state.replicas.count)] if state.replicas.same_bits else []),
         ("workers", collectives.num_workers(state.strategy)),
         ("devices of the first worker", ", ".join(device.name for device in tf.config.list_logical_devices())),
         ("CPU cores", os.cpu_count()),
@@ -195,7 +196,7 @@ def peak_flops(state: TrainState, settings: Config) -> float | None:
 
 def num_devices(state: TrainState) -> int:
     """Returns on how many devices all workers train: one for each replica, or those of its pipeline stages."""
-    return (len(set(state.placement.devices)) or 1) * int(state.strategy.num_replicas_in_sync)
+    return (len(set(state.stage_devices)) or 1) * int(state.strategy.num_replicas_in_sync)
 
 
 class ForwardPass:
@@ -215,6 +216,17 @@ class ForwardPass:
         if self._kind != (kind := (element_spec, batch_size)):
             self._kind, self._graph = kind, self._trace(*kind)
         return self._graph
+
+    def step_flops(self, source: Source) -> float | None:
+        """Returns the floating-point operations of a step on data; None: they cannot be counted."""
+        batch_size = source.info.batch_size
+        flops = count_flops(self.trace(source.info.element_spec, batch_size)) if batch_size else None
+        return flops and TRAINING_PASSES * flops
+
+    def choose_executor(self, source: Source) -> str:
+        """Returns the executor of a step's graph on data; stages run at the same time, however small a step is."""
+        flops = None if self._state.stage_devices else self.step_flops(source)
+        return strategies.choose_executor(self._state.strategy, self._settings.executor, flops)
 
     def _trace(self, element_spec: Any, batch_size: int | None) -> tf.Graph | None:
         state, settings = self._state, self._settings
@@ -278,10 +290,10 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 def describe_shard(source: Source, strategy: tf.distribute.Strategy) -> str:
     """Returns a sentence about what this worker reads and which part of it its replicas take."""
-    index, turns = collectives.worker_index(strategy), source.layout.turns
-    local, total = collectives.num_local_replicas(strategy) * turns, strategy.num_replicas_in_sync * turns
+    index, each = collectives.worker_index(strategy), source.layout.per_device
+    local, total = collectives.num_local_replicas(strategy) * each, strategy.num_replicas_in_sync * each
     worker = f"worker {index} of {collectives.num_workers(strategy)}"
-    if source.layout.is_sharded:
+    if source.depends_on_workers:
         batches = "endless batches" if source.info.is_endless else f"{source.info.num_batches} batches a pass"
         missing = source.info.num_missing_batches
         fillers = f", {missing} of them without examples, as other shards are longer" if missing else ""
@@ -306,7 +318,7 @@ def console_lines(state: TrainState, settings: Config, source: Source) -> list[s
     parts, trained = count_parameters(state.model), state.num_parameters()
     total = sum(parts.values())
     some = "" if trained == total else f", of which {trained:,} train{_left_out(state)}"
-    virtual = f", {state.virtual_replicas} virtual replicas" if state.virtual_replicas else ""
+    virtual = f", {state.replicas.count} virtual replicas" if state.replicas.same_bits else ""
     lines = [
         f"devices {strategies.describe(state.strategy)}{virtual}",
         f"precision {_precision(state, settings)}",
@@ -318,12 +330,11 @@ def console_lines(state: TrainState, settings: Config, source: Source) -> list[s
         replica = "virtual replica" if virtual else "replica"
         each = f"{sizes[0]} per {replica}" if len(set(sizes)) == 1 else show_split(sizes)
         lines.append(f"{name} ({each})" if len(sizes) > 1 else name)
-    lines += state.placement.describe()
+    lines += state.describe()
     if virtual and strategies.has_gpus(state.strategy):
         lines.append("virtual replicas are untested on GPUs")
     if not has_clock():
         lines.append("deterministic operations, without a clock: rows lack input_wait, step_secs_p50 and the like")
-    lines += state.slot_placement.describe(state)
     if settings.average_from or settings.average_decay:
         how = f"from {settings.average_from} on" if settings.average_from else f"decay {settings.average_decay:g}"
         lines.append(f"averaged weights, {how}: evaluate, predict and export use them")

@@ -18,8 +18,8 @@ import tensorflow as tf
 
 from distloop.checkpoints.resume import RunCheckpoints
 from distloop.data.source import Source
-from distloop.distributed import collectives
-from distloop.distributed.strategies import Indivisible
+from distloop.distributed import collectives, strategies
+from distloop.distributed.devices import Replicas
 from distloop.errors import first_line
 from distloop.log import say
 from distloop.model.state import TrainState
@@ -131,28 +131,36 @@ def announced(state: TrainState, config: Config, source: Source) -> Iterator[Non
         yield
         return
     if membership.is_elastic:
-        _check(membership, config, source)
+        _check(membership, state.replicas, config, source)
     if messages.mark("restored") and membership.cause and collectives.is_chief(state.strategy):
         _changes.append(_describe(membership, state, config))
-    membership.send(begins=int(state.step), sizes=_worker_counts(membership, state.strategy, config))
+    counts = _worker_counts(membership, collectives.num_local_replicas(state.strategy), state.replicas, config)
+    membership.send(begins=int(state.step), sizes=counts)
     try:
         yield
     finally:
         membership.send(ends=True)
 
 
-@contextlib.contextmanager
-def divisible(strategy: tf.distribute.Strategy, config: Config) -> Iterator[None]:
-    """Tells the launcher which numbers of workers can share out the virtual replicas, if these workers cannot."""
-    try:
-        yield
-    except Indivisible:
+def share_out(strategy: tf.distribute.Strategy, config: Config) -> Replicas:
+    """Returns the replicas on which the step of a run is defined.
+
+    Raises:
+        ValueError: if the workers cannot share them out evenly; the launcher hears which numbers of workers can.
+    """
+    replicas = strategies.replicas_of(strategy, config)
+    if not replicas.fit_on(replicas.devices):
         if membership := messages.find_membership():
-            membership.send(sizes=_worker_counts(membership, strategy, config))
-        raise
+            of_worker = collectives.num_local_replicas(strategy)
+            membership.send(sizes=_worker_counts(membership, of_worker, replicas, config))
+        raise ValueError(
+            f"{replicas.setting} was given for {strategies.describe(strategy)}, and each runs as many virtual ones as "
+            f"the others: give a number of devices and workers that divides {replicas.count}."
+        )
+    return replicas
 
 
-def _check(membership: Membership, config: Config, source: Source) -> None:
+def _check(membership: Membership, replicas: Replicas, config: Config, source: Source) -> None:
     """Checks that each checkpoint can go on with another number of workers."""
     given = f"workers={membership.least}:{membership.most} was given to the launcher"
     if not config.workdir or not config.resume:
@@ -166,18 +174,17 @@ def _check(membership: Membership, config: Config, source: Source) -> None:
             f"{given} with data that is one worker's part (a function of InputContext), which "
             "cannot be cut anew for fewer: give a dataset of global batches, or one number of workers."
         )
-    if config.replica_batch_size and not config.virtual_replicas:
+    if config.replica_batch_size and not replicas.same_bits:
         raise ValueError(
             f"{given} with replica_batch_size={config.replica_batch_size}, so that the batch would change with the "
             "workers: give batch_size, or one number of workers."
         )
 
 
-def _worker_counts(membership: Membership, strategy: tf.distribute.Strategy, config: Config) -> list[int]:
-    """Returns the numbers of workers with which the run can go on."""
-    devices, virtual = collectives.num_local_replicas(strategy), config.virtual_replicas
+def _worker_counts(membership: Membership, of_worker: int, replicas: Replicas, config: Config) -> list[int]:
+    """Returns the numbers of workers, each with so many devices, with which the run can go on."""
     counts = range(1 if config.strategy == "auto" else 2, membership.most + 1)
-    return [count for count in counts if not virtual or virtual % (count * devices) == 0]
+    return [count for count in counts if replicas.fit_on(count * of_worker)]
 
 
 def report_traced(state: TrainState, config: Config) -> None:

@@ -279,7 +279,7 @@ class ShardedPlacement(Sharding):
 
     def make_packing(self, state: TrainState, update: Update, variables: Sequence[Any], *, needs_all: bool) -> Packing:
         """Returns the layout of gradients: of their parts, if each is needed on one device alone."""
-        needs_whole = bool(state.virtual_replicas or update.gradient_fn or update.step_fn)
+        needs_whole = bool(state.replicas.same_bits or update.gradient_fn or update.step_fn)
         if needs_whole or (needs_all and self.num_workers > 1):
             return Packing(variables, why_dense=_WHY_DENSE)
         return SplitPacking(variables, [self._parts[id(variable)] for variable in variables])

@@ -42,7 +42,7 @@ class SparsePacking(Packing):
         self._variables, self._state, self._for_rows = list(variables), state, for_rows
         self._uses_collectives = strategies.uses_collectives(state.strategy)
         # Collectives need to know the size of what they gather. Virtual replicas do alike without collectives.
-        self._needs_sizes = state.virtual_replicas > 0 or self._uses_collectives
+        self._needs_sizes = state.replicas.same_bits or self._uses_collectives
 
     def sized(self, gradient: Any, variable: Any) -> Any:
         """Returns a variable's gradient from a tape; a sparse one is dense if its size is to be known, and is not."""
@@ -97,8 +97,8 @@ class SparsePacking(Packing):
             return list(segments), lambda rows: rows if is_alone else Rows(*gathering.gather_lists(rows, None))
         assert shard is not None, "collectives gather the rows of a batch"
         batch, layout = shard
-        turns = range(self._state.turns)
-        sizes = [shards.batch_size(shards.take_shard(batch, layout, 1, turn)[0]) for turn in turns]
+        indices = range(layout.per_device)
+        sizes = [shards.batch_size(shards.take_shard(batch, layout, 1, index)[0]) for index in indices]
         shard_size = sum(sizes) if all(isinstance(size, int) for size in sizes) else None
 
         def max_rows(rows: Rows) -> int | None:

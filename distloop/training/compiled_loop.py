@@ -343,8 +343,7 @@ class CompiledLoop:
         """Lays out the row of a log: what the steps added up, and the numbers as they stand."""
         sums_layout = self._sums_layout()
         segments = sums_layout.unpack(tf.broadcast_to(sums, [sums_layout.width]))  # a loop of no steps has one zero
-        if layout.is_sharded:
-            segments["examples"] = collectives.sum_over_workers(self._state.strategy, segments["examples"])
+        segments["examples"] = layout.sum_over_batches(self._state.strategy, segments["examples"])
         numbers = self._read_numbers()
         self._number_names = list(numbers)
         segments["steps_done"] = tf.cast(carry.done, tf.float64)[tf.newaxis]

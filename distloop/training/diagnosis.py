@@ -266,7 +266,7 @@ def _locate(train_step: TrainStep, batch: Batch, layout: BatchLayout, examples: 
     try:
         for update in train_step.updates:
             before = read()
-            for microbatch in range(layout.turns * train_step.microbatches if update.update.has_loss else 0):
+            for microbatch in range(layout.per_device * train_step.microbatches if update.update.has_loss else 0):
                 origin = _find_origin(train_step, update, batch, layout, microbatch, examples)
                 seen_by = np.flatnonzero(collectives.gather(state.strategy, origin is not None))
                 if len(seen_by):

@@ -132,7 +132,7 @@ class Differentiation:
                 state.placement,
                 tallies["loss"],
                 is_weighted=isinstance(outputs["loss"], metrics.Weighted),
-                shards=(state.virtual_replicas or state.strategy.num_replicas_in_sync) * self._microbatches,
+                shards=state.replicas.count * self._microbatches,
             )
             if regularization is not None:
                 tallies[REGULARIZATION] = regularization
@@ -175,7 +175,7 @@ class Differentiation:
         return by_path, tallies
 
     def pull_back(self, rows: Any, row_weights: tf.Tensor | None, slopes: Sequence[tf.Tensor]) -> list[Any]:
-        """Differentiates by way of the rows that this turn gave to all virtual replicas; in replica context.
+        """Differentiates by way of the rows that this virtual replica gave to all; in replica context.
 
         Args:
             rows: `[b, ...]`.

@@ -30,10 +30,10 @@ from distloop.model.variable_writes import WrittenValues
 from distloop.optimizers import gradient_noise
 from distloop.optimizers.gradients import Segment
 from distloop.training.differentiation import Differentiation, Trace, divisor_of
-from distloop.training.virtual_replicas import Compute, Part, Turns
+from distloop.training.virtual_replicas import Compute, Part, VirtualReplicas
 
 # Packed gradients; tallies and written values; slopes of exchanged rows; rows for Keras metrics, a list for each part.
-_TurnSums: TypeAlias = tuple[list[Segment], tf.Tensor, list[tf.Tensor], list[list[tf.Tensor]]]
+_PartSums: TypeAlias = tuple[list[Segment], tf.Tensor, list[tf.Tensor], list[list[tf.Tensor]]]
 
 
 class Summed(NamedTuple):
@@ -42,7 +42,7 @@ class Summed(NamedTuple):
     segments: list[Segment]  # packed gradients; of this replica alone if they are summed where they are used
     weight: tf.Tensor  # []: what divides them
     tallies: tf.Tensor  # [2 * m]: of all values; of a pass from other weights, total and weight of its value
-    written: list[Any]  # the variables that the forward pass writes; the replicas' traces take turns
+    written: list[Any]  # the variables that the forward pass writes; replicas are traced one at a time
     before: list[tf.Tensor]  # their values before the step
     after: list[tf.Tensor]  # and after it
     new_values: list[tf.Tensor]  # of the overwritten variables
@@ -106,7 +106,7 @@ class ForwardBackward:
         self.variables = [v for v in variables if not getattr(v, "overwrite_with_gradient", False)]
         self.loss_scaler = state.loss_scalers.get(update.name)
         self.packing = state.slot_placement.make_packing(state, update, self.variables, needs_all=needs_whole_gradients)
-        self.reduce = gathering.sum_in_tree if state.virtual_replicas else tensorflow_internals.sum_over_replicas
+        self.reduce = gathering.sum_in_tree if state.replicas.same_bits else tensorflow_internals.sum_over_replicas
         self.differentiate = Differentiation(state, update, self.variables, self.overwritten, microbatches)
         self.state, self.microbatches = state, microbatches
         self.jit_compile, self.measures_noise = jit_compile, measures_noise
@@ -173,7 +173,7 @@ class ForwardBackward:
         settings: dict[str, Any] = {"value": value, "traces": shard.traces, "is_first": shard.is_first}
         compute = functools.partial(self.compute, factor=factor, **settings)
         with explaining_merge_call(_explain_merge_call(self)):
-            sum_parts = self._sum_turns if self.state.virtual_replicas else self._sum_microbatches
+            sum_parts = self._sum_virtual_replicas if self.state.replicas.same_bits else self._sum_microbatches
             segments, vector, metric_rows = sum_parts(shard, compute)
         self._set_trace(shard)
         self.state.keras_metrics.update_gathered(metric_rows, shard.joins[-1])
@@ -203,22 +203,22 @@ class ForwardBackward:
         row_specs = self.state.keras_metrics.row_specs.get(self.name, ()) if shard.is_first else ()
         return self.state.placement.sum_microbatches(self.packing, self.microbatches, microbatch, row_specs)
 
-    def _sum_turns(self, shard: _Shard, compute: Compute) -> Sums:
-        """Adds up the microbatches of each virtual replica of this replica, and these in a fixed tree."""
-        turns = Turns(self.state, shard.batch, shard.layout, microbatches=self.microbatches, before=shard.before)
+    def _sum_virtual_replicas(self, shard: _Shard, compute: Compute) -> Sums:
+        """Adds up the microbatches of each virtual replica of this device, and these in a fixed tree."""
+        replicas = VirtualReplicas(self.state, shard.batch, shard.layout, self.microbatches, shard.before)
 
-        def of_part(part: Part) -> _TurnSums:
+        def of_part(part: Part) -> _PartSums:
             segments, vector, metric_rows = _of_part(self, shard, part)
             return segments, vector, list(part.slopes), [metric_rows]
 
-        def add(one: _TurnSums, other: _TurnSums) -> _TurnSums:
+        def add(one: _PartSums, other: _PartSums) -> _PartSums:
             slopes = [a + b for a, b in zip(one[2], other[2], strict=True)]
             return self.packing.add(one[0], other[0]), one[1] + other[1], slopes, one[3] + other[3]
 
-        segments, vector, slopes, metric_rows = turns.sum_parts(compute, of_part, add)
-        shard.after = turns.after
-        if turns.rows is not None:
-            shard.pulled_back = _pull_back(self, shard, turns, slopes)
+        segments, vector, slopes, metric_rows = replicas.sum_parts(compute, of_part, add)
+        shard.after = replicas.after
+        if replicas.rows is not None:
+            shard.pulled_back = _pull_back(self, shard, replicas, slopes)
         return segments, vector, [tf.concat(rows, 0) for rows in zip(*metric_rows, strict=True)]
 
     def _reduce(
@@ -350,7 +350,7 @@ def _split(update: ForwardBackward, vector: tf.Tensor, is_first: bool) -> dict[s
     return {"tallies": vector[:size]} | ({"writes": vector[size:end]} if end > size else {}) | noise
 
 
-def _pull_back(update: ForwardBackward, shard: _Shard, turns: Turns, slopes: list[tf.Tensor]) -> list[tf.Tensor]:
+def _pull_back(update: ForwardBackward, shard: _Shard, replicas: VirtualReplicas, slopes: Any) -> list[tf.Tensor]:
     """Returns the packed gradients by way of the rows that each virtual replica gave to all."""
     if update.state.strategy.num_replicas_in_sync > 1:
         slopes = gathering.sum_in_tree(slopes)
@@ -362,7 +362,7 @@ def _pull_back(update: ForwardBackward, shard: _Shard, turns: Turns, slopes: lis
         shard.traces[-1] = replace(shard.traces[-1], reached=reached)
         return update.pack(gradients, keeps_sparse=False)
 
-    return turns.sum_again(pull_back, lambda part: part.result, update.packing.add)
+    return replicas.sum_again(pull_back, lambda part: part.result, update.packing.add)
 
 
 def _explain_merge_call(update: ForwardBackward) -> str:
@@ -371,9 +371,9 @@ def _explain_merge_call(update: ForwardBackward) -> str:
     where = "inside a loop or what XLA compiles"
     if update.jit_compile:
         setting, allowed = "jit_compile=True", "jit_compile=False"
-    if update.state.virtual_replicas:
-        setting, allowed = f"virtual_replicas={update.state.virtual_replicas}", "plain BatchNormalization"
-        where = "between virtual replicas, which take turns"
+    if (replicas := update.state.replicas).same_bits:
+        setting, allowed = replicas.setting, "plain BatchNormalization"
+        where = "between virtual replicas, of which a device computes one after the other"
     return (
         f"{setting} was given with a model that talks to other replicas in its forward pass, such as "
         f"BatchNormalization(synchronized=True), which TensorFlow cannot do {where}: use {allowed}."

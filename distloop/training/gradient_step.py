@@ -179,8 +179,8 @@ class OwnStep:
     def __init__(self, update: ForwardBackward, batch: Batch, layout: BatchLayout):
         """Prepares; `call_step_fn` makes one for each step."""
         state = update.state
-        settings = {"microbatches": update.microbatches > 1, "virtual_replicas": state.virtual_replicas}
-        settings |= {"num_stages": len(state.placement.devices) > 1, "jit_compile": update.jit_compile}
+        settings = {"microbatches": update.microbatches > 1, state.replicas.setting: state.replicas.same_bits}
+        settings |= {"num_stages": len(state.stage_devices) > 1, "jit_compile": update.jit_compile}
         if given := [name for name, is_given in settings.items() if is_given]:
             raise ValueError(
                 f"{given[0]} was given with a step_fn and no loss_fn, so that distloop cannot cut the step into parts: "

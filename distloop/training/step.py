@@ -26,7 +26,7 @@ import tensorflow as tf
 
 from distloop.data import shards
 from distloop.data.shards import Batch, BatchLayout
-from distloop.distributed import collectives, gathering, strategies
+from distloop.distributed import gathering, strategies
 from distloop.distributed.devices import HOST
 from distloop.model import metrics, variable_writes
 from distloop.model.state import TrainState
@@ -208,8 +208,8 @@ class TrainStep:
     def count_examples(self, batch: Batch, layout: BatchLayout) -> tf.Tensor:
         """Returns the number of examples in the step: over all workers if a loss scale needs it, else on this one."""
         examples = tf.cast(shards.count_examples(batch), tf.float32)
-        if layout.is_sharded and any(update.is_loss_scaled for update in self.updates):  # alike on all workers
-            return collectives.sum_over_workers(self._strategy, examples)
+        if any(update.is_loss_scaled for update in self.updates):  # alike on all workers
+            return layout.sum_over_batches(self._strategy, examples)
         return examples
 
     def forward(self, update: ForwardBackward, batch: Batch, layout: BatchLayout, examples: tf.Tensor) -> Gradients:

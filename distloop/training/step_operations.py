@@ -233,7 +233,7 @@ def _layers_with_modes(layers: Iterable[Any], trained: set[int]) -> Iterator[Any
 def _of_written(train_step: TrainStep, update: ForwardBackward) -> Iterator[str]:
     """Yields sentences about variables that the forward pass writes, and that differ between replicas from then on."""
     state = train_step.state
-    if state.strategy.num_replicas_in_sync == 1 or state.virtual_replicas:
+    if state.strategy.num_replicas_in_sync == 1 or state.replicas.same_bits:
         return
     kept_equal = {id(v) for v in update.written_values.with_mean(update.trace.written)}
     kept_equal |= update.written_values.carried

@@ -1,12 +1,12 @@
-"""Virtual replicas, which take turns on each replica, with random streams and statistics of their own.
+"""Virtual replicas, which a device computes one after the other, with random streams and statistics of their own.
 
-    turns = Turns(state, batch, layout, microbatches=2)
-    turns.sum_parts(compute, of_part, add)                         # in replica context
+    replicas = VirtualReplicas(state, batch, layout, microbatches=2)
+    replicas.sum_parts(compute, of_part, add)                      # in replica context
 
-Turn t of replica r is virtual replica r * T + t. What it computes has the same bits on any device of a kind, as it is a
-function by itself: TensorFlow calls it as it stands, whatever surrounds it, and it writes nothing. Where the function
-calls `gather_rows`, all turns give their rows in a first pass, and compute in a second one, as GradCache does (Gao et
-al. 2021, arXiv:2101.06983).
+Of v on each device, device d computes the virtual replicas from d * v on. What one computes has the same bits on any
+device of a kind, as it is a function by itself: TensorFlow calls it as it stands, whatever surrounds it, and it writes
+nothing. Where the function calls `gather_rows`, all virtual replicas give their rows in a first pass, and compute in a
+second one, as GradCache does (Gao et al. 2021, arXiv:2101.06983).
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import keras
 import tensorflow as tf
 
-from distloop.data.shards import Batch, BatchLayout, place_of_shard, take_shard
+from distloop.data.shards import Batch, BatchLayout, first_row_of, take_shard
 from distloop.distributed import collectives, gathering, strategies
 from distloop.distributed.gathering import NeedsRowsError, RowExchange
 from distloop.distributed.strategies import TreeSum
@@ -29,14 +29,14 @@ from distloop.workers import environment
 
 T = TypeVar("T")
 Compute = Callable[[Any, tf.Tensor | None], Any]  # of rows `[b, ...]` and their weights `[b]`
-Written = Mapping[int, tf.Tensor]  # what a part of a turn wrote: `id` of a variable -> its new value
+Written = Mapping[int, tf.Tensor]  # what a part wrote: `id` of a variable -> its new value
 Rows = Sequence[tf.Tensor]  # by call of `gather_rows`, those of all virtual replicas, `[B, ...]`
 
 
 class Part(NamedTuple):
     """A part of a replica's rows, after it was computed: a microbatch of the replica, or of one of its virtual ones."""
 
-    number: tf.Tensor | int  # of the microbatch; with virtual replicas, plus the turn times the microbatches
+    number: tf.Tensor | int  # of the microbatch; with virtual replicas, of which each has all microbatches
     rows: Any  # [b, ...]
     row_weights: tf.Tensor | None  # [b]
     result: Any  # what the function returned
@@ -45,22 +45,16 @@ class Part(NamedTuple):
     slopes: Sequence[tf.Tensor] = ()  # the derivatives by the rows that it got
 
 
-class Turns:
-    """The virtual replicas of a replica, one after the other; each may have microbatches.
+class VirtualReplicas:
+    """The virtual replicas that a device computes, one after the other; each may have microbatches.
 
     Attributes:
         rows: that the function gathered from all virtual replicas; None: it does not gather rows.
-        after: by `id`, what variables have after the first turn, random streams included.
+        after: by `id`, what variables have after the first virtual replica, random streams included.
     """
 
     def __init__(
-        self,
-        state: TrainState,
-        batch: Batch,
-        layout: BatchLayout,
-        *,
-        microbatches: int = 1,
-        before: Mapping[int, tf.Tensor] | None = None,
+        self, state: TrainState, batch: Batch, layout: BatchLayout, microbatches: int = 1, before: Written | None = None
     ):
         """Prepares; call it in replica context.
 
@@ -69,7 +63,7 @@ class Turns:
             batch: the global batch.
             layout: its layout.
             microbatches: of each virtual replica; random streams go on from one to the next.
-            before: by `id`, the values that variables have when a turn begins; None: those that they have now.
+            before: by `id`, the values with which a virtual replica begins; None: those that variables have now.
         """
         self._state = state
         self._batch, self._layout = batch, layout
@@ -100,88 +94,83 @@ class Turns:
         return total
 
     def sum_again(self, fn: Compute, of_part: Callable[[Part], T], add: Callable[[T, T], T]) -> T:
-        """Adds up the parts of another function, of which the turns give rows and get none, from the same values."""
+        """Adds up the parts of another function, which gives rows and gets none, from the same values."""
         return self._sum_parts(fn, of_part, add, ())[0]
 
     def _collect(self, fn: Compute) -> list[tf.Tensor]:
-        """Returns the rows that all turns on all replicas give, in the order of the global batch."""
+        """Returns the rows that all virtual replicas give, in the order of the global batch."""
         given = self.sum_again(fn, lambda part: [part.given], operator.add)
         rows = [join_rows(pieces) for pieces in zip(*given, strict=True)]
         if self._state.strategy.num_replicas_in_sync == 1:
             return rows
         if strategies.uses_collectives(self._state.strategy):
-            count = self._state.virtual_replicas
+            setting = self._state.replicas.setting
             raise ValueError(
-                f"The loss compares all rows of a batch (gather_rows), and virtual_replicas={count} was given with "
-                "collectives, as several workers use, by which distloop does not exchange them bit for bit: use one "
-                "worker, or virtual_replicas=0."
+                f"The loss compares all rows of a batch (gather_rows), and {setting} was given with collectives, as "
+                "several workers use, by which distloop does not exchange them bit for bit: use one worker, or no "
+                "virtual replicas."
             )
         return gathering.gather_all(rows, "The loss calls gather_rows")
 
     def _sum_parts(
         self, fn: Compute, of_part: Callable[[Part], T], add: Callable[[T, T], T], all_rows: Rows | None
     ) -> tuple[T, Written]:
-        """Returns the sum, and what variables have after the first turn."""
+        """Returns the sum, and what variables have after the first virtual replica."""
         isolated: Callable[..., Any] = lambda *arguments: self._isolated(fn, *arguments)  # noqa: E731
-        if not tf.executing_eagerly() and self._state.turns * self._microbatches > 1:
+        num_parts = self._layout.per_device * self._microbatches
+        if not tf.executing_eagerly() and num_parts > 1:
             isolated = graph_function(isolated, experimental_attributes={"_noinline": True})
         width = side_by_side(self._state.strategy)
         sums = TreeSum[T](add)
-        of_turn: T | None = None  # over its microbatches so far
+        of_replica: T | None = None  # over its microbatches so far
         kept: list[list[tf.Tensor]] = []
         after_first: Written = {}
         written: Written = {}
-        for number in range(self._state.turns * self._microbatches):
-            turn, microbatch = divmod(number, self._microbatches)
-            values = self._values(turn, written if microbatch else {})
+        for number in range(num_parts):
+            index, microbatch = divmod(number, self._microbatches)
+            values = self._values(index, written if microbatch else {})
             rows, row_weights = take_shard(self._batch, self._layout, self._microbatches, number)
-            position = place_of_shard(self._batch, self._layout, turn)
+            position = first_row_of(self._batch, self._layout, index)
             with tf.control_dependencies(kept[number - width] if number >= width else []):
                 result, given, slopes, by_index = isolated(values, rows, row_weights, position, all_rows)
-            written = {id(self._variables[int(index)]): value for index, value in by_index.items()}
-            if not turn:
+            written = {id(self._variables[int(i)]): value for i, value in by_index.items()}
+            if not index:
                 after_first = written
             more = of_part(Part(number, rows, row_weights, result, written, given, slopes))
-            of_turn = more if of_turn is None else add(of_turn, more)
-            largest = of_turn
+            of_replica = more if of_replica is None else add(of_replica, more)
+            largest = of_replica
             if microbatch + 1 == self._microbatches:
-                largest, of_turn = sums.append(of_turn), None
+                largest, of_replica = sums.append(of_replica), None
             kept.append(tf.nest.flatten(largest, expand_composites=True))
         return sums.total(), after_first
 
-    def _values(self, turn: int, earlier: Written) -> list[tf.Tensor]:
-        """Returns the values that a part of a turn begins with; `earlier` holds what the part before it wrote."""
+    def _values(self, index: int, earlier: Written) -> list[tf.Tensor]:
+        """Returns the values with which a part of a virtual replica begins; `earlier`: what the part before wrote."""
         values = []
         for variable, value in zip(self._variables, self._before, strict=True):
             if id(variable) in self._seeds:
-                value = earlier.get(id(variable), stream_of(value, turn))
+                value = earlier.get(id(variable), stream_of(value, index))
             values.append(value)
         return values
 
     def _isolated(
-        self,
-        fn: Callable[..., Any],
-        values: list[tf.Tensor],
-        rows: Any,
-        row_weights: tf.Tensor | None,
-        position: tuple[tf.Tensor, tf.Tensor],
-        all_rows: Rows | None,
+        self, fn: Compute, values: Any, rows: Any, row_weights: tf.Tensor | None, position: Any, all_rows: Rows | None
     ) -> tuple[Any, list[tf.Tensor], list[tf.Tensor], dict[str, tf.Tensor]]:
         """Calls a function with values for the variables; returns result, given, slopes, and new values by index."""
-        state = self._state
+        state, (first, total) = self._state, position
         trained = state.trained_variables
         candidates = [*state.untrained_variables, *trained, *state.created.values()]
         # Eagerly, it is not known which of them are written.
         nothing: contextlib.AbstractContextManager[list[Any]] = contextlib.nullcontext([])
         recorded = nothing if tf.executing_eagerly() else recorded_writes(candidates)
         with recorded as found, own_values(self._variables, values) as own:
-            with gathering.exchanging(RowExchange(*position, all_rows)) as exchange:
+            with gathering.exchanging(RowExchange(first, total, all_rows)) as exchange:
                 result = fn(rows, row_weights)
         found += [v for v in trained if own.get_current_value(v) is not None]
         if found:
             name = state.paths.get(id(found[0]), found[0].name.partition(":")[0])
             raise ValueError(
-                f"virtual_replicas={state.virtual_replicas} was given, but the forward pass writes {name!r}, of which "
+                f"{state.replicas.setting} was given, but the forward pass writes {name!r}, of which "
                 "virtual replicas cannot have values of their own: make it a weight of a Keras layer, with "
                 "add_weight(trainable=False)."
             )
@@ -204,14 +193,14 @@ def run_forward(
     Returns:
         What `fn` returned for the rows of each virtual replica; without them, for those of this replica.
     """
-    if not state.virtual_replicas:
+    if not state.replicas.same_bits:
         with restored_writes(state):
             return [fn(*take_shard(batch, layout))]
-    turns = Turns(state, batch, layout)
-    results = turns.sum_parts(fn, lambda part: [part.result], operator.add)
+    replicas = VirtualReplicas(state, batch, layout)
+    results = replicas.sum_parts(fn, lambda part: [part.result], operator.add)
     for seed in state.seeds:
-        if id(seed) in turns.after:
-            seed.assign(turns.after[id(seed)])
+        if id(seed) in replicas.after:
+            seed.assign(replicas.after[id(seed)])
     return results
 
 
@@ -221,7 +210,7 @@ def join_rows(pieces: Sequence[tf.Tensor]) -> tf.Tensor:
 
 
 def side_by_side(strategy: tf.distribute.Strategy) -> int:
-    """Returns how many turns of a replica run at the same time; each holds the activations of its rows."""
+    """Returns how many parts of a device are computed at the same time; each holds the activations of its rows."""
     if strategies.has_gpus(strategy):
         return 1
     return max(1, environment.count_cores() // collectives.num_local_replicas(strategy))

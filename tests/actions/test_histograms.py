@@ -10,6 +10,7 @@ import tensorflow as tf
 import distloop
 from distloop.actions import histograms
 from distloop.actions.histograms import WeightHistograms, recorded_outputs
+from distloop.distributed.devices import Replicas
 from distloop.optimizers import gradients
 from distloop.tables.sparse_packing import SparsePacking
 from distloop.training.action import Report
@@ -157,7 +158,7 @@ def test_a_sparse_gradient_shows_its_rows_and_a_large_table_a_sample(monkeypatch
     table = tf.Variable(tf.ones([100, 2]))
     action = WeightHistograms({"": [table]}, {id(table): "table"}, every=1)
     action.begin(0, is_restored=False)
-    state = types.SimpleNamespace(strategy=tf.distribute.get_strategy(), virtual_replicas=0)
+    state = types.SimpleNamespace(strategy=tf.distribute.get_strategy(), replicas=Replicas(1))
     packing = SparsePacking([table], state, for_rows=True)
     action.allocate("", packing)
 

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 import distloop
 from distloop.audit.audit import audit
+from distloop.distributed.devices import Replicas
 from distloop.model.state import TrainState
 from tests.problems import assert_equal, batches, classification, classifier, everything, mostly_wide, on, refused
 
@@ -390,7 +391,7 @@ OF_VIRTUAL_REPLICAS = {
 @pytest.mark.parametrize("case", [wide(c, is_wide=not expected) for c, (_, expected) in OF_VIRTUAL_REPLICAS.items()])
 def test_what_breaks_the_same_bits_of_virtual_replicas_is_found(case):
     model_fn, expected = OF_VIRTUAL_REPLICAS[case]
-    state = TrainState(model_fn, tf.distribute.get_strategy(), 0.0, 4)
+    state = TrainState(model_fn, tf.distribute.get_strategy(), replicas=Replicas(1, 4))
     state.build(next(iter(batches())))
     settings = distloop.Config(batch_size=8)
     trainer = types.SimpleNamespace(state=state, strategy=state.strategy, config=settings, build=lambda data: None)

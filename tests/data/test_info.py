@@ -9,6 +9,7 @@ import tensorflow as tf
 from distloop.data.info import are_rows_alike, inspect
 from distloop.data.make_dataset import make_dataset
 from distloop.data.shards import pad, shard_bounds
+from distloop.distributed.devices import Replicas
 from tests.optimizers.test_gradients import adding_by_collectives
 from tests.problems import mirrored, numbers, of_unknown_length, sizes_1_to_9
 
@@ -69,12 +70,10 @@ def test_the_length_of_a_pass_is_known_without_reading(dataset, expected):
     assert info.is_endless == (expected == math.inf)
 
 
-@pytest.mark.parametrize(
-    ("batch_size", "microbatches", "virtual_replicas"), [(8, 1, 0), (8, 3, 0), (8, 1, 8), (3, 1, 0)]
-)
-def test_no_replica_has_more_rows_of_any_batch_than_is_known_before(batch_size, microbatches, virtual_replicas):
+@pytest.mark.parametrize(("batch_size", "microbatches", "virtual"), [(8, 1, 0), (8, 3, 0), (8, 1, 8), (3, 1, 0)])
+def test_no_replica_has_more_rows_of_any_batch_than_is_known_before(batch_size, microbatches, virtual):
     strategy = adding_by_collectives(4)
-    settings = {"microbatches": microbatches, "virtual_replicas": virtual_replicas}
+    settings = {"microbatches": microbatches, "replicas": Replicas(4, virtual)}
     info = inspect(numbers(8 * batch_size - 1, batch_size), strategy, **settings)
     of_replicas = []  # rows that each has of a batch of each size, without padding
     for size in range(1, batch_size + 1):

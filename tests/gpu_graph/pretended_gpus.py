@@ -72,7 +72,7 @@ def trace_on_gpus(model_fn: Callable[[], ModelSpec], config: Config, data: Data,
         if is_several:
             return found
         reading = arguments.source_settings(here.global_batch_size(state.strategy))
-        source = Source(data, state.strategy, repeat=False, virtual_replicas=config.virtual_replicas, **reading)
+        source = Source(data, state.strategy, repeat=False, replicas=state.replicas, **reading)
         pass_over, limits = EvalLoop(state), (tf.constant(0, tf.int64), tf.constant(np.inf, tf.float64))
         pass_over.build_metrics(source)
         function = pass_over._run.get_concrete_function(source.new_iterator(), source.layout, *limits)

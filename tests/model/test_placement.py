@@ -1,14 +1,18 @@
 """Placement: the plain version leaves everything to TensorFlow, a pipeline places it on its stages."""
 
+import dataclasses
+
 import keras
 import pytest
 import tensorflow as tf
 
 import distloop
+from distloop.data.source import Source
 from distloop.distributed import strategies
 from distloop.model.placement import Placement, make_placement
 from distloop.optimizers.gradients import Packing
 from distloop.pipeline.stage_placement import StagePlacement
+from distloop.run import overview
 from distloop.settings.config import Config
 from tests.problems import refused
 
@@ -31,7 +35,7 @@ def test_a_model_of_one_stage_has_the_plain_placement_which_places_nothing():
     for model in (network(1), {"a": network(1), "b": layers()}):
         assert type(make_placement(model)) is Placement
     plain = Placement()
-    assert plain.devices == plain.describe() == [] and plain.variable_devices == {}
+    assert not plain.devices and not plain.describe()
     assert plain.gradient_devices(network().model.variables) is None
 
 
@@ -42,12 +46,6 @@ def test_networks_of_several_stages_are_found_at_any_depth():
     assert isinstance(found, StagePlacement)
     assert found.devices == ["CPU:0", "CPU:1"] * 2
     assert len(found.describe()) == 2
-
-
-def test_a_pipeline_names_the_device_of_each_variable():
-    model = network()
-    devices = make_placement(model).variable_devices
-    assert [devices[id(v)] for v in model.model.variables] == ["CPU:0"] * 2 + ["CPU:1"] * 2
 
 
 @PLACEMENTS
@@ -89,12 +87,6 @@ def test_gradients_are_those_of_a_tape(kind):
     assert float(gradients()) == 6.0
 
 
-def test_a_small_step_of_a_pipeline_keeps_the_parallel_executor():
-    strategy = tf.distribute.get_strategy()
-    assert placement("plain").choose_executor(strategy, "auto", 1.0) == strategies.SERIAL_EXECUTOR
-    assert placement("pipeline").choose_executor(strategy, "auto", 1.0) == strategies.PARALLEL_EXECUTOR
-
-
 def test_another_number_of_stages_and_empty_microbatches_are_refused():
     plain, pipeline = placement("plain"), placement("pipeline")
     for right in (1, 2):
@@ -107,15 +99,35 @@ def test_another_number_of_stages_and_empty_microbatches_are_refused():
     refused(lambda: pipeline.check_microbatches(17, 16), "microbatches=17 was given")
 
 
-def test_the_trainer_checks_the_number_of_stages_and_the_microbatches():
-    config = Config(device="cpu", strategy="none", console="quiet", log_every=0, num_stages=2, microbatches=17)
+def trainer_of(made, num_stages, microbatches=1):
+    """Returns a trainer with a network of `made` stages, given `num_stages`."""
 
-    def model_fn(num_stages):
-        model = network(num_stages)
+    def model_fn():
+        model = network(made)
         loss_fn = lambda batch, training: {"loss": model(batch, training=training)}  # noqa: E731
         return distloop.ModelSpec(model, keras.optimizers.SGD(), loss_fn)
 
-    refused(lambda: distloop.Trainer(lambda: model_fn(1), config), "num_stages=2 was given")
-    trainer, batches = distloop.Trainer(lambda: model_fn(2), config), tf.data.Dataset.from_tensors(tf.ones([16, 3]))
+    config = Config(device="cpu", strategy="none", console="quiet", log_every=0, num_stages=num_stages)
+    return distloop.Trainer(model_fn, dataclasses.replace(config, microbatches=microbatches))
+
+
+BATCHES = tf.data.Dataset.from_tensors(tf.ones([16, 3]))
+
+
+def test_the_trainer_checks_the_number_of_stages_and_the_microbatches():
+    refused(lambda: trainer_of(1, 2), "num_stages=2 was given")
     sentence = "microbatches=17 was given for batches of 16 rows", "give microbatches=16 or fewer"
-    refused(lambda: trainer.fit(batches, steps=1), *sentence)
+    refused(lambda: trainer_of(2, 2, 17).fit(BATCHES, steps=1), *sentence)
+
+
+@pytest.mark.parametrize(("stages", "expected"), [(1, strategies.SERIAL_EXECUTOR), (2, strategies.PARALLEL_EXECUTOR)])
+def test_a_small_step_of_a_pipeline_keeps_the_parallel_executor(stages, expected):
+    trainer = trainer_of(stages, stages)
+    source = Source(BATCHES, trainer.strategy)
+    assert overview.ForwardPass(trainer.state, trainer.config).choose_executor(source) == expected
+
+
+def test_the_table_of_a_pipelines_variables_names_their_devices():
+    table = overview.describe_model(trainer_of(2, 2).state)
+    assert [table.count(f"`CPU:{i}`") for i in range(2)] == [2, 2] and "| device |" in table
+    assert "| device |" not in overview.describe_model(trainer_of(1, 1).state)

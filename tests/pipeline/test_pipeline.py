@@ -379,7 +379,7 @@ def test_each_device_of_a_pipeline_counts_once_on_each_worker(tmp_path):
         source = SimpleNamespace(save_position=dict)
         outputs.begin_in(str(tmp_path), SimpleNamespace(state=state, source=source, step=0), None)
     assert [start["devices"] for start in ledger.read_starts(str(tmp_path))] == [2, 2]
-    on_3 = SimpleNamespace(strategy=SimpleNamespace(num_replicas_in_sync=3), placement=state.placement)
+    on_3 = SimpleNamespace(strategy=SimpleNamespace(num_replicas_in_sync=3), stage_devices=state.stage_devices)
     assert overview.num_devices(on_3) == 6
 
 

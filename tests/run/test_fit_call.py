@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 import distloop
+from distloop.data.shards import BatchLayout
 from distloop.run import fit_call
 from distloop.settings.durations import Period
 from tests.problems import classification, classifier, on
 
 SOURCE = types.SimpleNamespace(
-    steps_per_epoch=7, info=types.SimpleNamespace(batch_size=64), layout=types.SimpleNamespace(is_sharded=False)
+    steps_per_epoch=7, info=types.SimpleNamespace(batch_size=64), layout=BatchLayout(False), strategy=None
 )
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from distloop.distributed.devices import Replicas
 from distloop.optimizers import gradients
 from distloop.optimizers.gradients import Clipping, Rows
 from distloop.tables.sparse_packing import SparsePacking
@@ -26,7 +27,7 @@ def slices(numbers, values=None, shape=SHAPE):
 
 
 def sparse(variables, replicas=1):
-    state = types.SimpleNamespace(strategy=mirrored(replicas), virtual_replicas=0)
+    state = types.SimpleNamespace(strategy=mirrored(replicas), replicas=Replicas(replicas))
     return SparsePacking(variables, state, for_rows=True)
 
 

@@ -164,7 +164,7 @@ def test_variables_that_are_left_out_stay():
         (lambda step: step.report("loss", tf.zeros([2])), {}, ["step.report", "(2,)", "two scalars"]),
         (lambda step: (step.report("loss", 1.0), {"x": 1.0})[1], {}, ["returned ['x']", "net/line/kernel"]),
         (lambda step: None, {"microbatches": 2}, ["microbatches was given", "leave microbatches out"]),
-        (lambda step: None, {"virtual_replicas": 2}, ["virtual_replicas was given"]),
+        (lambda step: None, {"virtual_replicas": 2}, ["virtual_replicas=2 was given"]),
         (
             lambda step: tf.cond(tf.ones([], bool), lambda: step.sum(1.0), lambda: 0.0),
             {"num_devices": 2},
