@@ -283,7 +283,7 @@ KERAS = [
         row(
             f"gradient_noise_every of one part, {settings}",
             lambda settings=settings: make_step(state(), on(1, gradient_noise_every=1, **settings)),
-            *("gradient_noise_every=1", "give microbatches, virtual_replicas or more"),
+            *("gradient_noise_every=1", "give microbatches, virtual replicas or more"),
         )
         for settings in ({}, {"virtual_replicas": 1})
     ),
