@@ -201,8 +201,7 @@ def _first_variable(paths: Sequence[str]) -> tuple[str, float] | None:
 
 def program_of(path: str) -> str:
     """Returns the command of a run without its flags, as `flags.txt` begins; empty: it does not say."""
-    path = os.path.join(path, "flags.txt")
-    with contextlib.suppress(OSError, UnicodeDecodeError), open(path, encoding="utf-8") as file:
+    with contextlib.suppress(OSError, ValueError), open(os.path.join(path, "flags.txt"), encoding="utf-8") as file:
         line = file.readline().strip()
         return line.removeprefix("# ") if line.startswith("# python") else ""
     return ""

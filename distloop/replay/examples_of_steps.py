@@ -10,16 +10,19 @@ import dataclasses
 import itertools
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from distloop.data.order import Order
+from distloop.log import shown
 from distloop.replay.diff import manifests_of
 from distloop.workdir import ledger, records
 from distloop.workdir.directory import fetch_reports
+
+_MOST_STEPS = 10**8  # of a run
 
 
 class _Stretch(NamedTuple):
@@ -41,8 +44,7 @@ class _Stretch(NamedTuple):
     def examples(self, batch: int) -> np.ndarray:
         """Returns the numbers of the examples of a batch."""
         number = batch % self.order.batches_per_epoch if self.is_one_epoch else batch
-        numbers: np.ndarray = self.order.rows(tf.constant(number, tf.int64))[0].numpy()
-        return numbers
+        return np.asarray(self.order.rows(tf.constant(number, tf.int64))[0])
 
 
 def print_examples(workdir: str, step: int | None, example: int | None) -> None:
@@ -67,9 +69,9 @@ def examples_in_step(workdir: str, step: int) -> np.ndarray:
     for stretch in stretches:
         if stretch.first <= step <= stretch.last:
             return stretch.examples(stretch.batches[step - stretch.first])
-    first, last = stretches[0].first, stretches[-1].last
     raise ValueError(
-        f"--rows={step} was given, and the run in {workdir!r} has steps from {first} to {last}: give one of them."
+        f"--rows={step} was given, and the run in {workdir!r} has steps from {stretches[0].first} to "
+        f"{stretches[-1].last}: give one of them."
     )
 
 
@@ -85,12 +87,11 @@ def steps_of_example(workdir: str, example: int) -> list[int]:
             )
         step_of = {batch: step for step, batch in enumerate(stretch.batches, stretch.first)}
         for epoch in sorted({batch // order.batches_per_epoch for batch in step_of}):
-            first = epoch * order.batches_per_epoch
             all_examples = dataclasses.replace(order, batch_size=order.num_rows, limit=0)
-            of_epoch = all_examples.rows(tf.constant(0 if stretch.is_one_epoch else epoch, tf.int64))[0].numpy()
-            batch = first + int(np.flatnonzero(of_epoch == example)[0]) // order.batch_size
-            if batch < first + order.batches_per_epoch and batch in step_of:
-                steps.append(step_of[batch])
+            number, end = 0 if stretch.is_one_epoch else epoch, order.batches_per_epoch * order.batch_size
+            of_epoch = all_examples.rows(tf.constant(number, tf.int64), end=end)[0].numpy()
+            batches = epoch * order.batches_per_epoch + np.flatnonzero(of_epoch == example) // order.batch_size
+            steps += [step_of[batch] for batch in batches.tolist() if batch in step_of]
     return steps
 
 
@@ -109,31 +110,33 @@ def _stretches(workdir: str) -> Iterator[_Stretch]:
         while starts and starts[-1]["step"] >= start["step"]:
             starts.pop()  # all of its steps were done again
         starts.append(start)
-    if not starts or furthest <= starts[0]["step"]:
-        raise ValueError(f"The run in {workdir!r} has recorded no step: give the workdir of a run that has trained.")
+    if not starts or not starts[0]["step"] < furthest <= _MOST_STEPS:
+        raise ValueError(f"The files in {workdir!r} tell of {furthest} steps: give the workdir of a trained run.")
     for start, end in zip(starts, [*(later["step"] for later in starts[1:]), furthest], strict=True):
         if (position := start.get("input")) is None:
             raise ValueError(
                 f"Which examples the steps {start['step'] + 1} to {end} of the run in {workdir!r} had is not known, as "
                 "an earlier version trained them: replay a step with --replay, which reads the data."
             )
+        order = _order(workdir, position)
         rest = (batch for batch in itertools.count(position["batches"]) if batch not in position["skipped"])
-        batches = list(itertools.islice(rest, end - start["step"]))
-        yield _Stretch(start["step"] + 1, end, batches, _order(workdir, position), bool(position.get("is_one_epoch")))
+        batches = list(itertools.islice(rest, max(0, end - start["step"])))
+        yield _Stretch(start["step"] + 1, end, batches, order, bool(position.get("is_one_epoch")))
 
 
-def _order(workdir: str, position: Mapping[str, Any]) -> Order:
-    """Returns the order of the examples, from what a start records of the data."""
-    if "order" not in position or "mixture" in position or "lengths" in position or "batch_size" not in position:
-        kind = next((name for name in ("mixture", "lengths") if name in position), "a dataset without numbers")
-        raise ValueError(
-            f"The data of the run in {workdir!r} is {kind}, whose order is unknown: replay the step with --replay, "
-            "which reads the data."
-        )
-    return Order(
-        num_rows=position["num_rows"],
-        batch_size=position["batch_size"],
-        seed=position.get("seed", 0),
-        is_shuffled=bool(position["order"]),
-        limit=position["batches_per_epoch"],
+def _order(workdir: str, position: Any) -> Order:
+    """Returns the order of the examples, from what a start records of the data; raises as `_stretches`."""
+    known = position if isinstance(position, dict) else {"recorded": position}
+    kind = next((name for name in ("mixture", "lengths") if name in known), "a dataset without numbers")
+    if "order" in known and "batch_size" in known and kind not in known:
+        seed, skipped = known.get("seed", 0), known.get("skipped")
+        counts: list[Any] = [known.get(name) for name in ("num_rows", "batch_size", "batches_per_epoch")]
+        num_rows, size, limit = counts
+        counts += [known.get("batches"), seed, *(skipped if isinstance(skipped, list) else [None])]
+        if all(map(records.is_count, counts)) and size and 0 < limit <= -(-num_rows // size):
+            return Order(num_rows=num_rows, batch_size=size, seed=seed, is_shuffled=bool(known["order"]), limit=limit)
+        kind = f"recorded as {shown(position)}"
+    raise ValueError(
+        f"The data of the run in {workdir!r} is {kind}, whose order is unknown: replay the step with --replay, which "
+        "reads the data."
     )
