@@ -272,17 +272,17 @@ def test_an_entry_is_read_if_an_operation_takes_it_or_the_loss_returns_it():
 def test_an_entry_that_one_of_several_losses_reads_is_read(capsys):
     images = reads_of(lambda batch: tf.reduce_sum(batch["image"]), ENTRIES)
     ages = reads_of(lambda batch: batch["meta"]["age"] + 1.0, ENTRIES)
-    report_unread([images, ages], "name", is_shown=True)
+    report_unread([images, ages], "print", is_shown=True)
     told = "distloop: entries of each batch that no loss_fn reads: meta/id (loaded all the same)\n"
     assert capsys.readouterr().out == told
-    report_unread([images, ages], "name", is_shown=False)
+    report_unread([images, ages], "print", is_shown=False)
     assert capsys.readouterr() == ("", "")
     report_unread([images], "warn", is_shown=True)
     assert "warning: No loss_fn reads these entries of a batch, which are loaded" in capsys.readouterr().err
     words = ("No loss_fn reads", "meta/age, meta/id", "dataset.map")
     refused(lambda: report_unread([images], "refuse", is_shown=False), *words)
     none = reads_of(lambda batch: None, {f"x{i}": tf.TensorSpec([2]) for i in range(9)})
-    report_unread([none], "name", is_shown=True)
+    report_unread([none], "print", is_shown=True)
     assert capsys.readouterr().out.endswith("x0, x1, x2, x3, x4, x5, x6, x7, 1 more (loaded all the same)\n")
 
 
