@@ -149,16 +149,16 @@ def recurrent_states(layer: keras.Layer) -> Iterator[tuple[keras.layers.RNN, Any
                 yield each, state
 
 
-def top_layers(model: Any, *, in_parts: bool = False) -> Iterator[keras.Layer]:
+def top_layers(model: Any, *, in_modules: bool = False) -> Iterator[keras.Layer]:
     """Yields the Keras models and layers at the top of a model.
 
     Args:
         model: as for `named_variables`.
-        in_parts: True to yield those of a `ModelRunner`'s modules, else of its model.
+        in_modules: True to yield those of a `ModelRunner`'s modules, else of its model.
     """
     for _, leaf in walk(model):
         if isinstance(leaf, ModelRunner):
-            yield from top_layers(leaf.modules if in_parts else leaf.model, in_parts=in_parts)
+            yield from top_layers(leaf.modules if in_modules else leaf.model, in_modules=in_modules)
         elif isinstance(leaf, keras.Layer):
             yield leaf
 

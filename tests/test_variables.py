@@ -59,7 +59,7 @@ def test_a_runner_has_the_names_and_layers_of_its_model():
     assert unwrap_model(runner) is runner.model and unwrap_model(runner.model) is runner.model
     assert list(named_variables({"m": runner})) == [f"m/{name}" for name in NAMES]
     assert list(top_layers([runner])) == [runner.model]
-    assert list(top_layers([runner], in_parts=True)) == runner.model.layers
+    assert list(top_layers([runner], in_modules=True)) == runner.model.layers
 
 
 def test_a_keras_models_variables_are_named_by_their_paths():

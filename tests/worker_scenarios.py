@@ -91,7 +91,7 @@ def sharded(make, workdir):
         settings = dict(on_nonfinite="skip", microbatches=2, average_decay=0.9, check_replicas_every=4, clip_norm=0.05)
         path = os.path.join(workdir, "sharded")
         trainer = make(test_sharding.decaying, workdir=path, shard_optimizer=True, **settings)
-        assert (trainer.state.slot_placement.num_shares == 1) == (collectives.num_workers(trainer.strategy) == 1)
+        assert (trainer.state.slot_placement.num_shards == 1) == (collectives.num_workers(trainer.strategy) == 1)
         trainer.fit(distloop.make_dataset(rows, 16), steps=9)
     scores = trainer.evaluate(distloop.make_dataset(classification(20), 20))
     large = make(test_sharding.large, average_decay=0.9, shard_optimizer=True)

@@ -72,7 +72,7 @@ class Goodput(Action):
         self._workdir, self._seconds, self._is_chief, self._verify = workdir, seconds, is_chief, verify
         self._start: dict[str, Any] = {}
         self._secs_before: Mapping[str, float] = {}  # of this process, when it went back to a checkpoint
-        self._noted_at = -math.inf
+        self._recorded_at = -math.inf
 
     def __call__(self, report: Report) -> dict[str, float]:
         """Returns the goodput."""
@@ -80,7 +80,7 @@ class Goodput(Action):
         if not self._start:  # the disk is full
             return {}
         progress = self._progress(report.step)
-        if time.monotonic() > self._noted_at + _RECORD_SECS:
+        if time.monotonic() > self._recorded_at + _RECORD_SECS:
             self._record(progress)
         return {"goodput": ledger.goodput(ledger.account(self._start, progress))}
 
@@ -108,7 +108,7 @@ class Goodput(Action):
             self._verify()
             with contextlib.suppress(OSError):  # of a full disk, on which a run may train
                 ledger.record_progress(self._workdir, **progress)
-                self._noted_at = time.monotonic()
+                self._recorded_at = time.monotonic()
 
 
 class MemoryUse(Action):

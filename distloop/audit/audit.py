@@ -44,8 +44,8 @@ def dependence_on_replicas(probe: Probe) -> Iterator[Finding | str]:
     if not probe.updates:
         yield "loss and gradients on several replicas, as a step_fn does the whole step"
     for update in probe.updates:
-        (whole,), used = probe.measure(update, [probe.rows], training=True)
-        unsynchronized = _unsynchronized_normalizations(probe, whole)
+        (full,), used = probe.measure(update, [probe.rows], training=True)
+        unsynchronized = _unsynchronized_normalizations(probe, full)
         # Virtual replicas have statistics of their own on any number of devices.
         for path in unsynchronized if not probe.state.replicas.same_bits else ():
             yield Finding(
@@ -54,17 +54,17 @@ def dependence_on_replicas(probe: Probe) -> Iterator[Finding | str]:
                 "each replica normalizes by its own rows, so the numbers depend on how many there are: use "
                 "distloop.synchronize(model), or BatchNormalization(synchronized=True)",
             )
-        training = not (whole.is_random or unsynchronized or (used | probe.trace.used) & COLLECTIVES)
+        training = not (full.is_random or unsynchronized or (used | probe.trace.used) & COLLECTIVES)
         if training:
             halves, _ = probe.measure(update, probe.halves, training=True)
-            yield from _written_statistics(probe, whole, halves)
+            yield from _written_statistics(probe, full, halves)
         else:
-            (whole,), used_for_whole = probe.measure(update, [probe.rows], training=False)
+            (full,), used_for_full = probe.measure(update, [probe.rows], training=False)
             halves, used_for_halves = probe.measure(update, probe.halves, training=False)
-            if reason := _incomparable((used_for_whole | used_for_halves) & COLLECTIVES, whole.is_random):
+            if reason := _incomparable((used_for_full | used_for_halves) & COLLECTIVES, full.is_random):
                 yield f"loss and gradients{_of(update)} on several replicas, because the loss {reason}"
                 continue
-        yield from _values_and_gradients(probe, update, whole, halves, training)
+        yield from _values_and_gradients(probe, update, full, halves, training)
 
 
 def _incomparable(collectives: set[str], is_random: bool) -> str | None:
@@ -75,49 +75,49 @@ def _incomparable(collectives: set[str], is_random: bool) -> str | None:
     return "draws other random numbers for other rows, also where training is False" if is_random else None
 
 
-def _unsynchronized_normalizations(probe: Probe, whole: Measurement) -> list[str]:
+def _unsynchronized_normalizations(probe: Probe, full: Measurement) -> list[str]:
     """Returns the paths of BatchNormalization layers that update their statistics from one replica's rows."""
     start, variables = probe.untrained_values(), named_variables(probe.state.model)
-    changed = {id(variables[path]) for path, v in whole.written.items() if not np.array_equal(v, start[path])}
+    changed = {id(variables[path]) for path, v in full.written.items() if not np.array_equal(v, start[path])}
     layers = [x for x in probe.layers if isinstance(x, keras.layers.BatchNormalization) and not x.synchronized]
     return [layer.path for layer in layers if not changed.isdisjoint(map(id, layer.variables))]
 
 
-def _written_statistics(probe: Probe, whole: Measurement, halves: Sequence[Measurement]) -> Iterator[Finding]:
+def _written_statistics(probe: Probe, full: Measurement, halves: Sequence[Measurement]) -> Iterator[Finding]:
     """Compares the statistics that the forward pass wrote; of floats distloop keeps the mean over the replicas."""
     sizes = [int(shards.batch_size(half)) for half in probe.halves]
-    for path, value in whole.written.items():
-        parts = [half.written[path] for half in halves]
+    for path, value in full.written.items():
+        of_halves = [half.written[path] for half in halves]
         if np.issubdtype(value.dtype, np.floating):
-            if _differ(value, np.average(parts, axis=0, weights=sizes), probe.tolerance):
+            if _differ(value, np.average(of_halves, axis=0, weights=sizes), probe.tolerance):
                 yield Finding(
                     "statistics of one replica",
                     path,
                     "its mean over the replicas differs from the value of one replica with all rows: sum over the "
                     "replicas first, with tf.distribute.get_replica_context().all_reduce",
                 )
-        elif any(not np.array_equal(part, parts[0]) for part in parts) and not probe.state.replicas.same_bits:
+        elif any(not np.array_equal(each, of_halves[0]) for each in of_halves) and not probe.state.replicas.same_bits:
             yield _apart(path)  # else all replicas get the value of the first virtual one
 
 
 def _values_and_gradients(
-    probe: Probe, update: Update, whole: Measurement, halves: Sequence[Measurement], training: bool
+    probe: Probe, update: Update, full: Measurement, halves: Sequence[Measurement], training: bool
 ) -> Iterator[Finding]:
     """Compares values, then gradients; names the operation from which on the rows differ."""
     weights = [half.weight for half in halves]  # all 0 where a mask leaves out the whole batch
     mean = functools.partial(np.average, axis=0, weights=weights if any(weights) else None)
-    means = {name: mean([half.values[name] for half in halves]) for name in whole.values}
+    means = {name: mean([half.values[name] for half in halves]) for name in full.values}
     numbers = {
         name: f"{name} is {value:.6g} on 1 and {means[name]:.6g} on {REPLICAS}"
-        for name, value in whole.values.items()
+        for name, value in full.values.items()
         if _differ(value, means[name], probe.tolerance)
     }
     if not numbers:
-        least = 0.01 * np.sqrt(sum(np.sum(np.square(g)) for g in whole.gradients.values() if g is not None))
-        for path, gradient in whole.gradients.items():
-            parts = [half.gradients[path] for half in halves]
-            if gradient is not None and all(part is not None for part in parts):
-                if _differ(gradient, mean(parts), probe.tolerance, least or 1e-30):
+        least = 0.01 * np.sqrt(sum(np.sum(np.square(g)) for g in full.gradients.values() if g is not None))
+        for path, gradient in full.gradients.items():
+            of_halves = [half.gradients[path] for half in halves]
+            if gradient is not None and all(each is not None for each in of_halves):
+                if _differ(gradient, mean(of_halves), probe.tolerance, least or 1e-30):
                     numbers[path] = f"the gradient of {path} differs between 1 and {REPLICAS}"
     if numbers:
         name, text = next(iter(numbers.items()))
@@ -133,10 +133,10 @@ def _values_and_gradients(
 def _first_difference(probe: Probe, update: Update, training: bool) -> str | None:
     """Returns the first operation whose rows differ between halves and whole batch although its inputs' rows do not."""
     differing: set[int] = set()
-    for op, whole, halves in probe.compare_operations(update, training=training):
-        if whole.shape[:1] == [sum(half.shape[0] for half in halves)]:
+    for op, full, halves in probe.compare_operations(update, training=training):
+        if full.shape[:1] == [sum(half.shape[0] for half in halves)]:
             joined = np.concatenate([half.numpy() for half in halves])
-            if _differ(whole.numpy(), joined, probe.tolerance):
+            if _differ(full.numpy(), joined, probe.tolerance):
                 if not any(id(source) in differing for source in op.inputs):
                     return step_operations.describe(op, probe.layers)
                 differing.add(id(op.outputs[0]))

@@ -237,8 +237,8 @@ class Probe:
         """
         calls: list[list[tf.Operation]] = []
 
-        def trace(whole: Any, halves: Any) -> Any:
-            for replica, rows in enumerate([whole, *halves]):
+        def trace(full: Any, halves: Any) -> Any:
+            for replica, rows in enumerate([full, *halves]):
                 with as_replica(max(replica - 1, 0), REPLICAS if replica else 1, set()) as operations:
                     update.loss_fn(rows, training)
                 hold_draws(operations)
@@ -254,15 +254,15 @@ class Probe:
         with self.restored():
             outputs = compiled(trace, self.rows, self.halves)(self.rows, self.halves)
         operations = [op for op in calls[0] if _is_comparable(op)] if calls else []
-        return [(op, whole, halves) for op, (whole, *halves) in zip(operations, outputs, strict=True)]
+        return [(op, full, halves) for op, (full, *halves) in zip(operations, outputs, strict=True)]
 
     @functools.cached_property
     def traced_step(self) -> TracedStep:
         """A step of training, which is traced and has not run."""
         state = self.state
-        parts, replicas = self._microbatches, state.replicas
-        source = Source(self.dataset(), state.strategy, microbatches=parts, replicas=replicas)
-        step = TrainStep(state, microbatches=parts, locate_nonfinite=True)
+        microbatches, replicas = self._microbatches, state.replicas
+        source = Source(self.dataset(), state.strategy, microbatches=microbatches, replicas=replicas)
+        step = TrainStep(state, microbatches=microbatches, locate_nonfinite=True)
         iterator = source.new_iterator()
         last = shards.LastBatch(iterator)
 
@@ -294,8 +294,8 @@ class Probe:
         """Returns the gradients of all updates over the whole batch, from the current state."""
         gradients: dict[str, np.ndarray | None] = {}
         for update in self.updates:
-            (whole,), _ = self.measure(update, [self.rows], training=True)
-            gradients |= whole.gradients
+            (full,), _ = self.measure(update, [self.rows], training=True)
+            gradients |= full.gradients
         return gradients
 
     def _paths_apart(self) -> list[str]:
@@ -307,18 +307,18 @@ class Probe:
             path
             for path, variable in variables.items()
             if id(variable) not in per_replica
-            and len({part.numpy().tobytes() for part in self.state.replica_variables(variable)}) > 1
+            and len({copy.numpy().tobytes() for copy in self.state.replica_variables(variable)}) > 1
         ]
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[Callable[[], None]]:
         """Restores all variables on exit; yields a function that does so at once."""
-        parts = [part for v in _variables_of(self.state) for part in self.state.replica_variables(v)]
-        values = [tf.identity(part) for part in parts]
+        copies = [copy for v in _variables_of(self.state) for copy in self.state.replica_variables(v)]
+        values = [tf.identity(copy) for copy in copies]
 
         def restore() -> None:
-            for part, value in zip(parts, values, strict=True):
-                part.assign(value)
+            for copy, value in zip(copies, values, strict=True):
+                copy.assign(value)
 
         try:
             yield restore
@@ -347,6 +347,6 @@ def _divide(value: Any, weight: float) -> Any:
 def _checksum(rows: Any) -> str:
     """Returns a checksum of a batch of any structure and types."""
     checksum = hashlib.sha256()
-    for part in tf.nest.flatten(rows, expand_composites=True):
-        checksum.update(tf.io.serialize_tensor(part).numpy())
+    for tensor in tf.nest.flatten(rows, expand_composites=True):
+        checksum.update(tf.io.serialize_tensor(tensor).numpy())
     return checksum.hexdigest()

@@ -98,20 +98,20 @@ def check_dry_run(
         data: that was trained on; it is predicted for, or else the first evaluation's that `predict_fn` takes.
         evaluations: of the run.
         another_step: trains one more step.
-        say: prints a line for each part, tried or not.
+        say: prints a line for each step of the trial, done or not.
 
     Raises:
         RuntimeError: if a restored value is not the saved one.
-        ValueError: from any part.
+        ValueError: from any of them.
     """
 
-    def tell(line: str) -> None:
+    def report(line: str) -> None:
         say(f"fast_dev_run: {line}")
 
     state = trainer.state
-    tell(f"step {int(state.step)} trained, all evaluations measured on a batch")
+    report(f"step {int(state.step)} trained, all evaluations measured on a batch")
     if collectives.num_workers(trainer.strategy) > 1:
-        tell("saved; not restored, as other workers do not see the directory")
+        report("saved; not restored, as other workers do not see the directory")
     else:
         saved_state = SavedState(state)
         saved = saved_state.snapshot()
@@ -120,10 +120,10 @@ def check_dry_run(
         restored = saved_state.snapshot()
         if different := [name for name in saved if _bytes(saved[name]) != _bytes(restored[name])]:
             raise RuntimeError(f"{', '.join(different[:3])} came back from a checkpoint with other values.")
-        tell(f"saved, took another step, restored: all {len(saved)} values are as they were")
+        report(f"saved, took another step, restored: all {len(saved)} values are as they were")
     predict_fn = state.spec.predict_fn
     if predict_fn is None:
-        tell("nothing predicted or exported: ModelSpec has no predict_fn")
+        report("nothing predicted or exported: ModelSpec has no predict_fn")
         return
     for name in predict_fn if isinstance(predict_fn, Mapping) else [DEFAULT_SIGNATURE]:
         for rows in [data, *(evaluation.data for evaluation in evaluations)]:
@@ -134,11 +134,11 @@ def check_dry_run(
                 where = f" at {line}" if (line := user_line(traceback.extract_tb(error.__traceback__))) else ""
                 reason = f"{type(error).__name__}{where}: {first_line(error)}"
         else:
-            tell(f"not tried: {name} and the export, as predict_fn takes no batch of fit's data ({reason})")
+            report(f"not tried: {name} and the export, as predict_fn takes no batch of fit's data ({reason})")
             return
-        tell(f"predicted {len(tf.nest.flatten(outputs)[0])} rows with {name}")
+        report(f"predicted {len(tf.nest.flatten(outputs)[0])} rows with {name}")
     trainer.export(os.path.join(trainer.config.workdir, "export", "dry_run"))
-    tell("exported, and read the export back")
+    report("exported, and read the export back")
 
 
 def _bytes(value: tf.Tensor) -> bytes:

@@ -190,7 +190,7 @@ def has_later(strategy: tf.distribute.Strategy, checkpoints: Checkpoints, step: 
     return bool(collectives.gather(strategy, collectives.is_chief(strategy) and checkpoints.newest_complete > step)[0])
 
 
-def notes_of_replicas(state: TrainState) -> dict[str, int]:
+def metadata_of_replicas(state: TrainState) -> dict[str, int]:
     """Returns what a checkpoint notes of the replicas that trained."""
     return {"replicas": state.replicas.devices, "virtual_replicas": state.replicas.virtual}
 

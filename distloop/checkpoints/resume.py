@@ -30,8 +30,8 @@ from distloop.checkpoints.loading import (
     load_best,
     load_from,
     load_newest,
+    metadata_of_replicas,
     names,
-    notes_of_replicas,
     require_same_replicas,
     would_be_replaced,
 )
@@ -213,7 +213,7 @@ class RunCheckpoints:
             self._data_from = saved.step
         else:
             self._data_from = saved.metadata.get("data_from", 0)
-            if self._source.is_astray or self._source.save_position() != position:
+            if self._source.is_lost or self._source.save_position() != position:
                 self._source.restore_position(position)
         if self._checkpoints is not None and has_later(self._state.strategy, self._checkpoints, saved.step):
             self.save()  # so the run has left the later ones before its first row
@@ -387,7 +387,7 @@ def _circumstances(state: TrainState, config: Config) -> dict[str, Any]:
     """Returns what a checkpoint records of the process that saved it."""
     return {
         "average": state.average.get_state() if state.average is not None else None,
-        **notes_of_replicas(state),
+        **metadata_of_replicas(state),
         "config": flags.shown_settings(config),
         "versions": {"tensorflow": tf.__version__, "keras": keras.__version__},
     }

@@ -20,7 +20,7 @@ Arrays: TypeAlias = np.ndarray | Mapping[str, Any] | Sequence[Any]  # one or a s
 
 
 class _OtherDataError(Exception):
-    """Data that is no array, or has a part that is none."""
+    """Data that is no array, or has an entry that is none."""
 
 
 def with_labels(x: Any, y: Any = None, sample_weight: Any = None) -> Any:
@@ -67,7 +67,7 @@ def as_arrays(data: Any) -> Any:
             of such lists of one length; or a dict, tuple, or list of these. Lists of arrays become tuples.
 
     Raises:
-        ValueError: if a part is a ragged or sparse tensor.
+        ValueError: if an entry is a ragged or sparse tensor.
     """
     return _structure_of(_as_array, data)
 
@@ -102,9 +102,9 @@ def _map_arrays(fn: Callable[[Any], Any], data: Any, is_in_list: bool = False) -
     if not isinstance(data, list if is_in_list else (Mapping, tuple, list)) or not data:
         raise _OtherDataError  # tuples and dicts in a list are batches, or examples
     if isinstance(data, Mapping):
-        return {name: _map_arrays(fn, part) for name, part in data.items()}
-    parts = [_map_arrays(fn, part, isinstance(data, list)) for part in data]
-    return type(data)(*parts) if hasattr(data, "_fields") else tuple(parts)
+        return {name: _map_arrays(fn, entry) for name, entry in data.items()}
+    entries = [_map_arrays(fn, entry, isinstance(data, list)) for entry in data]
+    return type(data)(*entries) if hasattr(data, "_fields") else tuple(entries)
 
 
 def _is_array(value: Any) -> bool:

@@ -29,10 +29,10 @@ def as_example(example: Any) -> Any:
     TensorFlow, a Python float is a float32.
     """
     if isinstance(example, Mapping):
-        return {name: as_example(part) for name, part in example.items()}
+        return {name: as_example(entry) for name, entry in example.items()}
     if isinstance(example, tuple) or (isinstance(example, list) and not is_rectangular(example)):
-        parts = [as_example(part) for part in example]
-        return type(example)(*parts) if hasattr(example, "_fields") else tuple(parts)
+        entries = [as_example(entry) for entry in example]
+        return type(example)(*entries) if hasattr(example, "_fields") else tuple(entries)
     if isinstance(example, (str, bytes)):
         return np.array(example, object)  # NumPy's own texts lose zeros at their end
     if hasattr(example, "detach"):  # PyTorch's tensors, which may have a gradient or be on another device
@@ -81,8 +81,8 @@ def describe(example: Any) -> str:
         is_other = example.dtype == object and not example.ndim and not isinstance(example.item(), (str, bytes))
         return type(example.item()).__name__ if is_other else f"{example.dtype.name} {list(example.shape)}"
     if isinstance(example, Mapping):
-        return "{" + ", ".join(f"{name!r}: {describe(part)}" for name, part in example.items()) + "}"
-    return "(" + ", ".join(describe(part) for part in example) + ")"
+        return "{" + ", ".join(f"{name!r}: {describe(entry)}" for name, entry in example.items()) + "}"
+    return "(" + ", ".join(describe(entry) for entry in example) + ")"
 
 
 def is_rectangular(values: list[Any]) -> bool:

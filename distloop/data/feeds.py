@@ -328,10 +328,10 @@ def as_arrays(batch: Any) -> Any:
     Lists of anything else become tuples, as `tf.data` would stack them.
     """
     if isinstance(batch, Mapping):
-        return {name: as_arrays(part) for name, part in batch.items()}
-    if isinstance(batch, (list, tuple)) and not all(isinstance(part, (str, bytes, int, float)) for part in batch):
-        parts = [as_arrays(part) for part in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else tuple(parts)
+        return {name: as_arrays(entry) for name, entry in batch.items()}
+    if isinstance(batch, (list, tuple)) and not all(isinstance(entry, (str, bytes, int, float)) for entry in batch):
+        entries = [as_arrays(entry) for entry in batch]
+        return type(batch)(*entries) if hasattr(batch, "_fields") else tuple(entries)
     if hasattr(batch, "detach"):  # PyTorch's tensors, which may have a gradient or be on another device
         batch = batch.detach().cpu()
     return np.asarray(unmasked(batch))

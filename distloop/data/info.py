@@ -85,8 +85,8 @@ def inspect(
 
     Args:
         dataset: read only to count a shard's batches.
-        strategy: whose replicas share out each batch.
-        microbatches: the parts in which a replica computes its rows.
+        strategy: whose replicas split each batch.
+        microbatches: in which a replica computes its rows.
         replicas: on which a step is defined; None: the strategy's.
         is_sharded: whether the dataset is this worker's shard, so that other workers have other examples.
         batch_size: of a whole batch, where the dataset cannot know it; None: the dataset may.
@@ -99,7 +99,7 @@ def inspect(
     if replicas.same_bits and is_sharded:
         raise ValueError(
             f"{replicas.setting} was given with a shard for each worker, whose batches depend on the devices: give "
-            "the plain dataset of global batches, which distloop shares out."
+            "the plain dataset of global batches, which distloop splits."
         )
     _require_batched(dataset.element_spec)
     num_batches, num_missing = cardinality(dataset), 0
@@ -141,10 +141,10 @@ def count_batches(dataset: tf.data.Dataset) -> float:
     return length
 
 
-def can_be_looked_at(dataset: Any) -> bool:
+def can_be_inspected(dataset: Any) -> bool:
     """Returns whether a dataset gives the same batches after a look at its first one; of generators, nobody knows."""
     is_repeatable = type(dataset).__name__.lstrip("_") in _REPEATABLE
-    return is_repeatable and all(can_be_looked_at(part) for part in dataset._inputs())
+    return is_repeatable and all(can_be_inspected(each) for each in dataset._inputs())
 
 
 def are_rows_alike(dataset: Any) -> bool:

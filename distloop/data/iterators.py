@@ -1,8 +1,8 @@
 """Dataset iterators: deletes iterators in a thread, skips batches in pieces, copies datasets that shuffle.
 
     iterator = iterate(dataset)              # in place of iter(dataset)
-    behind = Behind(iterator, 300)
-    read_again(behind, strategy, stop_requests, say, show_progress)      # before the first step
+    fast_forward = FastForward(iterator, 300)
+    read_again(fast_forward, strategy, stop_requests, say, show_progress)      # before the first step
     dataset = fresh_copy(dataset)            # as it was before its first iterator, however often it was read since
 
 Deleting an iterator waits for the thread of tf.data that tunes it. That thread sleeps twice as long each time, up to a
@@ -159,12 +159,12 @@ def fresh_copy(dataset: Any) -> Any:
 
 
 @dataclasses.dataclass(eq=False)
-class Behind:
-    """An iterator that is some batches behind its position.
+class FastForward:
+    """Skips batches of an iterator that is some behind its position.
 
     Attributes:
         iterator: over a dataset.
-        num_batches: by which it is behind.
+        num_batches: how many it is fast_forward.
     """
 
     iterator: Any
@@ -207,7 +207,7 @@ def _discard(iterator: Any, count: tf.Tensor, secs: tf.Tensor) -> tf.Tensor:
 
 
 def read_again(
-    behind: Behind,
+    fast_forward: FastForward,
     strategy: tf.distribute.Strategy,
     stop_requests: StopRequests | None = None,
     say: Callable[[str], None] | None = None,
@@ -216,7 +216,7 @@ def read_again(
     """Reads data up to its position; all workers call it.
 
     Args:
-        behind: the data, which may be at its position already.
+        fast_forward: the data, which may be at its position already.
         strategy: of the workers.
         stop_requests: asked between two pieces whether to go on; None: nothing stops it.
         say: prints a line, once, if it takes longer than two seconds; None: none is printed.
@@ -226,16 +226,16 @@ def read_again(
         Interrupted: if any worker has a reason to leave the run.
         ValueError: if the time limit of the process is too short for it, so that the run would never go on.
     """
-    if not (total := behind.num_batches):
+    if not (total := fast_forward.num_batches):
         return
     collectives.report_phase(strategy, "skipping the batches already seen")
     start = time.monotonic()
     if stop_requests is not None:
         stop_requests.plan = "leaving after this batch, with the checkpoint as it is"
-    left = behind.skip(1)  # takes longer than others: buffers are filled
+    left = fast_forward.skip(1)  # takes longer than others: buffers are filled
     first_secs, is_announced = time.monotonic() - start, False
     while True:
-        left = behind.skip(left, _PIECE_SECS)
+        left = fast_forward.skip(left, _PIECE_SECS)
         secs, done = time.monotonic() - start, total - left
         total_secs = first_secs + (secs - first_secs) / max(1, done - 1) * (total - 1)
         status = Status.GOES_ON if stop_requests is None else _status(stop_requests, total_secs)

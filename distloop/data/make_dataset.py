@@ -134,7 +134,7 @@ def _as_int(value: Any, name: str) -> int:
 
 def _require_one_shape(spec: Any, lengths: np.ndarray | None, *, is_mapped: bool) -> None:
     """Raises a ValueError unless rows have one shape, or lengths by which they are padded."""
-    uneven = [part for part in tf.nest.flatten(spec) if not part.shape.is_fully_defined()]
+    uneven = [entry for entry in tf.nest.flatten(spec) if not entry.shape.is_fully_defined()]
     if uneven and lengths is None:
         raise ValueError(
             f"{'map_fn returns' if is_mapped else 'Examples have'} an entry of {uneven[0].dtype.name} "

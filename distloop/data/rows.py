@@ -281,12 +281,12 @@ class SourceRows:
         """Returns the examples of some rows, structures of arrays, in their order."""
         seeds = np.zeros([len(rows), 2], np.int64) if seeds is None else seeds
         if not getattr(self, "_is_slow", False) or len(rows) < 2:
-            return self._examples_of_part(rows, seeds)
+            return self._examples_of(rows, seeds)
         count = min(_THREADS, len(rows))
-        parts = _threads().map(self._examples_of_part, np.array_split(rows, count), np.array_split(seeds, count))
-        return list(itertools.chain.from_iterable(parts))
+        pieces = _threads().map(self._examples_of, np.array_split(rows, count), np.array_split(seeds, count))
+        return list(itertools.chain.from_iterable(pieces))
 
-    def _examples_of_part(self, rows: np.ndarray, seeds: np.ndarray) -> list[Any]:
+    def _examples_of(self, rows: np.ndarray, seeds: np.ndarray) -> list[Any]:
         numbers = rows.tolist()
         try:
             examples = read_rows(self._source, numbers)
@@ -294,7 +294,7 @@ class SourceRows:
             raise self._unreadable(numbers, error) from error
         if self._change is None:
             return [as_example(example) for example in examples]
-        return [self._changed(*parts) for parts in zip(numbers, examples, seeds, strict=True)]
+        return [self._changed(*each) for each in zip(numbers, examples, seeds, strict=True)]
 
     def _unreadable(self, numbers: list[int], error: Exception) -> ValueError:
         """Returns the error about rows that cannot be read together, with the first one that cannot be read alone."""
@@ -319,7 +319,7 @@ def is_arrays(source: Any) -> bool:
     """Returns whether a source is arrays `[N, ...]` in a structure, rather than an object with numbered rows."""
     is_structure = isinstance(source, (np.ndarray, tf.Tensor, Mapping, tuple)) or is_on_disk(source)
     return is_structure or (
-        isinstance(source, list) and bool(source) and all(hasattr(part, "__array__") for part in source)
+        isinstance(source, list) and bool(source) and all(hasattr(array, "__array__") for array in source)
     )
 
 
@@ -360,7 +360,7 @@ def _threads() -> concurrent.futures.ThreadPoolExecutor:
 def _with_dicts(arrays: Any) -> Any:
     """Returns a structure with dicts for other mappings, as in h5py, and arrays for other sequences, as in datasets."""
     if isinstance(arrays, Mapping):
-        return {name: _with_dicts(part) for name, part in arrays.items()}
+        return {name: _with_dicts(entry) for name, entry in arrays.items()}
     is_sequence = isinstance(arrays, Sequence) and not isinstance(arrays, (list, tuple, str, bytes))
     return np.asarray(arrays) if is_sequence else arrays
 

@@ -5,7 +5,7 @@
 
 Replica r of R takes the rows from `r * B // R` up to `(r + 1) * B // R`: as even as whole rows allow. Nothing is added,
 so synchronized BatchNormalization sees the same rows on any number of replicas. Only a batch too small to give every
-replica and microbatch a row is padded with whole copies of itself, at weight 0. Virtual replicas share out a batch as
+replica and microbatch a row is padded with whole copies of itself, at weight 0. Virtual replicas split a batch as
 replicas do: a device computes its own ones, one after the other.
 """
 
@@ -39,7 +39,7 @@ class BatchLayout(NamedTuple):
     is_cut: bool = False  # whether each replica has its own rows, as from `RowsAhead`
 
     def replicas_of(self, strategy: tf.distribute.Strategy) -> int:
-        """Returns how many replicas of a strategy share out a batch: all, or this worker's of its own batch."""
+        """Returns how many replicas of a strategy split a batch: all, or this worker's of its own batch."""
         return collectives.num_local_replicas(strategy) if self.is_sharded else strategy.num_replicas_in_sync
 
     def batch_of(self, rows: Any, min_rows: int) -> Batch:
@@ -72,7 +72,7 @@ class RowsAhead:
         Args:
             iterator: of batches for which `are_possible` is true.
             layout: of the batches.
-            strategy: whose replicas share out each batch.
+            strategy: whose replicas split each batch.
         """
         self._layout, self._strategy = layout, strategy
         self._specs = iterator.element_spec[0] if layout.is_padded else iterator.element_spec
@@ -160,18 +160,18 @@ class LastBatch:
     def keep(self, batch: Batch) -> None:
         """Copies a batch; in a `tf.function`, outside `strategy.run`."""
         self._batch = batch
-        parts = [part for part in tf.nest.flatten(batch, expand_composites=True) if part is not None]
-        for copy, part in zip(self._copies, parts, strict=True):
-            copy.assign(part)
+        tensors = [each for each in tf.nest.flatten(batch, expand_composites=True) if each is not None]
+        for copy, tensor in zip(self._copies, tensors, strict=True):
+            copy.assign(tensor)
 
     def get(self) -> Batch | None:
         """Returns the last batch that was kept; None: no step was traced to keep one."""
         values = iter(self._copies)
-        parts = [
-            None if part is None else next(values).read_value()
-            for part in tf.nest.flatten(self._batch, expand_composites=True)
+        tensors = [
+            None if each is None else next(values).read_value()
+            for each in tf.nest.flatten(self._batch, expand_composites=True)
         ]
-        return tf.nest.pack_sequence_as(self._batch, parts, expand_composites=True)
+        return tf.nest.pack_sequence_as(self._batch, tensors, expand_composites=True)
 
 
 def next_batch(iterator: Any, layout: BatchLayout) -> Batch:
@@ -230,8 +230,8 @@ def take_shard(
     Args:
         batch: the global batch.
         layout: of the iterator that the batch is from.
-        microbatches: k, the parts into which the shard of a replica, or of each virtual one, is cut.
-        microbatch: the index of the part, from 0; those of this replica's first virtual replica come first.
+        microbatches: k, into which the shard of a replica, or of each virtual one, is cut.
+        microbatch: its index, from 0; those of this replica's first virtual replica come first.
 
     Returns:
         The rows in the user's structure, `[b, ...]`, and their weights `[b]` (float32, 0 for padding), or None if all
@@ -290,7 +290,7 @@ def first_row_of(batch: Batch, layout: BatchLayout, index: int) -> tuple[tf.Tens
 
 
 def _total(batch: Batch) -> tf.Tensor | int:
-    """Returns B, with padding, of the rows that the replicas share out."""
+    """Returns B, with padding, of the rows that the replicas split."""
     return batch_size(batch.rows) if batch.total is None else batch.total
 
 

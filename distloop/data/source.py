@@ -20,8 +20,8 @@ import tensorflow as tf
 from distloop.data.arrays import Arrays, are_arrays, as_arrays
 from distloop.data.columns import content_of
 from distloop.data.feeds import READ_AGAIN, Feed
-from distloop.data.info import DataInfo, are_rows_alike, can_be_looked_at, count_batches, inspect
-from distloop.data.iterators import Behind, fresh_copy, iterate
+from distloop.data.info import DataInfo, are_rows_alike, can_be_inspected, count_batches, inspect
+from distloop.data.iterators import FastForward, fresh_copy, iterate
 from distloop.data.numbered import NumberedDataset, WorkerRows
 from distloop.data.opening import open_data
 from distloop.data.order import CONTENT, convert_batches, facts_of
@@ -55,17 +55,17 @@ class Source:
         info: what is known about the data.
         layout: what tracing needs to know about the batches.
         batches_taken: how many batches the iterator has given since the first one.
-        is_astray: whether it may have given others, too, as a loop failed; `restore_position` puts it right.
+        is_lost: whether it may have given others, too, as a loop failed; `restore_position` finds it again.
         skipped_batches: the numbers, from 0, of batches to leave out of training.
         asked_for: the arguments of `fit` that it serves, to recognize them.
         steps_per_epoch: the batches of an epoch that were asked for; None: those of a pass.
         has_class_weights: whether each batch gets class weights as its last entry.
-        strategy: whose replicas share out each batch.
+        strategy: whose replicas split each batch.
         against_waiting: what to try where steps wait for the data; empty for a `tf.data.Dataset`.
         resume: how a resumed run gets to its position in batches that Python makes; empty for other data.
         seeks: whether it does so without reading the batches before its position.
         depends_on_workers: whether its batches are others with another number of workers.
-        behind: reads the batches between the iterator and its position.
+        fast_forward: reads the batches between the iterator and its position.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Source:
             data: a dataset of global batches; a function that returns one; a function of `worker_context` that
                 returns one worker's shard; or NumPy arrays.
             strategy: as the attribute.
-            microbatches: the parts in which a replica computes its rows.
+            microbatches: in which a replica computes its rows.
             replicas: on which a step is defined; None: the strategy's.
             repeat: whether finite data starts again at its end.
             may_go_back: whether a position may be restored after a read; a copy of the dataset is read, shuffled alike.
@@ -100,7 +100,7 @@ class Source:
         """
         require_no_other_scope(strategy)
         self.strategy, self.asked_for, self.steps_per_epoch = strategy, asked_for, steps_per_epoch
-        self.batches_taken, self.is_astray = 0, False
+        self.batches_taken, self.is_lost = 0, False
         self.skipped_batches: set[int] = set()
         self._num_workers, self._worker = collectives.num_workers(strategy), collectives.worker_index(strategy)
         self._repeat, self._may_go_back, self._reading = repeat, may_go_back, reading
@@ -160,8 +160,8 @@ class Source:
         )
         self.layout = self.info.layout
         self._iterator: Any = None
-        self.behind = Behind(None, 0)
-        self._whole_pipeline: tf.data.Dataset | None = None  # from the first batch
+        self.fast_forward = FastForward(None, 0)
+        self._full_pipeline: tf.data.Dataset | None = None  # from the first batch
         if isinstance(self.feed, NumberedDataset) and self._num_workers > 1 and not self.layout.is_sharded:
             self.feed.read_only(WorkerRows(self._worker, self._num_workers, self.info.min_rows))
 
@@ -178,7 +178,7 @@ class Source:
 
     def require_batch(self) -> None:
         """Raises a ValueError if a dataset of unknown length has no batch, where a look at it changes nothing."""
-        if self.info.num_batches is None and self.feed is None and can_be_looked_at(self._dataset):
+        if self.info.num_batches is None and self.feed is None and can_be_inspected(self._dataset):
             if not any(True for _ in fresh_copy(self._dataset).take(1)):
                 raise ValueError(EMPTY_DATASET)
 
@@ -198,9 +198,9 @@ class Source:
         """Returns the iterator, at the position where the last loop left it."""
         if self._iterator is None:
             self._iterator = self.new_iterator()
-        elif self.is_astray and (self.feed is None or self.seeks or not self.feed.goes_on):  # since another `fit`
+        elif self.is_lost and (self.feed is None or self.seeks or not self.feed.goes_on):  # since another `fit`
             self.restore_position(self.save_position())
-        self.behind.skip()
+        self.fast_forward.skip()
         return self._iterator
 
     def new_iterator(self) -> Any:
@@ -210,9 +210,9 @@ class Source:
 
     def _pipeline_from_start(self) -> tf.data.Dataset:
         """Returns the pipeline from the first batch on; tracing it takes longer than a short pass."""
-        if self._whole_pipeline is None or self._may_go_back:
-            self._whole_pipeline, _ = self._pipeline_at()
-        return self._whole_pipeline
+        if self._full_pipeline is None or self._may_go_back:
+            self._full_pipeline, _ = self._pipeline_at()
+        return self._full_pipeline
 
     def iterator_spec(self) -> tf.TypeSpec:
         """Returns the type of `new_iterator`, to trace with."""
@@ -229,7 +229,7 @@ class Source:
     def lose_position(self, num_taken: int) -> None:
         """Notes that a loop failed after some batches, so that the iterator may be further."""
         self.batches_taken += num_taken
-        self.is_astray = True
+        self.is_lost = True
 
     def save_position(self) -> dict[str, Any]:
         """Returns the position in the data for JSON: the number of batches taken and the batches to skip.
@@ -253,12 +253,12 @@ class Source:
         self.batches_taken = taken = position["batches"]
         if taken and self._iterator is None and isinstance(self.feed, Feed) and "state" not in position:
             self.feed.require_first_run()
-        self.is_astray = False
+        self.is_lost = False
         self.skipped_batches = set(position["skipped"])
         with tf.device(HOST):
-            pipeline, num_behind = self._pipeline_at(taken, position.get("state"))
+            pipeline, num_to_skip = self._pipeline_at(taken, position.get("state"))
             self._iterator = iterate(pipeline)
-        self.behind = Behind(self._iterator, num_behind)
+        self.fast_forward = FastForward(self._iterator, num_to_skip)
 
     def examples_of(self, batch: int) -> np.ndarray | None:
         """Returns the numbers of the examples in a batch, `[b]`, given its number over all epochs; None: no numbers."""
@@ -295,10 +295,10 @@ class Source:
         """Returns all that training needs from a batch or an earlier one on, and the number of batches between them."""
         with tf.device(HOST):
             if (feed := self._starting_feed) is not None:
-                begin, state, behind = (first, state, 0) if feed.goes_on else (0, None, first)
+                begin, state, to_skip = (first, state, 0) if feed.goes_on else (0, None, first)
                 dataset = feed.dataset(begin, state, repeat=self._repeat)
                 are_alike = isinstance(feed, NumberedDataset) and feed.are_rows_alike
-                return _prepared(dataset, self.info, dataset.options(), repeat=False, are_alike=are_alike), behind
+                return _prepared(dataset, self.info, dataset.options(), repeat=False, are_alike=are_alike), to_skip
             dataset = fresh_copy(self._dataset) if self._may_go_back else self._dataset
             are_alike, options = are_rows_alike(dataset), self._dataset.options()
             return _prepared(dataset, self.info, options, repeat=self._repeat, are_alike=are_alike), first
@@ -309,7 +309,7 @@ class Passes:
     """The sources of the latest datasets that were read in passes.
 
     Attributes:
-        strategy: whose replicas share out each batch.
+        strategy: whose replicas split each batch.
         batch_size: of arrays, the examples in a global batch.
         replicas: on which a step is defined; None: the strategy's.
     """

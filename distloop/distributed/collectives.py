@@ -99,12 +99,12 @@ class Workers:
 
 def num_workers(strategy: tf.distribute.Strategy) -> int:
     """Returns the number of processes that take part."""
-    return tensorflow_internals.place_in_cluster(strategy)[1]
+    return tensorflow_internals.rank_and_size(strategy)[1]
 
 
 def worker_index(strategy: tf.distribute.Strategy) -> int:
     """Returns the index of this worker, from 0; worker 0 is the chief."""
-    return tensorflow_internals.place_in_cluster(strategy)[0]
+    return tensorflow_internals.rank_and_size(strategy)[0]
 
 
 def num_local_replicas(strategy: tf.distribute.Strategy) -> int:

@@ -119,7 +119,7 @@ def replicas_of(strategy: tf.distribute.Strategy, config: Config) -> Replicas:
 
 
 def can_shard(strategy: tf.distribute.Strategy) -> bool:
-    """Returns whether there are several replicas, to share out an optimizer's slots to.
+    """Returns whether there are several replicas, to split an optimizer's slots over.
 
     Raises:
         ValueError: if there are several replicas, and distloop cannot do so.

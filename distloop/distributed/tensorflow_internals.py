@@ -27,7 +27,7 @@ _key_bases = itertools.count(0, 100_000)
 _REPLACING = threading.RLock()
 
 
-def place_in_cluster(strategy: tf.distribute.Strategy) -> tuple[int, int]:
+def rank_and_size(strategy: tf.distribute.Strategy) -> tuple[int, int]:
     """Returns the index of this worker and the number of workers; (0, 1) if the strategy has only this process."""
     count = int(getattr(strategy.extended, "_num_workers", 1))
     return (int(getattr(strategy.extended, "_id_in_cluster", 0)) if count > 1 else 0), count
@@ -140,7 +140,7 @@ def sum_over_replicas(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """
     strategy, options = tf.distribute.get_strategy(), tf.distribute.experimental.CommunicationOptions
     reduce = functools.partial(strategy.extended._replica_ctx_all_reduce, tf.distribute.ReduceOp.SUM)
-    if place_in_cluster(strategy)[1] == 1:
+    if rank_and_size(strategy)[1] == 1:
         # Each tensor alone: TensorFlow's collectives would copy all of them into one vector, which has one dtype.
         return list(reduce(list(tensors), options(bytes_per_pack=1)))
     pieces = [_pieces(tensor) for tensor in tensors]
@@ -148,8 +148,8 @@ def sum_over_replicas(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         of_dtype = [piece for of_tensor in pieces for piece in of_tensor if piece.dtype == dtype]
         sums[dtype] = iter(reduce(of_dtype, options(bytes_per_pack=LARGEST_MESSAGE_BYTES - 1)))
-    whole = [[next(sums[piece.dtype]) for piece in of_tensor] for of_tensor in pieces]
-    return [tf.concat(of_tensor, 0) if len(of_tensor) > 1 else of_tensor[0] for of_tensor in whole]
+    joined = [[next(sums[piece.dtype]) for piece in of_tensor] for of_tensor in pieces]
+    return [tf.concat(of_tensor, 0) if len(of_tensor) > 1 else of_tensor[0] for of_tensor in joined]
 
 
 def _pieces(tensor: tf.Tensor) -> list[tf.Tensor]:
@@ -170,12 +170,12 @@ def broadcast(strategy: tf.distribute.Strategy, sender: int, value: tf.Tensor | 
         sender: the index of the worker.
         value: the tensor on that worker, of static shape; its spec on the others.
     """
-    return _broadcast(strategy, sender, value, strategy.extended.worker_devices[0], place_in_cluster(strategy)[1])
+    return _broadcast(strategy, sender, value, strategy.extended.worker_devices[0], rank_and_size(strategy)[1])
 
 
 def make_pairs(strategy: tf.distribute.Strategy) -> None:
     """Numbers the pairs of workers, for `send`. All workers must call it, so that they number alike."""
-    for pair in itertools.combinations(range(place_in_cluster(strategy)[1]), 2):
+    for pair in itertools.combinations(range(rank_and_size(strategy)[1]), 2):
         strategy.extended._collective_keys.get_group_key([_name(pair)])
 
 
@@ -208,23 +208,23 @@ def _broadcast(
     key = keys.get_group_key([group])
     sent = {2: tf.float16, 4: tf.float32, 8: tf.float64}[value.dtype.size]  # collectives know few types
     most, count = LARGEST_MESSAGE_BYTES // value.dtype.size, value.shape.num_elements()
-    is_sender = place_in_cluster(strategy)[0] == sender
+    is_sender = rank_and_size(strategy)[0] == sender
     with tf.device(strategy.extended.worker_devices[0]):
         flat = tf.bitcast(tf.reshape(value, [-1]), sent) if is_sender else None
         for start in range(0, max(count, 1), most):
-            place = {"group_size": size, "group_key": key, "instance_key": keys.get_instance_key(key, group)}
+            ids = {"group_size": size, "group_key": key, "instance_key": keys.get_instance_key(key, group)}
             shape = [min(most, count - start)]
             with tf.control_dependencies(messages[-1:]):
                 if flat is not None:
-                    message = tf.raw_ops.CollectiveBcastSendV2(input=tf.slice(flat, [start], shape), **place)
+                    message = tf.raw_ops.CollectiveBcastSendV2(input=tf.slice(flat, [start], shape), **ids)
                 else:
-                    message = tf.raw_ops.CollectiveBcastRecvV2(T=sent, shape=shape, **place)
+                    message = tf.raw_ops.CollectiveBcastRecvV2(T=sent, shape=shape, **ids)
             messages.append(message)
         if is_sender:
             with tf.control_dependencies(messages):
                 return tf.identity(value)
-        whole = tf.concat(messages, 0) if len(messages) > 1 else messages[0]
-        return tf.reshape(tf.bitcast(whole, value.dtype), value.shape)
+        received = tf.concat(messages, 0) if len(messages) > 1 else messages[0]
+        return tf.reshape(tf.bitcast(received, value.dtype), value.shape)
 
 
 def all_reduce_without_graph_walks() -> contextlib.AbstractContextManager[None]:

@@ -2,7 +2,7 @@
 
     actions = make_evaluations({"test": test, "hard": Evaluation(hard)}, config, passes, eval_loop, predictor)
 
-A pass runs in parts of about a second, between which the host looks whether it is to stop; they change no number. It
+A pass runs in chunks of about a second, between which the host looks whether it is to stop; they change no number. It
 changes nothing but the Keras metrics of evaluation: what the forward pass writes is restored.
 """
 
@@ -36,7 +36,7 @@ from distloop.training.virtual_replicas import join_rows, run_forward
 from distloop.workers.preemption import StopRequests
 
 _SCALAR, _VECTOR = tf.TensorShape([]), tf.TensorShape([None])
-_PART_SECS = 1.0  # after which a part of a pass begins no other batch
+_CHUNK_SECS = 1.0  # after which a chunk of a pass begins no other batch
 
 
 class EvalStep:
@@ -92,8 +92,8 @@ class EvalStep:
         results = run_forward(self._state, layout, batch, functools.partial(self._tally, joins))
         tallies, metric_rows = zip(*results, strict=True)
         for update, join in joins.items():
-            parts = zip(*(rows[update] for rows in metric_rows), strict=True)
-            self.keras_metrics.update_gathered([join_rows(pieces) for pieces in parts], join)
+            of_metric = zip(*(rows[update] for rows in metric_rows), strict=True)
+            self.keras_metrics.update_gathered([join_rows(pieces) for pieces in of_metric], join)
         return join_rows(tallies)
 
     def _tally(
@@ -158,9 +158,9 @@ class EvalLoop:
         self._state = state
         self._eager, self._max_traces = eager, max_traces
         self._step = EvalStep(state, loss_fn, metrics)
-        self._run = compiled(self._part, eager, name="evaluation", max_traces=max_traces)
-        self._most_batches = 1  # of the next part, on several workers
-        with tf.device(HOST):  # of the parts before, [2 * M]; one zero before the first batch
+        self._run = compiled(self._chunk, eager, name="evaluation", max_traces=max_traces)
+        self._most_batches = 1  # of the next chunk, on several workers
+        with tf.device(HOST):  # of the chunks before, [2 * M]; one zero before the first batch
             self._tallies = tf.Variable(tf.zeros([1], tf.float64), shape=[None], trainable=False)
 
     def with_values(self, loss_fn: LossFn | None, metrics: Mapping[str, keras.metrics.Metric] | None) -> "EvalLoop":
@@ -229,7 +229,7 @@ class EvalLoop:
         state = self._state
         with state.averaged(), state.random_streams.preserved(), self._step.keras_metrics.preserved():
             try:
-                result = self._run_parts(source, limit, stop_requests)
+                result = self._run_chunks(source, limit, stop_requests)
             except tf.errors.ResourceExhaustedError as error:
                 raise explain_pass(error, state, "evaluating", source.info.batch_size) from error
             except tf.errors.OpError as error:
@@ -242,10 +242,10 @@ class EvalLoop:
         means = metrics.means(self._step.names, result["tallies"])
         return means | metrics.flatten_results(result["keras_metrics"])
 
-    def _run_parts(self, source: Source, limit: int, stop_requests: StopRequests | None) -> dict[str, Any]:
-        """Makes a pass; returns what the last part returned, as NumPy arrays, and the batches of all parts.
+    def _run_chunks(self, source: Source, limit: int, stop_requests: StopRequests | None) -> dict[str, Any]:
+        """Makes a pass; returns what the last chunk returned, as NumPy arrays, and the batches of all chunks.
 
-        On several workers a part has as many batches as the chief has time for.
+        On several workers a chunk has as many batches as the chief has time for.
         """
         strategy, iterator = self._state.strategy, source.new_iterator()
         is_alone = collectives.num_workers(strategy) == 1
@@ -261,12 +261,12 @@ class EvalLoop:
             start = time.monotonic()
             most = limit - batches if limit else tf.int64.max
             most = most if ends_by_time or not is_cut else min(most, self._most_batches)
-            result = self._run(iterator, source.layout, *_limits(most, _PART_SECS if ends_by_time else NO_LIMIT_SECS))
+            result = self._run(iterator, source.layout, *_limits(most, _CHUNK_SECS if ends_by_time else NO_LIMIT_SECS))
             result = tf.nest.map_structure(lambda t: t.numpy(), result)
             batches += int(result["batches"])
             if not is_cut:
                 return result | {"batches": batches}
-            in_time = int(result["batches"] * _PART_SECS / max(time.monotonic() - start, 1e-6))
+            in_time = int(result["batches"] * _CHUNK_SECS / max(time.monotonic() - start, 1e-6))
             most = max(1, min(in_time, 2 * self._most_batches))
             has_ended = bool(result["has_ended"]) or batches == limit
             vote = collectives.Vote(step=int(self._state.step), max_steps=most, has_ended=has_ended)
@@ -275,8 +275,8 @@ class EvalLoop:
                 return result | {"batches": batches}
             self._most_batches = int(votes[0].max_steps)
 
-    def _part(self, iterator: Any, layout: BatchLayout, max_batches: tf.Tensor, secs: tf.Tensor) -> dict[str, Any]:
-        """Adds the tallies of up to `max_batches` batches to those of the parts before; sums them over all workers.
+    def _chunk(self, iterator: Any, layout: BatchLayout, max_batches: tf.Tensor, secs: tf.Tensor) -> dict[str, Any]:
+        """Adds the tallies of up to `max_batches` batches to those of the chunks before; sums them over all workers.
 
         After so many seconds no batch begins, but for the first one.
         """

@@ -112,8 +112,8 @@ class PredictLoop:
             pieces = self._strategy.experimental_local_results(value)
             if not self._is_alone:
                 return pieces[0]  # each replica holds the rows of all
-            whole = join_rows(pieces)
-            return whole if batch.size is None else whole[: batch.size]
+            rows = join_rows(pieces)
+            return rows if batch.size is None else rows[: batch.size]
 
         return tf.nest.map_structure(joined, per_replica)
 

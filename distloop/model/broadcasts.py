@@ -34,11 +34,11 @@ def refuse_pairs(outputs: Any, loss_fn: Callable[..., Any], rows: Any, training:
         ValueError: if a value is such a broadcast.
     """
     if tf.executing_eagerly() or not any(
-        _broadcast_of([pairs]) for value in _values(outputs).values() for pairs in _pairs_behind(value)
+        _broadcast_of([pairs]) for value in _values(outputs).values() for pairs in _pairs_of(value)
     ):
         return
     for name, value in _values(traced_apart(loss_fn, rows, training)).items():
-        pairs = [tensor for tensor in _pairs_behind(value) if tensor.shape[:2] == [NUM_ROWS, NUM_ROWS]]
+        pairs = [tensor for tensor in _pairs_of(value) if tensor.shape[:2] == [NUM_ROWS, NUM_ROWS]]
         if (op := _broadcast_of(pairs)) is not None:
             line = user_line(op.traceback)
             shape = f"{'of' if pairs[0] is value else 'reduced from'} shape {_show(pairs[0])}"
@@ -85,7 +85,7 @@ def traced_apart(loss_fn: Callable[..., Any], rows: Any, training: bool) -> Any:
     return returned[0]
 
 
-def _pairs_behind(value: tf.Tensor) -> list[tf.Tensor]:
+def _pairs_of(value: tf.Tensor) -> list[tf.Tensor]:
     """Returns the value if it may be pairs, else those that are reduced to vectors on the way to it."""
     if _may_be_pairs(value):
         return [value]

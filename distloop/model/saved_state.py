@@ -140,10 +140,10 @@ class SavedState:
         return {name: stream_of(values[name], -first) for name in names}
 
     def _restore_seed(self, variable: Any, value: tf.Tensor) -> None:
-        for replica, part in enumerate(
+        for replica, copy in enumerate(
             self._state.replica_variables(variable), collectives.first_replica(self._strategy)
         ):
-            part.assign(stream_of(value, replica * self._state.replicas.per_device))
+            copy.assign(stream_of(value, replica * self._state.replicas.per_device))
 
     def _optimizer_facts(self) -> dict[str, tf.Tensor]:
         """Returns what an optimizer's variables do not show: its class, what it trains, and its given rate."""
@@ -182,8 +182,8 @@ class ReplicaComparison:
         self._state, left_out = state, {id(v) for v in without}
         shared = {n: v for n, v in state.all_variables().items() if id(v) not in left_out}
         self._names = [name for name, variable in shared.items() if getattr(variable, "is_mirrored", True)]
-        parts = [state.strategy.experimental_local_results(tensorflow_variable(shared[name])) for name in self._names]
-        self._checksums = graph_function(lambda: [[checksum(part) for part in of] for of in parts])
+        copies = [state.strategy.experimental_local_results(tensorflow_variable(shared[name])) for name in self._names]
+        self._checksums = graph_function(lambda: [[checksum(copy) for copy in of] for of in copies])
 
     def require_equal(self, step: int, cause: str) -> None:
         """Compares them; all workers call it.
@@ -201,8 +201,8 @@ class ReplicaComparison:
         if not different:
             return
         name = different[0]
-        by_place = [(w, r, int(s)) for w, of in enumerate(of_workers) for r, s in enumerate(of[name])]
-        worker, replica, _ = next(place for place in by_place if place[2] != by_place[0][2])
+        by_replica = [(w, r, int(s)) for w, of in enumerate(of_workers) for r, s in enumerate(of[name])]
+        worker, replica, _ = next(each for each in by_replica if each[2] != by_replica[0][2])
         more = f" and {len(different) - 1} more" if len(different) > 1 else ""
         self._state.may_be_saved = False
         raise ValueError(

@@ -54,7 +54,7 @@ class TrainState(tf.Module):
         stage_devices: the device of each stage, as in `GPU:0`; empty without stages.
         make_stage_actions: returns the actions that report on the stages, given a `Profile`.
         unplaced: returns a scope in which the model is traced without devices, to be served anywhere.
-        num_shares: the number of parts in which replicas share out an update.
+        num_shards: the number of shards into which replicas cut an update.
         weight_copies: returns the variables that have weights of the model once more.
         slot_placement: where slots and averages are: on every replica, or cut over them.
         optimizers: by name of the update; a `LossScaleOptimizer` if the loss is scaled.
@@ -126,7 +126,7 @@ class TrainState(tf.Module):
         self.placement = make_placement(spec.model)
         self.stage_devices, self.make_stage_actions = self.placement.devices, self.placement.make_actions
         self.unplaced = self.placement.unplaced
-        self.num_shares, self.weight_copies = self.slot_placement.num_shares, self.slot_placement.copies
+        self.num_shards, self.weight_copies = self.slot_placement.num_shards, self.slot_placement.copies
         self.keras_metrics = KerasMetrics(spec.metrics or {}, strategy, gathers_all=replicas.same_bits)
         with strategy.scope(), guards.recorded(created), _explained():
             optimizers = {id(update.optimizer): update.optimizer for update in spec.updates}
@@ -176,7 +176,7 @@ class TrainState(tf.Module):
             for update in self.spec.updates:
                 if update.has_loss:
                     update.loss_fn(rows, False)
-            unbuilt = [layer.name for layer in top_layers(self.spec.model, in_parts=True) if not layer.built]
+            unbuilt = [layer.name for layer in top_layers(self.spec.model, in_modules=True) if not layer.built]
             if unbuilt:
                 raise ValueError(
                     f"Layers {unbuilt[:3]} of the model are not built and nothing calls them, so their variables "
@@ -191,7 +191,7 @@ class TrainState(tf.Module):
         """Assigns variables to updates, builds the optimizers and the average; no more variables after it; in scope."""
         named = named_variables(self.spec.model)
         _require_created(self.created, named.items(), "model")
-        layers = list(top_layers(self.spec.model, in_parts=True))
+        layers = list(top_layers(self.spec.model, in_modules=True))
         self.paths = {id(variable): path for path, variable in named.items()}
         self.variables_of_update = {update.name: update.select_variables(named) for update in self.spec.updates}
         of_updates = [(self.plain_optimizers[n], of) for n, of in self.variables_of_update.items()]
@@ -369,7 +369,7 @@ def optimizer_prefix(update_name: str) -> str:
 
 def _layers_with_variables(model: Any) -> Iterator[keras.Layer]:
     """Yields the layers of a model that may create variables: those at its top, and all below that have a `build`."""
-    for top in top_layers(model, in_parts=True):
+    for top in top_layers(model, in_modules=True):
         yield top
         yield from (layer for layer in top._flatten_layers(False) if type(layer).build is not keras.Layer.build)
 

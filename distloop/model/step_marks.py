@@ -26,8 +26,8 @@ class StepMarks:
         """Creates the counts; call it outside a `tf.function`."""
         self._begun = _count(HOST)
         lead = strategies.lead_device(strategy)
-        places = [lead, HOST, *strategies.replica_devices(strategy)]
-        self._ended = {short_device(place): _count(place) for place in places}
+        devices = [lead, HOST, *strategies.replica_devices(strategy)]
+        self._ended = {short_device(device): _count(device) for device in devices}
         self._lead = short_device(lead)
 
     @property
@@ -50,14 +50,14 @@ class StepMarks:
         writes = [] if is_eager else [op for op in graph.get_operations()[num_ops:] if may_write(op)]
         for op in writes:
             op._add_control_input(begun)  # replicas are traced in threads, which no scope of this one reaches
-        for place, ended in self._ended.items():
-            with tf.device(place), tf.control_dependencies([op for op in writes if self._place(op) == place]):
+        for device, ended in self._ended.items():
+            with tf.device(device), tf.control_dependencies([op for op in writes if self._device_of(op) == device]):
                 ended.assign_add(1, read_value=False)
 
-    def _place(self, op: tf.Operation) -> str:
+    def _device_of(self, op: tf.Operation) -> str:
         """Returns the device whose count follows an operation."""
-        place = short_device(op.device) if op.device else self._lead
-        return place if place in self._ended else self._lead
+        device = short_device(op.device) if op.device else self._lead
+        return device if device in self._ended else self._lead
 
 
 def _count(device: str) -> tf.Variable:

@@ -1,6 +1,6 @@
 """Variable writes: finds the variables that the forward pass writes, restores them, and merges their values.
 
-    with recorded_writes(candidates) as written:
+    with recorded_writes(candidates) as mutated:
         outputs = loss_fn(rows, True)
     written                                            # the BatchNormalization statistics, random streams, ...
 
@@ -8,15 +8,14 @@
         outputs = loss_fn(rows, True)
     scope.get_current_value(variables[0])
 
-    written_values = WrittenValues(state, microbatches=4, overwritten=[])
-    flat = written_values.flatten(written, values, [], rows, part)        # summed over all parts by the caller
-    written_values.rewind(written, before, microbatch)
-    values, _ = written_values.merge(written, after, flat)
+    state_updates = StateUpdates(state, microbatches=4, replaced=[])
+    flat = state_updates.flatten(mutated, values, [], rows, microbatch)    # summed over microbatches by the caller
+    state_updates.rewind(mutated, before, microbatch)
+    values, _ = state_updates.merge(mutated, after, flat)
 
-A part is a microbatch of a replica, virtual or not. Each part starts from the values that the variables have when the
-step begins. A float gets the mean over the rows, any other variable the value of its replica's last microbatch; of
-virtual replicas, that of the first one, on every replica. Random streams and Keras metrics go on from one microbatch to
-the next.
+Each microbatch of a replica, virtual or not, starts from the values that the variables have when the step begins. A
+float gets the mean over the rows, any other variable the value of its replica's last microbatch; of virtual replicas,
+that of the first one, on every replica. Random streams and Keras metrics go on from one microbatch to the next.
 """
 
 import contextlib
@@ -52,23 +51,23 @@ def recorded_writes(candidates: Sequence[Any]) -> Iterator[list[Any]]:
     """Records which candidates the operations traced in this block may write; call in replica context.
 
     Eagerly, all replicas must treat the same variables alike, and a step's writes are unknown before it runs: each
-    candidate that is not trainable counts as written, and a trainable one if its value changed on any replica.
+    candidate that is not trainable counts as mutated, and a trainable one if its value changed on any replica.
 
     Yields:
         A list, filled on exit with the candidates that are written.
     """
-    written: list[Any] = []
+    mutated: list[Any] = []
     if tf.executing_eagerly():
         before = read(candidates)
-        yield written
+        yield mutated
         are_changed = _are_changed(candidates, before)
-        written += [v for v, is_changed in zip(candidates, are_changed, strict=True) if is_changed or not v.trainable]
+        mutated += [v for v, is_changed in zip(candidates, are_changed, strict=True) if is_changed or not v.trainable]
         return
     graph = tf.compat.v1.get_default_graph()
     num_ops = len(graph.get_operations())
-    yield written
+    yield mutated
     resources = written_resources(graph.get_operations()[num_ops:])
-    written += [v for v in candidates if id(tensorflow_variable(v).handle) in resources]
+    mutated += [v for v in candidates if id(tensorflow_variable(v).handle) in resources]
 
 
 def _are_changed(variables: Sequence[Any], before: Sequence[tf.Tensor]) -> list[bool]:
@@ -97,31 +96,31 @@ def restored_writes(state: TrainState) -> Iterator[None]:
     candidates = [v for v in (*state.untrained_variables, *state.trained_variables) if id(v) not in going_on]
     before = read(candidates)
     try:
-        with recorded_writes(candidates) as written:
+        with recorded_writes(candidates) as mutated:
             yield
     except BaseException:
         if tf.executing_eagerly():
             assign(candidates, before)
         raise
-    state.passes_write = state.passes_write or bool(written) and not tf.executing_eagerly()
+    state.passes_write = state.passes_write or bool(mutated) and not tf.executing_eagerly()
     values = {id(v): value for v, value in zip(candidates, before, strict=True)}
-    assign(written, [values[id(v)] for v in written])
+    assign(mutated, [values[id(v)] for v in mutated])
 
 
-class WrittenValues:
-    """Merges the values that the parts of a batch write to a variable into one; call in replica context.
+class StateUpdates:
+    """Merges what the microbatches of a batch write to a variable into one value; call in replica context.
 
     Attributes:
         carried: identities of the variables that go on from one microbatch to the next.
     """
 
-    def __init__(self, state: TrainState, *, microbatches: int, overwritten: Sequence[Any]):
+    def __init__(self, state: TrainState, *, microbatches: int, replaced: Sequence[Any]):
         """Prepares.
 
         Args:
             state: what is trained.
             microbatches: of each replica, virtual or not.
-            overwritten: variables that get the maximum of new values; together N elements.
+            replaced: variables that get the maximum of their replacements; together N elements.
 
         Raises:
             ValueError: if the model has states of a whole batch's rows, and there are several microbatches.
@@ -133,90 +132,90 @@ class WrittenValues:
             )
         self.carried = {id(v) for v in (*state.seeds, *state.keras_metrics.variables().values())}
         self._microbatches = microbatches
-        self._parts_here = state.replicas.per_device * microbatches
-        self._num_parts = state.replicas.count * microbatches
+        self._microbatches_here = state.replicas.per_device * microbatches
+        self._num_microbatches = state.replicas.count * microbatches
         self._takes_first = state.replicas.same_bits and state.replicas.count > 1
-        self._overwritten = list(overwritten)
+        self._replaced = list(replaced)
 
-    def with_mean(self, written: Sequence[Any]) -> list[Any]:
+    def with_mean(self, mutated: Sequence[Any]) -> list[Any]:
         """Returns the variables that get the mean over the rows."""
-        return [v for v in written if id(v) not in self.carried and tf.as_dtype(v.dtype).is_floating]
+        return [v for v in mutated if id(v) not in self.carried and tf.as_dtype(v.dtype).is_floating]
 
-    def from_first(self, written: Sequence[Any]) -> list[Any]:
+    def from_first(self, mutated: Sequence[Any]) -> list[Any]:
         """Returns the variables that get the value of the first virtual replica."""
-        others = self.carried | {id(v) for v in self.with_mean(written)}
-        return [v for v in written if id(v) not in others] if self._takes_first else []
+        others = self.carried | {id(v) for v in self.with_mean(mutated)}
+        return [v for v in mutated if id(v) not in others] if self._takes_first else []
 
     def flatten(
         self,
-        written: Sequence[Any],
+        mutated: Sequence[Any],
         values: Sequence[Any],
-        new_values: Sequence[tf.Tensor],
+        replacements: Sequence[tf.Tensor],
         rows: tf.Tensor,
-        part: tf.Tensor | int,
+        microbatch: tf.Tensor | int,
     ) -> tf.Tensor | None:
-        """Returns what to sum over the parts, after one of them ran.
+        """Returns what to sum over the microbatches, after one of them ran.
 
         Args:
-            written: the variables that it wrote.
+            mutated: the variables that it wrote.
             values: what it wrote to each.
-            new_values: for the overwritten variables.
-            rows: their number in the part, without padding.
-            part: its number in its replica.
+            replacements: for the replaced variables.
+            rows: their number in the microbatch, without padding.
+            microbatch: its number in its replica.
 
         Returns:
             `[F]`: the rows, each value times the rows; the bytes of values of the first virtual replica, zeros from the
-            others; and `[P, N]` zeros but for the new values at the part's place. None: there is nothing to sum.
+            others; and `[P, N]` zeros but for the replacements at its index. None: there is nothing to sum.
         """
         pieces = []
-        by_id = {id(v): value for v, value in zip(written, values, strict=True)}
+        by_id = {id(v): value for v, value in zip(mutated, values, strict=True)}
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-        if self._num_parts > 1 and (averaged := self.with_mean(written)):
+        if self._num_microbatches > 1 and (averaged := self.with_mean(mutated)):
             rows = tf.cast(rows, tf.float32)
             pieces += [rows, *(tf.cast(by_id[id(v)], tf.float32) * rows for v in averaged)]
-        if from_first := self.from_first(written):
-            is_first = tf.equal(replica * self._parts_here + part, self._microbatches - 1)  # its last microbatch
+        if from_first := self.from_first(mutated):
+            is_first = tf.equal(replica * self._microbatches_here + microbatch, self._microbatches - 1)  # its last
             pieces += [tf.where(is_first, _to_bytes(by_id[id(v)]), 0.0) for v in from_first]
-        if new_values:
-            is_here = tf.equal(tf.range(self._num_parts), replica * self._parts_here + part)  # [P]
-            pieces.append(tf.where(is_here[:, tf.newaxis], _join(new_values), 0.0))
+        if replacements:
+            is_here = tf.equal(tf.range(self._num_microbatches), replica * self._microbatches_here + microbatch)  # [P]
+            pieces.append(tf.where(is_here[:, tf.newaxis], _join(replacements), 0.0))
         return _join(pieces) if pieces else None
 
-    def rewind(self, written: Sequence[Any], before: Mapping[int, tf.Tensor], microbatch: tf.Tensor | int) -> None:
-        """Restores the written variables' values before the step, by their `id`, for the next microbatch, if any."""
+    def rewind(self, mutated: Sequence[Any], before: Mapping[int, tf.Tensor], microbatch: tf.Tensor | int) -> None:
+        """Restores the mutated variables' values before the step, by their `id`, for the next microbatch, if any."""
         if self._microbatches == 1:
             return
         is_last = tf.equal(microbatch, self._microbatches - 1)
-        for variable in written:
+        for variable in mutated:
             if id(variable) not in self.carried:
                 variable.assign(tf.where(is_last, tf.convert_to_tensor(variable), before[id(variable)]))
 
     def merge(
-        self, written: Sequence[Any], after: Sequence[tf.Tensor], flat: tf.Tensor | None
+        self, mutated: Sequence[Any], after: Sequence[tf.Tensor], flat: tf.Tensor | None
     ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """Returns the values that the written and the overwritten variables get.
+        """Returns the values that the mutated and the replaced variables get.
 
         Args:
-            written: the variables that any part wrote.
+            mutated: the variables that any microbatch wrote.
             after: their values on this replica.
-            flat: the sum of `flatten` over all parts; None: there was nothing to sum.
+            flat: the sum of `flatten` over all microbatches; None: there was nothing to sum.
         """
         if flat is None:
             return list(after), []
-        values = {id(v): value for v, value in zip(written, after, strict=True)}
-        if self._num_parts > 1 and (averaged := self.with_mean(written)):
+        values = {id(v): value for v, value in zip(mutated, after, strict=True)}
+        if self._num_microbatches > 1 and (averaged := self.with_mean(mutated)):
             rows = flat[0]
             totals, flat = _cut(flat[1:], averaged)
             for variable, total in zip(averaged, totals, strict=True):
                 values[id(variable)] = tf.cast(tf.math.divide_no_nan(total, rows), variable.dtype)
-        for variable in self.from_first(written):
+        for variable in self.from_first(mutated):
             size = _to_bytes(values[id(variable)]).shape.num_elements()
             values[id(variable)] = _from_bytes(flat[:size], variable)
             flat = flat[size:]
-        new_values: list[tf.Tensor] = []
-        if self._overwritten:
-            new_values, _ = _cut(tf.reduce_max(tf.reshape(flat, [self._num_parts, -1]), 0), self._overwritten)
-        return list(values.values()), new_values
+        replacements: list[tf.Tensor] = []
+        if self._replaced:
+            replacements, _ = _cut(tf.reduce_max(tf.reshape(flat, [self._num_microbatches, -1]), 0), self._replaced)
+        return list(values.values()), replacements
 
 
 def _join(tensors: Sequence[tf.Tensor]) -> tf.Tensor:

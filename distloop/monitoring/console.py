@@ -357,11 +357,11 @@ def _position(step: int, steps: float) -> str:
     return f"step {step}/{steps}" if steps < math.inf else f"step {step}"
 
 
-def show_parts(parts: Mapping[str, int]) -> str:
-    """Returns the parts of a sum by name, such as `conv2d 288 + dense 650`; of more than 8 the least are added up."""
-    largest = set(sorted(parts, key=lambda name: -parts[name])[: 8 if len(parts) <= 8 else 7])
-    named = [f"{name} {count:,}" for name, count in parts.items() if name in largest]
-    rest = [count for name, count in parts.items() if name not in largest]
+def show_sum(terms: Mapping[str, int]) -> str:
+    """Returns the terms of a sum by name, such as `conv2d 288 + dense 650`; of more than 8 the least are added up."""
+    largest = set(sorted(terms, key=lambda name: -terms[name])[: 8 if len(terms) <= 8 else 7])
+    named = [f"{name} {count:,}" for name, count in terms.items() if name in largest]
+    rest = [count for name, count in terms.items() if name not in largest]
     return " + ".join([*named, *([f"{len(rest)} others {sum(rest):,}"] if rest else [])])
 
 

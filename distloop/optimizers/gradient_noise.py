@@ -1,10 +1,10 @@
-"""The gradient noise scale: how much the gradients of the parts of a batch differ, and so which batch size still helps.
+"""The gradient noise scale: how much the gradients of microbatches differ, and so which batch size helps.
 
-    noise = of_part(segments, weight)                   # [2], of each part of a batch, in replica context
-    trace, square = estimates(sums, weight, norm)       # of the noise summed over all parts
+    noise = of_microbatch(segments, weight)             # [2], of each microbatch of a batch, in replica context
+    trace, square = estimates(sums, weight, norm)       # of the noise summed over all microbatches
 
-McCandlish et al. 2018, arXiv:1812.06162, appendix A.1, for R parts of any weights: part r has the weight w and the mean
-gradient g, the batch W = sum(w) and G. With N = sum(w * |g|^2), both without bias,
+McCandlish et al. 2018, arXiv:1812.06162, appendix A.1, for R microbatches of any weights: each has the weight w and
+the mean gradient g, the batch W = sum(w) and G. With N = sum(w * |g|^2), both without bias,
 
     trace  = (N - W * |G|^2) / (R - 1)       # of the covariance of the gradient of a weight of 1, such as an example
     square = |G|^2 - trace / W               # the squared norm of the true gradient
@@ -21,11 +21,11 @@ from distloop.optimizers.gradients import Rows, Segment
 NAMES = TRACE, SQUARE = "gradient_trace", "gradient_square"  # of the tallies
 
 
-def of_part(segments: Sequence[Segment], weight: tf.Tensor) -> tf.Tensor:
-    """Returns `weight * |gradient / weight|^2` and 1 of a part, zeros if nothing counts in it.
+def of_microbatch(segments: Sequence[Segment], weight: tf.Tensor) -> tf.Tensor:
+    """Returns `weight * |gradient / weight|^2` and 1 of a microbatch, zeros if its weight is 0.
 
     Args:
-        segments: the packed gradient of a sum over the part.
+        segments: the packed gradient of a sum over the microbatch.
         weight: of the sum, [].
     """
     squares = [2.0 * tf.nn.l2_loss(tf.cast(_values_once(segment), tf.float32)) for segment in segments]
@@ -38,18 +38,18 @@ def unscaled(noise: tf.Tensor | None, factor: tf.Tensor | None) -> tf.Tensor | N
 
 
 def estimates(noise: tf.Tensor, weight: tf.Tensor, norm: tf.Tensor) -> list[tf.Tensor]:
-    """Returns the tallies of both estimates: a total and the weight 1 each, zeros with less than two parts.
+    """Returns the tallies of both estimates: a total and the weight 1 each, zeros with less than two microbatches.
 
     Args:
-        noise: the sum of `of_part` over all parts, [2].
+        noise: the sum of `of_microbatch` over all microbatches, [2].
         weight: of the batch, [].
         norm: of its mean gradient, [].
     """
-    total, parts = tf.unstack(noise)
-    trace = tf.math.divide_no_nan(total - weight * norm**2, parts - 1.0)
+    total, microbatches = tf.unstack(noise)
+    trace = tf.math.divide_no_nan(total - weight * norm**2, microbatches - 1.0)
     square = norm**2 - tf.math.divide_no_nan(trace, weight)
-    counts = tf.cast(parts > 1, tf.float32)
-    return [trace * counts, counts, square * counts, counts]
+    is_measured = tf.cast(microbatches > 1, tf.float32)
+    return [trace * is_measured, is_measured, square * is_measured, is_measured]
 
 
 def _values_once(segment: Segment) -> tf.Tensor:

@@ -176,9 +176,9 @@ class Packing:
         for group, segment, device in zip(self._groups, segments, self.devices, strict=True):
             with tf.device(device):
                 (segment,) = [segment] if scale is None else scaled([segment], scale)
-                parts = [segment] if len(group) == 1 else self._split(segment, self._sizes(group))
-                for i, part in zip(group, parts, strict=True):
-                    flats[i] = part
+                flat = [segment] if len(group) == 1 else self._split(segment, self._sizes(group))
+                for i, each in zip(group, flat, strict=True):
+                    flats[i] = each
         return flats
 
     def _split(self, segment: tf.Tensor, sizes: Sequence[int]) -> Sequence[tf.Tensor]:
@@ -210,8 +210,8 @@ class Packing:
         The step evaluates nothing for it: it is a copy of small gradients, and of the squared norms of large ones.
         """
         pairs = zip(self._groups, segments, squares, strict=True)
-        parts = [square[tf.newaxis] if len(group) == 1 else segment for group, segment, square in pairs]
-        return tf.concat([tf.cast(part, tf.float32) for part in parts], 0)
+        vectors = [square[tf.newaxis] if len(group) == 1 else segment for group, segment, square in pairs]
+        return tf.concat([tf.cast(vector, tf.float32) for vector in vectors], 0)
 
     @property
     def diagnosis_size(self) -> int:
@@ -221,8 +221,8 @@ class Packing:
     def find_nonfinite(self, diagnosis: np.ndarray) -> list[int]:
         """Returns the positions of the variables whose gradients are not finite."""
         positions, sizes = zip(*self._diagnosis_sizes(), strict=True)
-        parts = np.split(diagnosis, np.cumsum(sizes)[:-1])
-        return sorted({i for i, part in zip(positions, parts, strict=True) if not np.isfinite(part).all()})
+        pieces = np.split(diagnosis, np.cumsum(sizes)[:-1])
+        return sorted({i for i, piece in zip(positions, pieces, strict=True) if not np.isfinite(piece).all()})
 
     def _diagnosis_sizes(self) -> Iterator[tuple[int, int]]:
         """Yields each variable and how many numbers of `diagnosis` are about it."""
@@ -343,11 +343,11 @@ class Clipping:
             are_clipped = [size > self.value for _, size in pairs]
             return [segment for segment, _ in pairs], tf.ones_like(scale), tf.reduce_any(are_clipped)
         if self.variable_norm:
-            parts = packing.unpack(segments, scale, keeps_sparse=True)
-            norms = [tf.norm(tf.cast(values_of(part), tf.float32)) for part in parts]
+            unpacked = packing.unpack(segments, scale, keeps_sparse=True)
+            norms = [tf.norm(tf.cast(values_of(each), tf.float32)) for each in unpacked]
             factors = [self.variable_norm / tf.maximum(size, self.variable_norm) for size in norms]
-            scaled_parts = zip(parts, factors, strict=True)
-            clipped = packing.pack([map_values(lambda v, f: v * tf.cast(f, v.dtype), *pair) for pair in scaled_parts])
+            factored = zip(unpacked, factors, strict=True)
+            clipped = packing.pack([map_values(lambda v, f: v * tf.cast(f, v.dtype), *pair) for pair in factored])
             kept = [
                 map_values(lambda new, old: tf.where(finite, new, old), *pair)
                 for pair in zip(clipped, segments, strict=True)
@@ -358,14 +358,14 @@ class Clipping:
     def _clip_values(self, segment: Segment, scale: tf.Tensor, finite: tf.Tensor) -> tuple[Segment, tf.Tensor]:
         """Returns a segment, scaled and clipped where it is, if it is finite; and its largest absolute value before."""
         with tf.device(values_of(segment).device):
-            (whole,) = scaled([segment], scale)
+            (divided,) = scaled([segment], scale)
 
             def clip(new: tf.Tensor, old: tf.Tensor) -> tf.Tensor:
                 limits = tf.unstack(tf.cast([-self.value, self.value], new.dtype))
                 return tf.where(finite, tf.clip_by_value(new, *limits), old)
 
-            largest = tf.reduce_max(tf.abs(values_of(whole)))
-            return map_values(clip, whole, segment), tf.cast(largest, tf.float32)
+            largest = tf.reduce_max(tf.abs(values_of(divided)))
+            return map_values(clip, divided, segment), tf.cast(largest, tf.float32)
 
 
 def apply(optimizer: keras.optimizers.Optimizer, gradients: Sequence[tf.Tensor], variables: Sequence[Any]) -> None:

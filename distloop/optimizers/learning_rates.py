@@ -343,11 +343,11 @@ def _in_steps(arguments: Mapping[str, Any], units: Units) -> dict[str, Any]:
             )
         return int(getattr(period, measure))
 
-    whole_length, warmup = length_of(arguments["steps"]), length_of(arguments["warmup"])
+    total_length, warmup = length_of(arguments["steps"]), length_of(arguments["warmup"])
     amount, unit = parse(arguments["warmup"])
     if unit == "%" and amount < 100:
-        warmup = min(warmup, whole_length - 1)  # rounded up, 10 % of one step would be all of it
-    lengths = {"steps": whole_length, "warmup": warmup, "hold_until": length_of(arguments["hold_until"])}
+        warmup = min(warmup, total_length - 1)  # rounded up, 10 % of one step would be all of it
+    lengths = {"steps": total_length, "warmup": warmup, "hold_until": length_of(arguments["hold_until"])}
     return {**arguments, **lengths, "drop_at": [length_of(length) for length in arguments["drop_at"]]}
 
 

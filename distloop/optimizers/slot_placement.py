@@ -180,10 +180,10 @@ class SlotPlacement:
     """The plain placement: each replica has all slots and averages.
 
     Attributes:
-        num_shares: the number of parts in which replicas share out an update.
+        num_shards: the number of shards into which replicas cut an update.
     """
 
-    num_shares = 1
+    num_shards = 1
 
     def copies(self) -> list[tf.Variable]:
         """Returns the variables that have weights once more."""
@@ -200,7 +200,7 @@ class SlotPlacement:
         """Makes the slots of an optimizer, which may be within a `LossScaleOptimizer`; in the strategy's scope."""
         if not optimizer.built:
             optimizer.build(variables)
-        if (row_updates := _part("row_updates", variables)) is not None:
+        if (row_updates := _import("row_updates", variables)) is not None:
             row_updates.update_rows(plain)
 
     def views(self, variable: Any) -> Sequence[Any]:
@@ -220,7 +220,7 @@ class SlotPlacement:
     def make_average(self, variables: Sequence[Any], decay: float, trained: Sequence[tuple[Any, Any]]) -> MovingAverage:
         """Returns the moving averages of variables, given pairs of an optimizer and a variable that it trains."""
         is_lazy = any(getattr(optimizer, "is_lazy", False) for optimizer, _ in trained)
-        if (tables := _part("table_average", variables, is_needed=is_lazy)) is not None:
+        if (tables := _import("table_average", variables, is_needed=is_lazy)) is not None:
             made: MovingAverage = tables.make_average(variables, decay, trained)
             return made
         return MovingAverage(variables, decay)
@@ -229,7 +229,7 @@ class SlotPlacement:
         """Returns the layout of the gradients of an `Update`; `needs_all`: whether each worker needs all of them."""
         if (devices := state.placement.gradient_devices(variables)) is not None:
             return Packing(variables, devices)
-        if (tables := _part("sparse_packing", variables)) is not None:
+        if (tables := _import("sparse_packing", variables)) is not None:
             packing: Packing = tables.SparsePacking(variables, state, for_rows=update.gradient_fn is None)
             return packing
         return Packing(variables, why_dense="the part of distloop that updates rows alone, the folder tables, is gone")
@@ -251,7 +251,7 @@ def make_slot_placement(strategy: tf.distribute.Strategy, *, shard_optimizer: bo
     return placement
 
 
-def _part(module: str, variables: Sequence[Any], *, is_needed: bool = False) -> Any:
+def _import(module: str, variables: Sequence[Any], *, is_needed: bool = False) -> Any:
     """Returns a module of `tables/` if variables may have sparse gradients that stay sparse, or it is needed; or None.
 
     Without that folder sparse gradients are dense, which trains to the same weights.

@@ -1,7 +1,7 @@
 """Inspects one step: the values of each example and the gradients, brought to the host while the step runs.
 
     inspector = StepInspector(state)
-    step = inspector.watch(lambda: TrainStep(state, look=inspector.gradients))
+    step = inspector.watch(lambda: TrainStep(state, inspect=inspector.gradients))
     ...                                                 # the step runs
     inspector.values(batch), inspector.gradients_by_path
 

@@ -109,7 +109,7 @@ def replay(state: TrainState, config: Config, source: Source, units: Units, step
         progress = Host.show_progress if config.console == "quiet" else console.show_progress
         executor = ForwardPass(state, settings).choose_executor(source)  # as in the run: the last bits may depend on it
         host = Host(profile=last, executor=executor, say=say, show_progress=progress)
-        read_again(source.behind, state.strategy, None, say, host.show_progress)
+        read_again(source.fast_forward, state.strategy, None, say, host.show_progress)
         loop = _make_loop(state, settings, units, metadata)
         failure = _train(loop, source, sorted({*run.rows, number}), host, metadata.get("window"), compare)
     return last.again(settings, loop.last_batch(), failure, differences)
@@ -177,7 +177,7 @@ class _LastStep(Profile):
         inspector = StepInspector(state)
         # XLA and the host do not go together, so this step is compiled without.
         settings = dataclasses.replace(config, jit_compile=False)
-        step = inspector.watch(lambda: make_step(state, settings, look=inspector.gradients))
+        step = inspector.watch(lambda: make_step(state, settings, inspect=inspector.gradients))
 
         def inspected(batch: Batch) -> None:
             for update in step.updates[:-1]:

@@ -33,7 +33,7 @@ def make_state(model_fn: Callable[[], ModelSpec], strategy: tf.distribute.Strate
     if config.recompute:
         recomputation = import_part("recompute.recomputation", f"recompute={config.recompute!r}")
         model_fn = recomputation.with_recomputation(model_fn, config.recompute)
-    replicas = stops.share_out(strategy, config)
+    replicas = stops.make_replicas(strategy, config)
     with dtype_policy.policy(config.precision), devices.seeded(config.seed):
         state = TrainState(
             *(model_fn, strategy, config.average_decay or float(bool(config.average_from)), replicas),
@@ -58,7 +58,7 @@ def make_train_loop(state: TrainState, config: Config) -> TrainLoop:
         if source.has_class_weights:
             user_functions.require_read(reads, "2", "class weights, the third entry of a batch")
         user_functions.report_unread(reads, config.unread_entries, is_shown=is_shown)
-        overview.report_whole_tables(step.updates, state, is_shown=is_shown)
+        overview.report_dense_tables(step.updates, state, is_shown=is_shown)
         stops.report_traced(state, config)
 
     return TrainLoop(
@@ -70,17 +70,17 @@ def make_train_loop(state: TrainState, config: Config) -> TrainLoop:
     )
 
 
-def make_step(state: TrainState, config: Config, **looks: Any) -> TrainStep:
-    """Builds one step as the settings say; `looks` are `histograms` and `look` of `TrainStep`.
+def make_step(state: TrainState, config: Config, **options: Any) -> TrainStep:
+    """Builds one step as the settings say; `options` are `histograms` and `inspect` of `TrainStep`.
 
     Raises:
-        ValueError: if the gradients of parts of a batch are to be compared, and there is one part.
+        ValueError: if the gradients of microbatches are to be compared, and there is one.
     """
-    parts = config.microbatches * state.replicas.count
-    if config.gradient_noise_every and (parts < 2 or any(update.step_fn for update in state.spec.updates)):
+    microbatches = config.microbatches * state.replicas.count
+    if config.gradient_noise_every and (microbatches < 2 or any(update.step_fn for update in state.spec.updates)):
         raise ValueError(
-            f"gradient_noise_every={config.gradient_noise_every} was given, and there are no two gradients of parts of "
-            "a batch to compare: give microbatches, virtual replicas or more devices, and no step_fn."
+            f"gradient_noise_every={config.gradient_noise_every} was given, and there are no two gradients of "
+            "microbatches to compare: give microbatches, virtual replicas or more devices, and no step_fn."
         )
     return TrainStep(
         state,
@@ -91,7 +91,7 @@ def make_step(state: TrainState, config: Config, **looks: Any) -> TrainStep:
         measures_noise=bool(config.gradient_noise_every),
         locate_nonfinite=config.locate_nonfinite,
         loss_jump=config.loss_jump if config.on_divergence == "rollback" else None,
-        **looks,
+        **options,
     )
 
 

@@ -174,7 +174,7 @@ class Fit:
             say=call.say,
             show_progress=Host.show_progress if console is None or call.config.eager else console.show_progress,
         )
-        read_again(call.source.behind, call.state.strategy, stop_requests, host.say, host.show_progress)
+        read_again(call.source.fast_forward, call.state.strategy, stop_requests, host.say, host.show_progress)
         self._loop.require_metrics = functools.partial(require_metrics, call.actions, call.evaluations)
         return actions, host
 

@@ -28,7 +28,7 @@ from distloop.distributed.devices import short_device
 from distloop.graph_functions import TRAINING_PASSES, count_flops, graph_function, has_clock, peak_of
 from distloop.log import log, say
 from distloop.model.state import TrainState
-from distloop.monitoring.console import show_parts, show_split
+from distloop.monitoring.console import show_split, show_sum
 from distloop.monitoring.media import LayerGraph, Media, Text
 from distloop.monitoring.tensorboard import SummaryWriter
 from distloop.optimizers.gradients import Clipping
@@ -306,23 +306,23 @@ def describe_shard(source: Source, strategy: tf.distribute.Strategy) -> str:
 
 def _precision(state: TrainState, settings: Config) -> str:
     """Returns the precision of the layers with variables; of several, in how many layers each is."""
-    parts = [part for layer in top_layers(state.model) for part in layer._flatten_layers() if part._trainable_variables]
-    counts = collections.Counter(part.dtype_policy.name for part in parts)
+    layers = [each for top in top_layers(state.model) for each in top._flatten_layers() if each._trainable_variables]
+    counts = collections.Counter(layer.dtype_policy.name for layer in layers)
     if len(counts) < 2:
         return next(iter(counts), settings.precision)
-    return f"{', '.join(f'{name} in {count}' for name, count in counts.most_common())} of {len(parts)} layers"
+    return f"{', '.join(f'{name} in {count}' for name, count in counts.most_common())} of {len(layers)} layers"
 
 
 def console_lines(state: TrainState, settings: Config, source: Source) -> list[str]:
     """Returns what the console shows before the first step, a line each: devices, precision, parameters, batch, ..."""
-    parts, trained = count_parameters(state.model), state.num_parameters()
-    total = sum(parts.values())
+    of_layers, trained = count_parameters(state.model), state.num_parameters()
+    total = sum(of_layers.values())
     some = "" if trained == total else f", of which {trained:,} train{_left_out(state)}"
     virtual = f", {state.replicas.count} virtual replicas" if state.replicas.same_bits else ""
     lines = [
         f"devices {strategies.describe(state.strategy)}{virtual}",
         f"precision {_precision(state, settings)}",
-        f"parameters {total:,}{some}" + (f" = {show_parts(parts)}" if len(parts) > 1 else ""),
+        f"parameters {total:,}{some}" + (f" = {show_sum(of_layers)}" if len(of_layers) > 1 else ""),
     ]
     if (batch_size := source.info.batch_size) is not None:
         sizes = source.info.replica_batch_sizes
@@ -365,8 +365,8 @@ def _tensorboard() -> str:
     return f"{shlex.quote(sys.executable if relative.startswith(os.pardir) else relative)} -m tensorboard.main"
 
 
-def report_whole_tables(updates: Iterable[Any], state: TrainState, *, is_shown: bool) -> None:
-    """Prints the tables of many rows that a step updates as a whole, and why, if this worker prints anything."""
+def report_dense_tables(updates: Iterable[Any], state: TrainState, *, is_shown: bool) -> None:
+    """Prints the tables of many rows that a step updates densely, and why, if this worker prints anything."""
     for update in updates if is_shown else ():
         reasons = update.packing.reasons
         for variable in (v for v in update.variables if id(v) in reasons and v.shape[0] >= _MANY_ROWS):

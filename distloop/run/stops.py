@@ -73,7 +73,7 @@ class Stops:
                     self._checkpoints.save_and_wait()
                 saved = ", checkpoint saved" if saves else ""
                 if isinstance(interrupted, OtherFailed):
-                    interrupted = OtherFailed(f"{interrupted} ({self._tell('')})")
+                    interrupted = OtherFailed(f"{interrupted} ({self._gather_errors('')})")
                 if call.is_chief:  # with console=quiet, too
                     say(f"{interrupted}{saved}. Run the same {'cell' if stays else 'command'} to resume.")
                 if not stays:
@@ -103,7 +103,7 @@ class Stops:
             return
         try:
             self._checkpoints.save_and_wait()
-            self._tell(f"{name}: {first_line(error)}")
+            self._gather_errors(f"{name}: {first_line(error)}")
             say(f"{name} at step {call.step}, checkpoint saved: the same command goes on from there.")
         except Exception as failure:  # the first error is the one to be seen
             say(f"{name} at step {call.step}, which could not be saved ({first_line(failure)}).")
@@ -114,7 +114,7 @@ class Stops:
         stays = "there is no checkpoint" if last is None else f"the checkpoint of step {last} stays"
         return f"Nothing is saved, as a step failed after step {self._call.step}; {stays}."
 
-    def _tell(self, error: str) -> str:
+    def _gather_errors(self, error: str) -> str:
         """Waits until the chief has saved a run that an error ends; returns the error of the worker that failed."""
         return "; ".join(filter(None, collectives.Workers(self._call.state.strategy).gather(error)))
 
@@ -142,7 +142,7 @@ def announced(state: TrainState, config: Config, source: Source) -> Iterator[Non
         membership.send(ends=True)
 
 
-def share_out(strategy: tf.distribute.Strategy, config: Config) -> Replicas:
+def make_replicas(strategy: tf.distribute.Strategy, config: Config) -> Replicas:
     """Returns the replicas on which the step of a run is defined.
 
     Raises:

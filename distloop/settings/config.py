@@ -124,7 +124,7 @@ class Config:
         DEVICES, 0, "Devices per worker; 0: all. With device=cpu: the number of virtual CPUs to create."
     )
     virtual_replicas: int = setting(
-        DEVICES, 0, "Replicas that devices share out, for the same bits on any number of them: 2, 4, 8, ...; 0: none."
+        DEVICES, 0, "Replicas that devices split, for the same bits on any number of them: 2, 4, 8, ...; 0: none."
     )
     num_stages: int = setting(
         DEVICES,

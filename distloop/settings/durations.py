@@ -199,7 +199,7 @@ class Plan:
         boundary = min([until] + [step - step % steps + steps for steps in periods if steps])
         return min(boundary, step + steps_per_loop) if steps_per_loop else boundary
 
-    def look_at_clock(self, before: float, now: float, everys: Sequence[int | str | None], step: int) -> None:
+    def check_clock(self, before: float, now: float, everys: Sequence[int | str | None], step: int) -> None:
         """Notes what is due by time.
 
         Args:

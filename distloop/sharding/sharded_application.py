@@ -112,19 +112,19 @@ class ShardedApplication(Application):
         super().__init__(state)
         self._sharding = sharding
 
-    def apply(self, update: ForwardBackward, segments: Any, scale: Any, new_values: Any) -> None:
+    def apply(self, update: ForwardBackward, segments: Any, scale: Any, replacements: Any) -> None:
         """Changes weights, slots and averages; segments that were summed apart are each on the device of its part."""
         variables = reached(update)
-        if not variables and not update.overwritten:
+        if not variables and not update.replaced:
             return  # a step_fn applies nothing
         optimizer = self.state.plain_optimizers[update.name]
         self._sharding.apply(optimizer, variables, self._gradients_of_parts(update, segments, scale))
-        if update.overwritten:
-            assign = functools.partial(variable_writes.assign, update.overwritten)
-            self._strategy.run(assign, args=(new_values,))
+        if update.replaced:
+            assign = functools.partial(variable_writes.assign, update.replaced)
+            self._strategy.run(assign, args=(replacements,))
         if self.state.average is not None:
             average = self.state.average
-            average.update([*update.variables, *update.overwritten], average.count(optimizer))
+            average.update([*update.variables, *update.replaced], average.count(optimizer))
 
     def _gradients_of_parts(self, update: ForwardBackward, segments: Any, scale: Any) -> list[tf.Tensor]:
         """Returns the gradient of each part of the variables that the loss reaches, on the part's device."""
@@ -170,15 +170,15 @@ class ShardedApplication(Application):
         return mirrored, [v for v, is_mirrored in zip(plain, are_mirrored, strict=True) if not is_mirrored]
 
     def reduce(
-        self, update: ForwardBackward, sum_fn: Callable[..., Summed], judge: Callable[[Summed], Any], args: Any
+        self, update: ForwardBackward, sum_fn: Callable[..., Summed], check: Callable[[Summed], Any], args: Any
     ) -> Any:
         """Computes an update's gradients on all replicas, and what follows from their sums."""
         packing = update.packing
         if not isinstance(packing, SplitPacking):
-            return super().reduce(update, sum_fn, judge, args)
+            return super().reduce(update, sum_fn, check, args)
         with tensorflow_internals.all_reduce_without_graph_walks():
-            summed = self._strategy.run(lambda *args: sum_fn(*args)._replace(written=[]), args=args)
-        return judge(self._sum_where_used(packing, summed))
+            summed = self._strategy.run(lambda *args: sum_fn(*args)._replace(mutated=[]), args=args)
+        return check(self._sum_where_used(packing, summed))
 
     def _sum_where_used(self, packing: SplitPacking, summed: Summed) -> Summed:
         """Returns a look whose gradients are summed on the devices that use them; all else is the first replica's."""
@@ -196,7 +196,7 @@ class ShardedApplication(Application):
             segments=segments,
             weight=first(summed.weight),
             tallies=first(summed.tallies),
-            new_values=first(summed.new_values),
+            replacements=first(summed.replacements),
             secs=None if summed.secs is None else first(summed.secs),
             noise=None if summed.noise is None else first(summed.noise),
         )
@@ -273,14 +273,14 @@ class ShardedPlacement(Sharding):
         self, variables: Sequence[Any], decay: float, trained: Sequence[tuple[Any, Any]]
     ) -> ShardedAverage:
         """Returns moving averages, each part on the device that updates it."""
-        self.add(variables, are_whole=False)
+        self.add(variables, are_uncut=False)
         with tensorflow_internals.outside_strategies():
             return ShardedAverage(variables, decay, self)
 
     def make_packing(self, state: TrainState, update: Update, variables: Sequence[Any], *, needs_all: bool) -> Packing:
         """Returns the layout of gradients: of their parts, if each is needed on one device alone."""
-        needs_whole = bool(state.replicas.same_bits or update.gradient_fn or update.step_fn)
-        if needs_whole or (needs_all and self.num_workers > 1):
+        needs_full = bool(state.replicas.same_bits or update.gradient_fn or update.step_fn)
+        if needs_full or (needs_all and self.num_workers > 1):
             return Packing(variables, why_dense=_WHY_DENSE)
         return SplitPacking(variables, [self._parts[id(variable)] for variable in variables])
 
@@ -290,7 +290,7 @@ class ShardedPlacement(Sharding):
 
 
 class OnlyReplica(SlotPlacement):
-    """The placement of slots where there is nothing to share out."""
+    """The placement of slots where there is nothing to split."""
 
     def describe(self, state: TrainState) -> list[str]:
         """Returns a line that says so."""
@@ -298,7 +298,7 @@ class OnlyReplica(SlotPlacement):
 
 
 def place_slots(strategy: tf.distribute.Strategy) -> SlotPlacement:
-    """Returns a placement that shares out slots and averages to the replicas, if there are several.
+    """Returns a placement that splits slots and averages over the replicas, if there are several.
 
     Raises:
         ValueError: if there are several, and distloop cannot do so.

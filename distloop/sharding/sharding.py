@@ -140,7 +140,7 @@ class Sharding(SlotPlacement):
         self.devices = list(strategy.extended.worker_devices)
         self._worker, self.num_workers = collectives.worker_index(strategy), collectives.num_workers(strategy)
         self.exchange = Exchange(strategy)
-        self.num_shares = strategy.num_replicas_in_sync
+        self.num_shards = strategy.num_replicas_in_sync
         self._strategy = strategy
         self._parts: dict[int, list[VariablePart]] = {}  # by the variable's `id`
         self._joined: dict[tuple[int, ...], Any] = {}  # by the `id` of the parts: the same object each time
@@ -155,12 +155,12 @@ class Sharding(SlotPlacement):
         """Returns the variables that have the weights of a part once more."""
         return [part.view for parts in self._parts.values() for part in parts if part.view is not part.replica]
 
-    def add(self, variables: Sequence[Any], *, are_whole: bool) -> None:
+    def add(self, variables: Sequence[Any], *, are_uncut: bool) -> None:
         """Shares out variables to the devices of all workers, but for those that are shared out already.
 
         Args:
             variables: of the model, made in the strategy's scope.
-            are_whole: whether none may be cut.
+            are_uncut: whether none may be cut.
         """
         new = [v for v in variables if id(v) not in self._parts]
         taken = [0] * self._strategy.num_replicas_in_sync
@@ -168,7 +168,7 @@ class Sharding(SlotPlacement):
             taken[part.worker * len(self.devices) + self.devices.index(part.device)] += part.size
         sizes = [int(tf.TensorShape(v.shape).num_elements()) for v in new]
         units = [
-            size if are_whole or getattr(v, "constraint", None) is not None else unit(tuple(v.shape))
+            size if are_uncut or getattr(v, "constraint", None) is not None else unit(tuple(v.shape))
             for size, v in zip(sizes, new, strict=True)
         ]
         for variable, slices in zip(new, plan(sizes, units, len(taken), taken), strict=True):
@@ -179,13 +179,13 @@ class Sharding(SlotPlacement):
         start, size, device = slices[number]
         worker, device = divmod(device, len(self.devices))
         is_all, is_here = len(slices) == 1, worker == self._worker
-        replica, place = self._replicas(variable)[device], self.devices[device]
+        replica, on = self._replicas(variable)[device], self.devices[device]
         shape = tuple(variable.shape)
         if not is_all:
             shape = (size // math.prod(shape[1:]), *shape[1:]) if has_rows(shape) else (size,)
         name = variable.name if isinstance(variable, keras.Variable) else variable.name.split(":")[0].replace("/", "_")
         path = getattr(variable, "path", name)
-        with tensorflow_internals.outside_strategies(), tf.device(place):
+        with tensorflow_internals.outside_strategies(), tf.device(on):
             if not is_here:
                 view = tf.Variable(tf.zeros([0, *shape[1:]], replica.dtype))
             elif is_all:
@@ -194,13 +194,13 @@ class Sharding(SlotPlacement):
                 view = tf.Variable(tf.reshape(tf.reshape(replica, [-1])[start : start + size], shape))
             trained = keras_hooks.keras_variable(view, name, path if is_all else f"{path}/{number}")
         trained.constraint = getattr(variable, "constraint", None)
-        return VariablePart(variable, replica, start, size, shape, place, worker, view, trained)
+        return VariablePart(variable, replica, start, size, shape, on, worker, view, trained)
 
     def prepare(self, pairs: Iterable[tuple[keras.optimizers.Optimizer, Sequence[Any]]]) -> None:
-        """Shares out the variables of optimizers that need whole ones, before `build` cuts others."""
+        """Shares out the variables of optimizers that need uncut ones, before `build` cuts others."""
         for optimizer, variables in pairs:
             if type(optimizer) not in _BY_ELEMENT:
-                self.add(variables, are_whole=True)
+                self.add(variables, are_uncut=True)
 
     def build(self, optimizer: Any, plain: keras.optimizers.Optimizer, variables: Sequence[Any]) -> None:
         """Makes an optimizer's slots, each on the device of its part; in the strategy's scope.
@@ -212,7 +212,7 @@ class Sharding(SlotPlacement):
         if getattr(optimizer, "is_lazy", False):
             raise ValueError(
                 f"shard_optimizer=True was given with {type(optimizer).__name__}, which updates the rows of a batch, "
-                "but sharded updates have whole gradients: leave shard_optimizer out, or give "
+                "but sharded updates have dense gradients: leave shard_optimizer out, or give "
                 f"keras.optimizers.{type(optimizer).__name__[4:]}."
             )
         if optimizer.built:
@@ -220,7 +220,7 @@ class Sharding(SlotPlacement):
                 f"shard_optimizer=True was given with the optimizer {optimizer.name!r}, which has its slots already, "
                 "on every replica: let distloop build it, or leave shard_optimizer out."
             )
-        self.add(variables, are_whole=False)
+        self.add(variables, are_uncut=False)
         parts = self.parts(variables)
         keras_hooks.update_instead_of(optimizer, [(part.trained, part.variable) for part in parts])
         with tensorflow_internals.outside_strategies():
@@ -246,15 +246,15 @@ class Sharding(SlotPlacement):
         owners = [(part, name) for v, name in zip(variables, names, strict=True) for part in self._parts[id(v)]]
         views, numbers = [part.trained for part, _ in owners], [str(i) for i in range(len(owners))]
         named: dict[str, Any] = {}
-        of_whole: dict[str, tuple[Any, list[Any]]] = {}  # by name: the variable, its slots in order
+        of_joined: dict[str, tuple[Any, list[Any]]] = {}  # by name: the variable, its slots in order
         for name, slot in slot_names(optimizer, views, numbers).items():
             kind, _, number = name.rpartition("/")
             if not kind:
                 named[name] = slot
                 continue
             part, owner = owners[int(number)]
-            of_whole.setdefault(f"{kind}/{owner}", (part.variable, []))[1].append(slot)
-        return named | {name: self.join(name, variable, slots) for name, (variable, slots) in of_whole.items()}
+            of_joined.setdefault(f"{kind}/{owner}", (part.variable, []))[1].append(slot)
+        return named | {name: self.join(name, variable, slots) for name, (variable, slots) in of_joined.items()}
 
     def join(self, name: str, variable: Any, stored: Sequence[Any]) -> Any:
         """Returns what is stored for the parts of a variable as one variable of its shape."""
@@ -327,12 +327,12 @@ class Sharding(SlotPlacement):
                     with tf.device(replica.device):
                         write_rows(replica, part.rows, value)
             return
-        whole = None
+        joined = None
         for replica in others:
             with tf.device(replica.device):
-                if whole is None or self._has_gpus:  # CPUs share the memory of one, GPUs get each part once
-                    whole = values[0] if len(values) == 1 else tf.concat(values, 0)
-                replica.assign(tf.reshape(whole, replica.shape))
+                if joined is None or self._has_gpus:  # CPUs share the memory of one, GPUs get each part once
+                    joined = values[0] if len(values) == 1 else tf.concat(values, 0)
+                replica.assign(tf.reshape(joined, replica.shape))
 
     def _set_view(self, part: VariablePart) -> None:
         """Sets the view of a part to the weights."""

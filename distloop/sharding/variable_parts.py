@@ -111,10 +111,10 @@ class VariablePart:
         """Returns the weights of the part, in the shape of the view; without a copy."""
         return self.take(tf.identity(self.replica))
 
-    def take(self, whole: tf.Tensor) -> tf.Tensor:
+    def take(self, value: tf.Tensor) -> tf.Tensor:
         """Returns the elements of the part out of a tensor of the variable's size, in the shape of the view."""
         with tf.device(self.device):
-            flat = tf.slice(tf.reshape(whole, [-1]), [self.start], [self.view.shape.num_elements()])
+            flat = tf.slice(tf.reshape(value, [-1]), [self.start], [self.view.shape.num_elements()])
             return tf.reshape(flat, self.view.shape)
 
 
@@ -124,7 +124,7 @@ class JoinedVariable(ComposedVariable):
     All workers convert it to a tensor, or none, if some parts are on others: each waits until all are there.
 
     Attributes:
-        name, shape, dtype: of the whole.
+        name, shape, dtype: of the variable.
         parts: the TensorFlow variables, in the order of their elements; those of other workers have no value here.
     """
 
@@ -141,9 +141,9 @@ class JoinedVariable(ComposedVariable):
         """Stores the parts.
 
         Args:
-            name: of the whole.
+            name: of the variable.
             parts: its variables.
-            shape: of the whole.
+            shape: of the variable.
             shapes: of the parts, each on the worker that has it; None: all are here.
             read: returns the values of all parts, on every worker, in a `tf.function`; None: all are here.
         """

@@ -2,7 +2,7 @@
 
     application = make_application(state)
     before = application.read(update)
-    application.apply(update, segments, scale, new_values)
+    application.apply(update, segments, scale, replacements)
     application.restore(update, before, unless=is_finite)
 
 All is called outside of replicas. It does not know when an update is skipped or undone.
@@ -34,16 +34,16 @@ class Application:
         self.state = state
         self._strategy = state.strategy
 
-    def apply(self, update: ForwardBackward, segments: Any, scale: Any, new_values: Any) -> None:
+    def apply(self, update: ForwardBackward, segments: Any, scale: Any, replacements: Any) -> None:
         """Changes weights, slots and averages.
 
         Args:
             update: the pass that computed the gradients.
             segments: packed gradients, clipped, equal on all replicas.
             scale: the factor to multiply them by.
-            new_values: of the overwritten variables.
+            replacements: of the replaced variables.
         """
-        self._strategy.run(functools.partial(self._apply_on_replica, update), args=(segments, scale, new_values))
+        self._strategy.run(functools.partial(self._apply_on_replica, update), args=(segments, scale, replacements))
 
     def read(self, update: ForwardBackward) -> Any:
         """Returns the values of all that `apply` changes."""
@@ -62,38 +62,38 @@ class Application:
         self._strategy.run(functools.partial(variable_writes.assign, variables), args=(values, unless))
 
     def reduce(
-        self, update: ForwardBackward, sum_fn: Callable[..., Summed], judge: Callable[[Summed], Any], args: Any
+        self, update: ForwardBackward, sum_fn: Callable[..., Summed], check: Callable[[Summed], Any], args: Any
     ) -> Any:
         """Computes an update's gradients on all replicas, and what follows from their sums.
 
         Args:
             update: the pass that computes the gradients.
             sum_fn: computes and reduces them on a replica.
-            judge: computes the result from the sums; on a replica, or for all at once.
+            check: computes the result from the sums; on a replica, or for all at once.
             args: of `sum_fn`.
         """
         with tensorflow_internals.all_reduce_without_graph_walks():
-            return self._strategy.run(lambda *args: judge(sum_fn(*args)), args=args)
+            return self._strategy.run(lambda *args: check(sum_fn(*args)), args=args)
 
     def sum_over_owners(self, update: ForwardBackward) -> Callable[[tf.Tensor], tf.Tensor] | None:
         """Returns what adds up numbers about an update's gradients, if each worker has some; None: each has all."""
         return None
 
     def _apply_on_replica(
-        self, update: ForwardBackward, segments: list[tf.Tensor], scale: tf.Tensor, new_values: list[tf.Tensor]
+        self, update: ForwardBackward, segments: list[tf.Tensor], scale: tf.Tensor, replacements: list[tf.Tensor]
     ) -> None:
         summed, variables = self.gradients(update, segments, scale), reached(update)
         optimizer = self.state.plain_optimizers[update.name]
         if self.state.average is not None:
             by_variable = dict(zip(map(id, variables), summed, strict=True))
             self.state.average.touch(update.variables, [by_variable.get(id(v)) for v in update.variables])
-        if not variables and not update.overwritten:
+        if not variables and not update.replaced:
             return  # a step_fn applies nothing
         # Keras assigns a variable's new value where it would apply a gradient.
-        gradients.apply(optimizer, [*summed, *new_values], [*variables, *update.overwritten])
+        gradients.apply(optimizer, [*summed, *replacements], [*variables, *update.replaced])
         if self.state.average is not None:
             average = self.state.average
-            average.update([*update.variables, *update.overwritten], average.count(optimizer))
+            average.update([*update.variables, *update.replaced], average.count(optimizer))
 
     def gradients(self, update: ForwardBackward, segments: list[tf.Tensor], scale: tf.Tensor) -> list[tf.Tensor]:
         """Returns the gradients of the variables that the loss reaches, as the user wants them; on a replica."""

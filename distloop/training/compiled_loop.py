@@ -302,15 +302,15 @@ class CompiledLoop:
 
     def _step_on(self, taken: _Taken, carry: _Carry, start: tf.Tensor, input_secs: tf.Tensor) -> _Carry:
         """Runs a step on a batch, which was waited for from `start`, and adds up what it did."""
-        looks_back = self._step.runs_ahead and self._step.may_fail
+        reads_previous = self._step.runs_ahead and self._step.may_fail
         with step_operations.unsaved_draws_refused(self._state):
-            outcome = self._step(taken.batch, taken.layout, carry.failed if looks_back else None)
+            outcome = self._step(taken.batch, taken.layout, carry.failed if reads_previous else None)
         # Where no step can fail, the next one may start before this one has ended.
         failed = outcome.failed if self._step.may_fail else carry.failed
         with tf.device(HOST):
             examples = tf.cast(shards.count_examples(taken.batch), tf.float64)
-            is_over = tf.cast(carry.failed if looks_back else failed, tf.int32)
-            count = 1 - is_over if looks_back else tf.constant(1)
+            is_over = tf.cast(carry.failed if reads_previous else failed, tf.int32)
+            count = 1 - is_over if reads_previous else tf.constant(1)
             if taken.is_last is not None:
                 is_over = tf.maximum(is_over, taken.is_last)
             self._step_starts.scatter_update(tf.IndexedSlices(start, carry.done))
@@ -329,7 +329,7 @@ class CompiledLoop:
             }
             sums = tf.concat(self._sums_layout().pack(segments), 0)
             diagnosis, skipped = outcome.diagnosis, ~outcome.applied
-            if looks_back:
+            if reads_previous:
                 failed |= carry.failed
                 sums, skipped = tf.where(carry.failed, tf.zeros_like(sums), sums), skipped & ~carry.failed
                 diagnosis = tf.where(carry.failed, carry.diagnosis, diagnosis)

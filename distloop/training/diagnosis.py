@@ -92,7 +92,7 @@ def explain(
     for report in reports:
         if report.is_to_blame(skip_nonfinite=train_step.skip_nonfinite, is_loss_watched=is_watched):
             if batch is None:
-                return explain_nonfinite(step, report, _look_at_data(step, source, number, report))
+                return explain_nonfinite(step, report, _inspect_data(step, source, number, report))
             cause = _locate(train_step, batch, source.layout, source.examples_of(number))
             return explain_nonfinite(step, report, cause)
     statistics = train_step.state.loss_watch.statistics.numpy()
@@ -203,12 +203,12 @@ def explain_compile_error(train_step: TrainStep, error: tf.errors.OpError) -> Va
     )
 
 
-def _look_at_data(step: int, source: Source, number: int, report: UpdateReport) -> Cause:
+def _inspect_data(step: int, source: Source, number: int, report: UpdateReport) -> Cause:
     """Reads a batch again, and returns the likely cause; all workers call it, and each may read other rows."""
-    place = None
+    found = None
     with contextlib.suppress(Exception):  # of the user's data, which is read while another error is explained
-        place = _first_nonfinite(source, number, is_first=report.is_at_floor)
-    of_workers = collectives.Workers(source.strategy).gather(place)
+        found = _first_nonfinite(source, number, is_first=report.is_at_floor)
+    of_workers = collectives.Workers(source.strategy).gather(found)
     for entry, row in filter(None, of_workers):
         return _of_data(entry, row, source.examples_of(number))
     return guess_cause(step, report, is_batch_finite=None not in of_workers)
@@ -270,15 +270,15 @@ def _locate(train_step: TrainStep, batch: Batch, layout: BatchLayout, examples: 
                 origin = _find_origin(train_step, update, batch, layout, microbatch, examples)
                 seen_by = np.flatnonzero(collectives.gather(state.strategy, origin is not None))
                 if len(seen_by):
-                    return origin or Cause(f"worker {seen_by[0]} tells where they came from", "do what it advises")
+                    return origin or Cause(f"worker {seen_by[0]} says where they came from", "do what it advises")
             write(before)
             graph_function(lambda rows, update=update: train_step.advance(update, rows, layout))(batch)
     finally:
         write(first)
-    looks = ", a step_fn made them" if any(update.update.step_fn for update in train_step.updates) else ""
+    others = ", a step_fn made them" if any(update.update.step_fn for update in train_step.updates) else ""
     return Cause(
         "a second look at its batch found every number finite, so a sum over replicas or microbatches is too "
-        f"large{looks}, or an operation is not deterministic"
+        f"large{others}, or an operation is not deterministic"
     )
 
 
@@ -304,7 +304,7 @@ def _find_origin(
     @graph_function
     def check(batch: Batch) -> tf.Tensor:
         per_replica = strategy.run(compute, args=(batch, train_step.count_examples(batch, layout)))
-        results[:] = [t for part in tf.nest.flatten(per_replica) for t in strategy.experimental_local_results(part)]
+        results[:] = [t for value in tf.nest.flatten(per_replica) for t in strategy.experimental_local_results(value)]
         graph = tf.compat.v1.get_default_graph()
         checked[:], inputs[:] = step_operations.floating_tensors(graph), graph.inputs
         return step_operations.are_finite(checked)

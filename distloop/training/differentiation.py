@@ -1,7 +1,7 @@
 """Differentiation: the gradients of one loss over some rows of a batch, by a tape around `loss_fn`.
 
-    differentiate = Differentiation(state, update, variables, overwritten, microbatches=1)
-    names, gradients, new_values, tallies, metric_rows = differentiate(rows, None, None)
+    differentiate = Differentiation(state, update, variables, replaced, microbatches=1)
+    names, gradients, replacements, tallies, metric_rows = differentiate(rows, None, None)
 
 The only module with a tape, but for recomputed layers.
 """
@@ -42,7 +42,7 @@ class Trace:
         names: of the tallies, "loss" first, without the update's own name.
         outputs: the names that `loss_fn` returned, those of Keras metrics included.
         reached: by variable, whether the loss depends on it.
-        written: the variables that the forward pass writes.
+        mutated: the variables that the forward pass writes.
         has_tokens: whether the weight of the loss counts tokens.
         join: puts together the arguments of the Keras metrics.
     """
@@ -50,7 +50,7 @@ class Trace:
     names: list[str]
     outputs: set[str]
     reached: list[bool]
-    written: list[Any]
+    mutated: list[Any]
     has_tokens: bool
     join: Join
 
@@ -67,7 +67,7 @@ class Differentiation:
     """
 
     def __init__(
-        self, state: TrainState, update: Update, variables: Sequence[Any], overwritten: Sequence[Any], microbatches: int
+        self, state: TrainState, update: Update, variables: Sequence[Any], replaced: Sequence[Any], microbatches: int
     ):
         """Prepares.
 
@@ -75,13 +75,13 @@ class Differentiation:
             state: what is trained.
             update: one of its updates.
             variables: to differentiate by.
-            overwritten: variables whose "gradient" is their new value.
-            microbatches: the number of parts that each replica's shard is cut into.
+            replaced: variables whose "gradient" is their new value.
+            microbatches: into how many each replica's shard is cut.
         """
         self._state = state
         self._update = update
         self._variables = list(variables)
-        self._overwritten = list(overwritten)
+        self._replaced = list(replaced)
         self._microbatches = microbatches
         self.reads = Reads()
 
@@ -113,7 +113,7 @@ class Differentiation:
             ValueError: if there is no such value, or one is not per example.
         """
         state = self._state
-        tensors = [tensorflow_variable(v) for v in (*self._variables, *self._overwritten)]
+        tensors = [tensorflow_variable(v) for v in (*self._variables, *self._replaced)]
         exchange = gathering.current_exchange()
         gathered = [rows for rows in (exchange.rows if exchange and exchange.rows else ()) if rows.dtype.is_floating]
         layers = state.layers_of_update[self._update.name]
@@ -152,12 +152,12 @@ class Differentiation:
             gradients = state.placement.differentiate(tape, objective, [*tensors, *gathered])
         if exchange is not None:
             exchange.set_slopes(gathered, gradients[len(tensors) :])
-        trained, overwritten = gradients[: len(self._variables)], gradients[len(self._variables) : len(tensors)]
-        new_values = [
+        trained, replaced = gradients[: len(self._variables)], gradients[len(self._variables) : len(tensors)]
+        replacements = [
             tf.convert_to_tensor(variable if gradient is None else gradient)
-            for variable, gradient in zip(self._overwritten, overwritten, strict=True)
+            for variable, gradient in zip(self._replaced, replaced, strict=True)
         ]
-        return set(outputs), trained, new_values, tallies, metric_rows
+        return set(outputs), trained, replacements, tallies, metric_rows
 
     def by_path(
         self, rows: Any, factor: tf.Tensor | None, *, training: bool
@@ -194,8 +194,8 @@ class Differentiation:
                 self._update.loss_fn(rows, True)
             given = [own for own in exchange.given if own.dtype.is_floating]
             pairs = zip(given, slopes, strict=True)
-            parts = [tf.reduce_sum(tf.cast(rows, tf.float32) * exchange.own(slope, rows)) for rows, slope in pairs]
-            objective = tf.add_n(parts)
+            terms = [tf.reduce_sum(tf.cast(rows, tf.float32) * exchange.own(slope, rows)) for rows, slope in pairs]
+            objective = tf.add_n(terms)
         with self._state.frozen:
             return self._state.placement.differentiate(tape, objective, tensors)
 
@@ -252,7 +252,7 @@ def _tally_regularization(
         placement: of the model.
         loss: the tally of the shard's loss.
         is_weighted: whether the loss has weights of its own.
-        shards: the parts that the batch is cut into, microbatches included.
+        shards: into how many the batch is cut, microbatches included.
 
     Returns:
         Its total and weight; None if the layers carry no loss.
@@ -276,15 +276,15 @@ def _sum_losses(layers: Sequence[Any], placement: Placement) -> tuple[tf.Tensor 
     """
     losses: list[Any] = []
     of_outputs: list[str] = []
-    counted: set[int] = set()  # layers and variables: one model may be a part of another
+    counted: set[int] = set()  # layers and variables: one model may be within another
     for layer in layers:
         with placement.layer_scope(layer):
-            parts = [part for part in layer._flatten_layers() if id(part) not in counted]
+            nested = [each for each in layer._flatten_layers() if id(each) not in counted]
             weights = [v for v in layer.trainable_weights if id(v) not in counted and not is_left_out(v)]
-            for part in parts:
-                added = part._get_own_losses()  # private: `losses` of a layer are also those of its parts
+            for each in nested:
+                added = each._get_own_losses()  # private: `losses` of a layer are also those of its sublayers
                 losses += added
-                of_outputs += [part.name] if added else []
+                of_outputs += [each.name] if added else []
             losses += [v.regularizer(v) for v in weights if v.regularizer is not None]
-            counted |= {id(counted_once) for counted_once in (*parts, *weights)}
+            counted |= {id(counted_once) for counted_once in (*nested, *weights)}
     return (tf.add_n([tf.cast(loss, tf.float32) for loss in losses]) if losses else None), of_outputs

@@ -1,6 +1,6 @@
 """The forward and backward pass of one update, summed over microbatches, then over replicas.
 
-    rows -> loss_fn -> tallies, sum(w * v) and sum(w) -> gradients of sum(w * loss) -> summed over parts and replicas
+    rows -> loss_fn -> tallies, sum(w * v) and sum(w) -> gradients of sum(w * loss) -> sums over all replicas
 
     update_pass = ForwardBackward(state, update, microbatches=4)
     summed = update_pass(batch, layout, loss_factor)           # in replica context
@@ -26,14 +26,14 @@ from distloop.model.keras_metrics import Join
 from distloop.model.placement import Sums
 from distloop.model.spec import Update
 from distloop.model.state import TrainState
-from distloop.model.variable_writes import WrittenValues
+from distloop.model.variable_writes import StateUpdates
 from distloop.optimizers import gradient_noise
 from distloop.optimizers.gradients import Segment
 from distloop.training.differentiation import Differentiation, Trace, divisor_of
-from distloop.training.virtual_replicas import Compute, Part, VirtualReplicas
+from distloop.training.virtual_replicas import Compute, Microbatch, VirtualReplicas
 
-# Packed gradients; tallies and written values; slopes of exchanged rows; rows for Keras metrics, a list for each part.
-_PartSums: TypeAlias = tuple[list[Segment], tf.Tensor, list[tf.Tensor], list[list[tf.Tensor]]]
+# Packed gradients; tallies and state updates; slopes of exchanged rows; rows for Keras metrics, one list each.
+_MicrobatchSums: TypeAlias = tuple[list[Segment], tf.Tensor, list[tf.Tensor], list[list[tf.Tensor]]]
 
 
 class Summed(NamedTuple):
@@ -42,24 +42,24 @@ class Summed(NamedTuple):
     segments: list[Segment]  # packed gradients; of this replica alone if they are summed where they are used
     weight: tf.Tensor  # []: what divides them
     tallies: tf.Tensor  # [2 * m]: of all values; of a pass from other weights, total and weight of its value
-    written: list[Any]  # the variables that the forward pass writes; replicas are traced one at a time
+    mutated: list[Any]  # the variables that the forward pass writes; replicas are traced one at a time
     before: list[tf.Tensor]  # their values before the step
     after: list[tf.Tensor]  # and after it
-    new_values: list[tf.Tensor]  # of the overwritten variables
+    replacements: list[tf.Tensor]  # of the replaced variables
     secs: tf.Tensor | None  # [R]: of forward and backward on each replica; None: there is only one
-    noise: tf.Tensor | None = None  # [2]: as `gradient_noise.of_part`, over all parts; None: it is not measured
+    noise: tf.Tensor | None = None  # [2]: `gradient_noise.of_microbatch` over all; None: it is not measured
     are_finite: Sequence[tf.Tensor] = ()  # [] each: conditions on the passes that led to it
 
 
 @dataclass
 class _Shard:
-    """A replica's shard in one pass, and what its parts add to; a part is a microbatch, maybe of a virtual replica."""
+    """A replica's shard in one pass, and what its microbatches, of virtual replicas if there are any, add to."""
 
     batch: Batch  # the global one
     layout: BatchLayout
-    before: Mapping[int, tf.Tensor]  # by `id`, the values that the written variables have when a part begins
+    before: Mapping[int, tf.Tensor]  # by `id`, the values that the mutated variables have when a microbatch begins
     is_first: bool  # whether the pass is the first one over this batch
-    traces: list[Trace] = field(default_factory=list)  # of the parts, in order
+    traces: list[Trace] = field(default_factory=list)  # of the microbatches, in order
     joins: list[Join] = field(default_factory=list)  # of their arguments of Keras metrics
     after: Mapping[int, tf.Tensor] = field(default_factory=dict)  # by `id`, values that variables do not have yet
     pulled_back: list[tf.Tensor] = field(default_factory=list)  # packed gradients by way of rows that were exchanged
@@ -72,9 +72,9 @@ class ForwardBackward:
         update: the user's `loss_fn` and optimizer.
         state, microbatches, jit_compile: the arguments.
         variables: the variables to differentiate by.
-        overwritten: the variables whose "gradient" is their new value, such as the scales of float8 layers: neither
+        replaced: the variables whose "gradient" is their new value, such as the scales of float8 layers: neither
             summed nor scaled, they get the maximum over microbatches and replicas.
-        writable, written_values: the variables that the forward pass may write, and what becomes of their values.
+        writable, state_updates: the variables that the forward pass may write, and what becomes of their values.
         packing, reduce: the layout of their gradients; sums tensors over all replicas.
         loss_scaler: the `LossScaleOptimizer` if the loss is scaled, else None.
         differentiate: computes the gradients of a value over some rows.
@@ -87,7 +87,7 @@ class ForwardBackward:
         *,
         microbatches: int = 1,
         jit_compile: bool = False,
-        needs_whole_gradients: bool = False,
+        needs_full_gradients: bool = False,
         measures_noise: bool = False,
     ):
         """Prepares; nothing is traced yet.
@@ -95,25 +95,25 @@ class ForwardBackward:
         Args:
             state: what is trained.
             update: one of its updates.
-            microbatches: the number of parts that each replica's shard is cut into.
+            microbatches: into how many each replica's shard is cut.
             jit_compile: whether XLA compiles the pass.
-            needs_whole_gradients: whether every worker needs all gradients.
-            measures_noise: whether the gradients of the parts are compared.
+            needs_full_gradients: whether every worker needs all gradients.
+            measures_noise: whether the gradients of the microbatches are compared.
         """
         self.update = update
         variables = state.variables_of_update[update.name]
-        self.overwritten = [v for v in variables if getattr(v, "overwrite_with_gradient", False)]
+        self.replaced = [v for v in variables if getattr(v, "overwrite_with_gradient", False)]
         self.variables = [v for v in variables if not getattr(v, "overwrite_with_gradient", False)]
         self.loss_scaler = state.loss_scalers.get(update.name)
-        self.packing = state.slot_placement.make_packing(state, update, self.variables, needs_all=needs_whole_gradients)
+        self.packing = state.slot_placement.make_packing(state, update, self.variables, needs_all=needs_full_gradients)
         self.reduce = gathering.sum_in_tree if state.replicas.same_bits else tensorflow_internals.sum_over_replicas
-        self.differentiate = Differentiation(state, update, self.variables, self.overwritten, microbatches)
+        self.differentiate = Differentiation(state, update, self.variables, self.replaced, microbatches)
         self.state, self.microbatches = state, microbatches
         self.jit_compile, self.measures_noise = jit_compile, measures_noise
         self._trace: Trace | None = None
         of_metrics = state.keras_metrics.variables().values()
         self.writable = [*state.untrained_variables, *of_metrics, *state.trained_variables]
-        self.written_values = WrittenValues(state, microbatches=microbatches, overwritten=self.overwritten)
+        self.state_updates = StateUpdates(state, microbatches=microbatches, replaced=self.replaced)
 
     @property
     def name(self) -> str:
@@ -138,13 +138,13 @@ class ForwardBackward:
                 batch has no larger gradients in float16; layers that round gradients, to float8, see those of the mean.
         """
         if self.loss_scaler is None:
-            return 1.0 / examples if self.overwritten else None
+            return 1.0 / examples if self.replaced else None
         return self.loss_scaler.scale_loss(1.0) / examples
 
     @property
     def is_loss_scaled(self) -> bool:
         """Whether `loss_factor` returns a factor."""
-        return self.loss_scaler is not None or bool(self.overwritten)
+        return self.loss_scaler is not None or bool(self.replaced)
 
     def __call__(
         self,
@@ -173,8 +173,8 @@ class ForwardBackward:
         settings: dict[str, Any] = {"value": value, "traces": shard.traces, "is_first": shard.is_first}
         compute = functools.partial(self.compute, factor=factor, **settings)
         with explaining_merge_call(_explain_merge_call(self)):
-            sum_parts = self._sum_virtual_replicas if self.state.replicas.same_bits else self._sum_microbatches
-            segments, vector, metric_rows = sum_parts(shard, compute)
+            sum_all = self._sum_virtual_replicas if self.state.replicas.same_bits else self._sum_microbatches
+            segments, vector, metric_rows = sum_all(shard, compute)
         self._set_trace(shard)
         self.state.keras_metrics.update_gathered(metric_rows, shard.joins[-1])
         sums = _split(self, vector, shard.is_first)
@@ -195,9 +195,9 @@ class ForwardBackward:
         def microbatch(index: tf.Tensor | int) -> Sums:
             rows, row_weights = take_shard(shard.batch, shard.layout, self.microbatches, index)
             result = compute(rows, row_weights)
-            written = shard.traces[-1].written
-            sums = _of_part(self, shard, Part(index, rows, row_weights, result, {id(v): v for v in written}))
-            self.written_values.rewind(written, shard.before, index)
+            mutated = shard.traces[-1].mutated
+            sums = _sums_of(self, shard, Microbatch(index, rows, row_weights, result, {id(v): v for v in mutated}))
+            self.state_updates.rewind(mutated, shard.before, index)
             return sums
 
         row_specs = self.state.keras_metrics.row_specs.get(self.name, ()) if shard.is_first else ()
@@ -207,15 +207,15 @@ class ForwardBackward:
         """Adds up the microbatches of each virtual replica of this device, and these in a fixed tree."""
         replicas = VirtualReplicas(self.state, shard.batch, shard.layout, self.microbatches, shard.before)
 
-        def of_part(part: Part) -> _PartSums:
-            segments, vector, metric_rows = _of_part(self, shard, part)
-            return segments, vector, list(part.slopes), [metric_rows]
+        def of_microbatch(microbatch: Microbatch) -> _MicrobatchSums:
+            segments, vector, metric_rows = _sums_of(self, shard, microbatch)
+            return segments, vector, list(microbatch.slopes), [metric_rows]
 
-        def add(one: _PartSums, other: _PartSums) -> _PartSums:
+        def add(one: _MicrobatchSums, other: _MicrobatchSums) -> _MicrobatchSums:
             slopes = [a + b for a, b in zip(one[2], other[2], strict=True)]
             return self.packing.add(one[0], other[0]), one[1] + other[1], slopes, one[3] + other[3]
 
-        segments, vector, slopes, metric_rows = replicas.sum_parts(compute, of_part, add)
+        segments, vector, slopes, metric_rows = replicas.sum_microbatches(compute, of_microbatch, add)
         shard.after = replicas.after
         if replicas.rows is not None:
             shard.pulled_back = _pull_back(self, shard, replicas, slopes)
@@ -225,19 +225,19 @@ class ForwardBackward:
         self, shard: _Shard, segments: list[Segment], sums: dict[str, Any], factor: tf.Tensor | None, value: str
     ) -> Summed:
         """Sums what a replica computed over all of them."""
-        written = self.trace.written
-        before = [shard.before[id(v)] for v in written]
-        after, new_values = [shard.after.get(id(v), tf.identity(v)) for v in written], list[tf.Tensor]()
+        mutated = self.trace.mutated
+        before = [shard.before[id(v)] for v in mutated]
+        after, replacements = [shard.after.get(id(v), tf.identity(v)) for v in mutated], list[tf.Tensor]()
         segments, sums = self.packing.all_reduce(segments, sums, self.reduce, (shard.batch, shard.layout))
         if "pulled_back" in sums:
             segments = self.packing.add(segments, sums["pulled_back"])
         tallies = sums["tallies"]
         weight = tallies[self.trace.divisor(value) if shard.is_first else 1]
         if shard.is_first:
-            after, new_values = self.written_values.merge(written, after, sums.get("writes"))
+            after, replacements = self.state_updates.merge(mutated, after, sums.get("writes"))
         noise = gradient_noise.unscaled(sums.get("noise"), factor)
         weight = weight if factor is None else weight * factor
-        return Summed(segments, weight, tallies, written, before, after, new_values, sums.get("secs"), noise)
+        return Summed(segments, weight, tallies, mutated, before, after, replacements, sums.get("secs"), noise)
 
     def values(self) -> dict[int, tf.Tensor]:
         """Returns the values of all variables that the pass may write, by `id`; in replica context."""
@@ -266,13 +266,13 @@ class ForwardBackward:
         Returns:
             Packed gradients of `factor * sum(w * value)`; the tallies of all values that `loss_fn` returned, `[2 * m]`,
             or in another pass total and weight of `value`; the rows for Keras metrics; and the new values of the
-            overwritten variables.
+            replaced variables.
 
         Raises:
             ValueError: if the loss depends on no variable.
         """
-        with variable_writes.recorded_writes(self.writable) as written:
-            outputs, gradients, new_values, tallies, metric_rows = self.differentiate(
+        with variable_writes.recorded_writes(self.writable) as mutated:
+            outputs, gradients, replacements, tallies, metric_rows = self.differentiate(
                 rows, row_weights, factor, value, is_first=is_first
             )
         reached = [gradient is not None for gradient in gradients]
@@ -285,8 +285,8 @@ class ForwardBackward:
         names = ["loss", *(name for name in tallies if name != "loss")]
         flat_tallies = metrics.flatten([tallies[name] for name in (names if is_first else [divisor_of(value, names)])])
         if traces is not None:
-            traces.append(Trace(names, outputs, reached, written, tallies["loss"].is_per_token, metric_rows.join))
-        return self.pack(gradients), flat_tallies, metric_rows.tensors, new_values
+            traces.append(Trace(names, outputs, reached, mutated, tallies["loss"].is_per_token, metric_rows.join))
+        return self.pack(gradients), flat_tallies, metric_rows.tensors, replacements
 
     def pack(self, gradients: Sequence[Any], *, keeps_sparse: bool = True) -> list[Segment]:
         """Packs gradients, None where there is none."""
@@ -295,8 +295,8 @@ class ForwardBackward:
         return self.packing.pack(filled, keeps_sparse=keeps_sparse)
 
     def _set_trace(self, shard: _Shard) -> None:
-        """Sets `trace` from the traces of all parts, or adds what another pass reached and wrote."""
-        known = [] if shard.is_first else self.trace.written
+        """Sets `trace` from the traces of all microbatches, or adds what another pass reached and wrote."""
+        known = [] if shard.is_first else self.trace.mutated
         for trace in shard.traces:
             if self._trace is not None and trace.names != self._trace.names:
                 raise ValueError(
@@ -306,43 +306,43 @@ class ForwardBackward:
             if shard.is_first:
                 self._trace = trace
             self.trace.reached[:] = map(operator.or_, self.trace.reached, trace.reached)
-        self.add_written([*known, *(v for trace in shard.traces for v in trace.written)])
+        self.add_mutated([*known, *(v for trace in shard.traces for v in trace.mutated)])
 
-    def add_written(self, variables: Sequence[Any]) -> list[Any]:
-        """Sets the written variables in `trace` to these and those of Keras metrics; returns them in their order."""
-        are_written = {id(v) for v in (*variables, *self.state.keras_metrics.variables_of(self.trace.outputs))}
-        self._trace = replace(self.trace, written=[v for v in self.writable if id(v) in are_written])
-        return self.trace.written
+    def add_mutated(self, variables: Sequence[Any]) -> list[Any]:
+        """Sets the mutated variables in `trace` to these and those of Keras metrics; returns them in their order."""
+        are_mutated = {id(v) for v in (*variables, *self.state.keras_metrics.variables_of(self.trace.outputs))}
+        self._trace = replace(self.trace, mutated=[v for v in self.writable if id(v) in are_mutated])
+        return self.trace.mutated
 
 
-def note_own_trace(update: ForwardBackward, trace: Trace) -> list[Any]:
+def set_own_trace(update: ForwardBackward, trace: Trace) -> list[Any]:
     """Sets the trace of a step that the user computes; returns the variables that it writes, in their order."""
     if update._trace is not None and trace.names != update._trace.names:
         raise ValueError(f"step_fn reported {trace.names}, and {update._trace.names} before: report the same names.")
     update._trace = trace
-    return update.add_written(trace.written)
+    return update.add_mutated(trace.mutated)
 
 
-def _of_part(update: ForwardBackward, shard: _Shard, part: Part) -> Sums:
-    """Returns what is summed of a part."""
-    segments, tallies, fed, new_values = part.result
-    written = [v for v in update.writable if id(v) in part.written]
-    trace = shard.traces[-1] = replace(shard.traces[-1], written=written)
-    metric_rows = update.state.keras_metrics.add(trace.join(fed), part.row_weights)
+def _sums_of(update: ForwardBackward, shard: _Shard, microbatch: Microbatch) -> Sums:
+    """Returns what is summed of a microbatch."""
+    segments, tallies, fed, replacements = microbatch.result
+    mutated = [v for v in update.writable if id(v) in microbatch.mutated]
+    trace = shard.traces[-1] = replace(shard.traces[-1], mutated=mutated)
+    metric_rows = update.state.keras_metrics.add(trace.join(fed), microbatch.row_weights)
     shard.joins.append(metric_rows.join)
     if shard.is_first:
-        size = batch_size(part.rows) if part.row_weights is None else tf.reduce_sum(part.row_weights)
-        values = [part.written[id(v)] for v in written]
-        flat = update.written_values.flatten(written, values, new_values, size, part.number)
+        size = batch_size(microbatch.rows) if microbatch.row_weights is None else tf.reduce_sum(microbatch.row_weights)
+        values = [microbatch.mutated[id(v)] for v in mutated]
+        flat = update.state_updates.flatten(mutated, values, replacements, size, microbatch.number)
         vectors = [tallies] if flat is None else [tallies, flat]
         if update.measures_noise:
-            vectors.append(gradient_noise.of_part(segments, tallies[trace.divisor("loss")]))
+            vectors.append(gradient_noise.of_microbatch(segments, tallies[trace.divisor("loss")]))
         tallies = vectors[0] if len(vectors) == 1 else tf.concat(vectors, 0)
     return segments, tallies, metric_rows.tensors
 
 
 def _split(update: ForwardBackward, vector: tf.Tensor, is_first: bool) -> dict[str, Any]:
-    """Returns the parts of a vector that `_of_part` has joined, by name."""
+    """Returns the pieces of a vector that `_sums_of` has joined, by name."""
     size, end = 2 * len(update.trace.names) if is_first else 2, vector.shape[0]
     noise = {}
     if is_first and update.measures_noise:
@@ -362,7 +362,7 @@ def _pull_back(update: ForwardBackward, shard: _Shard, replicas: VirtualReplicas
         shard.traces[-1] = replace(shard.traces[-1], reached=reached)
         return update.pack(gradients, keeps_sparse=False)
 
-    return replicas.sum_again(pull_back, lambda part: part.result, update.packing.add)
+    return replicas.sum_again(pull_back, lambda microbatch: microbatch.result, update.packing.add)
 
 
 def _explain_merge_call(update: ForwardBackward) -> str:

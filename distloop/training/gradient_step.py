@@ -29,7 +29,7 @@ from distloop.model.spec import StepFn
 from distloop.model.user_functions import as_tensor
 from distloop.optimizers import gradients
 from distloop.training.differentiation import Trace
-from distloop.training.forward_backward import ForwardBackward, Summed, note_own_trace
+from distloop.training.forward_backward import ForwardBackward, Summed, set_own_trace
 
 _ROUNDING = 1e-5  # relative, of a number that is the same on all replicas
 
@@ -50,13 +50,13 @@ def call_step_fn(
         "step_fn asked for gradients or sums inside a tf.cond, a TensorFlow loop or a tf.function, where replicas "
         "cannot add them up: ask in plain Python, and choose between results with tf.where."
     ):
-        with variable_writes.recorded_writes(update.writable) as written:
+        with variable_writes.recorded_writes(update.writable) as mutated:
             returned = step_fn(step)
-        return step._finish(returned, written)
+        return step._finish(returned, mutated)
 
 
 class GradientStep:
-    """What a `step_fn` can ask about the batch of a step, `gradients` and `weights`, and where to look from, `moved`.
+    """What a `step_fn` can ask about the batch of a step, `gradients` and `weights`, and from where, `moved`.
 
     Every number is that of the global batch, the same on all replicas, divided and unscaled.
     """
@@ -69,7 +69,7 @@ class GradientStep:
         self._before = update.values()
         self._start = dict(self._before)  # of each pass: moved weights, all else as before the step
         self._first: Summed | None = None
-        self._written: dict[int, Any] = {}  # variables that any pass wrote
+        self._mutated: dict[int, Any] = {}  # variables that any pass wrote
         self._after: dict[int, tf.Tensor] = {}  # what the first pass wrote
         self._are_finite: list[tf.Tensor] = []
         self._has_moved = False
@@ -93,12 +93,12 @@ class GradientStep:
         update = self._update
         if self._first is None:
             summed = self._first = update(*self._arguments, value)
-            self._after = {id(v): new for v, new in zip(summed.written, summed.after, strict=True)}
+            self._after = {id(v): new for v, new in zip(summed.mutated, summed.after, strict=True)}
         else:
-            for i, variable in self._written.items():
+            for i, variable in self._mutated.items():
                 variable.assign(self._start[i])
             summed = update(*self._arguments, value, again_from=self._start)
-        self._written |= {id(v): v for v in summed.written}
+        self._mutated |= {id(v): v for v in summed.mutated}
         _, norm, scale = gradients.norm_and_scale(summed.segments, summed.weight)
         self._are_finite.append(tf.math.is_finite(norm + summed.tallies[0]))
         return dict(zip(self._variables, update.packing.unpack(summed.segments, scale), strict=True))
@@ -144,22 +144,22 @@ class GradientStep:
         update = self._update
         if self._first is None:
             raise ValueError(
-                "step_fn returned without a look at the gradients: call step.gradients() in it and return the "
+                "step_fn returned without gradients: call step.gradients() in it and return the "
                 "gradients to apply, by path."
             )
         returned = checked("step_fn returned", returned, self.weights)
-        own = [v for v in assigned if id(v) not in self._written]
+        own = [v for v in assigned if id(v) not in self._mutated]
         if not self._has_moved:
-            _refuse_assigned(self._variables, own, "use `with step.moved(...)` for another look, and ")
+            _refuse_assigned(self._variables, own, "use `with step.moved(...)` for other gradients, and ")
         own = [v for v in own if id(v) not in {id(v) for v in update.variables}]
         self._after |= {id(v): tf.identity(v) for v in own}
-        written = update.add_written([*self._written.values(), *own])
+        mutated = update.add_mutated([*self._mutated.values(), *own])
         return self._first._replace(
             segments=update.packing.pack(list(returned.values())),
             weight=tf.constant(1.0),
-            written=written,
-            before=[self._before[id(v)] for v in written],
-            after=[self._after.get(id(v), self._before[id(v)]) for v in written],
+            mutated=mutated,
+            before=[self._before[id(v)] for v in mutated],
+            after=[self._after.get(id(v), self._before[id(v)]) for v in mutated],
             are_finite=self._are_finite,
         )
 
@@ -183,7 +183,7 @@ class OwnStep:
         settings |= {"num_stages": len(state.stage_devices) > 1, "jit_compile": update.jit_compile}
         if given := [name for name, is_given in settings.items() if is_given]:
             raise ValueError(
-                f"{given[0]} was given with a step_fn and no loss_fn, so that distloop cannot cut the step into parts: "
+                f"{given[0]} was given with a step_fn and no loss_fn, so that distloop cannot cut the step up: "
                 f"leave {given[0]} out, or give a loss_fn."
             )
         rows, row_weights = take_shard(batch, layout)
@@ -230,7 +230,7 @@ class OwnStep:
         metrics.check_name(name, "step.report was given a number")
         self._without_weight |= {name} if weight is None else set()
         pair = (tf.cast(total, tf.float32), tf.cast(1.0 if weight is None else weight, tf.float32))
-        if any(part.shape.rank != 0 for part in pair):
+        if any(number.shape.rank != 0 for number in pair):
             raise ValueError(
                 f"step.report was given {name!r}, and a total and a weight of the shapes {pair[0].shape} and "
                 f"{pair[1].shape}: give a name and two scalars, sums over the rows of step.batch."
@@ -251,12 +251,12 @@ class OwnStep:
         gradients = checked("step_fn returned", gradients, known)
         names = sorted(self._reported, key=lambda name: name != "loss")
         reached = [path in gradients for path in paths]
-        written = note_own_trace(update, Trace(names, set(names), reached, list(assigned), False, lambda tensors: {}))
-        after = [tf.identity(v) for v in written]
-        flat = update.written_values.flatten(written, after, [], self._size, 0)
-        tallies = tf.stack([part for name in names for part in self._reported[name]])
+        mutated = set_own_trace(update, Trace(names, set(names), reached, list(assigned), False, lambda tensors: {}))
+        after = [tf.identity(v) for v in mutated]
+        flat = update.state_updates.flatten(mutated, after, [], self._size, 0)
+        tallies = tf.stack([number for name in names for number in self._reported[name]])
         sums = self.sum({"tallies": tallies} | ({} if flat is None else {"writes": flat}))
-        after, _ = update.written_values.merge(written, after, sums.get("writes"))
+        after, _ = update.state_updates.merge(mutated, after, sums.get("writes"))
         filled = [gradients.get(path, tf.zeros(v.shape, v.dtype)) for path, v in self._variables.items()]
         replicas = update.state.strategy.num_replicas_in_sync
         are_same = [
@@ -266,11 +266,11 @@ class OwnStep:
             segments=update.packing.pack(filled),
             weight=tf.constant(1.0),
             tallies=tf.where(tf.reduce_all(are_same), sums["tallies"], np.nan) if are_same else sums["tallies"],
-            written=written,
-            before=[self._before[id(v)] for v in written],
+            mutated=mutated,
+            before=[self._before[id(v)] for v in mutated],
             after=after,
-            new_values=[tf.identity(v) for v in update.overwritten],
-            secs=tf.ones([replicas]) if strategies.times_replicas(update.state.strategy) else None,  # nobody looked
+            replacements=[tf.identity(v) for v in update.replaced],
+            secs=tf.ones([replicas]) if strategies.times_replicas(update.state.strategy) else None,  # not measured
         )
 
 

@@ -199,7 +199,7 @@ class TrainLoop:
         """Agrees with the other workers on the next loop, and calls what is due by the clock between two loops."""
         plan, before = self._host.plan, self.secs
         self._agree_on_next_loop(self._host.stop_requests, step)
-        plan.look_at_clock(before, self.secs, [self.log_every, *(action.every for action in actions)], step)
+        plan.check_clock(before, self.secs, [self.log_every, *(action.every for action in actions)], step)
         report = Report(step, plan.last_step, self.reported, self._state, time=unix_time())
         run_between_loops(actions, report, self._host.clock, before, self.secs)
 

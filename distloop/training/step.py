@@ -6,9 +6,9 @@ TensorFlow can take it (a replica's function may hold no branch around what sync
     forward:  slice -> loss_fn -> weighted sums -> scale the loss -> gradients by microbatch -> one reduction;
               a step_fn repeats this as often as it asks for gradients
     finite?   on the reduced gradients and loss, so that every replica and worker decides alike
-    settle:   keep what the forward pass wrote, averaged over the replicas, or put it back
+    commit:   keep what the forward pass wrote, averaged over the replicas, or put it back
     apply:    divide and unscale -> clip -> gradient_fn -> optimizer -> average
-    rescale:  a loss scale falls after an overflow and rises after enough good steps
+    rescale:  a loss scale is halved after an overflow and grows after enough good steps
 
 A branch around `apply` costs 10 to 20 % of a small step, so only a step that may be skipped has one. Where a step that
 is not finite is an error, its gradients count as zero, which keeps the weights finite, and the loop ends on it.
@@ -37,7 +37,7 @@ from distloop.training.application import make_application
 from distloop.training.forward_backward import ForwardBackward, Summed
 from distloop.training.gradient_step import call_step_fn
 
-GRADIENT_NORM, CLIPPED_SHARE = "gradient_norm", "clipped_share"
+GRADIENT_NORM, CLIPPED = "gradient_norm", "clipped_share"
 NO_CLIPPING = Clipping()
 
 
@@ -62,16 +62,16 @@ class GradientRecorder(Protocol):
 
 
 class Gradients(NamedTuple):
-    """One update's gradients in a step, judged; all but `before` and `after` is the same on every replica."""
+    """One update's gradients in a step, checked and clipped; but for `before` and `after`, equal on every replica."""
 
     segments: list[Segment]  # summed over all replicas, and clipped by value
     squares: list[tf.Tensor]  # the squared norm of each
     scale: tf.Tensor  # []: the factor that divides, unscales and clips them; 0 if they are not finite
     tallies: tf.Tensor  # [2 * m]
     finite: tf.Tensor  # []
-    new_values: list[tf.Tensor]  # of the overwritten variables, if the step counts
-    before: list[tf.Tensor]  # the written variables' values before the forward pass
-    after: list[tf.Tensor]  # their values after the step, if it counts
+    replacements: list[tf.Tensor]  # of the replaced variables, if the step counts
+    before: list[tf.Tensor]  # the mutated variables' values before the forward pass
+    after: list[tf.Tensor]  # their values after the step, if it is applied
     secs: tf.Tensor | None  # [R]: of forward and backward on each replica; None: there is only one
 
 
@@ -82,7 +82,7 @@ class TrainStep:
         state: what is trained.
         updates: the forward and backward pass of each update, in order.
         application: how an update's gradients change the weights.
-        microbatches, jit_compile, skip_nonfinite, locate_nonfinite, loss_jump, histograms, look: the arguments.
+        microbatches, jit_compile, skip_nonfinite, locate_nonfinite, loss_jump, histograms, inspect: the arguments.
         own_names: the tallies that the step adds to each update's.
         may_skip: whether a step may leave everything unchanged.
         may_fail: whether a step may be an error.
@@ -102,35 +102,35 @@ class TrainStep:
         loss_jump: float | None = None,
         histograms: GradientRecorder | None = None,
         runs_ahead: bool | None = None,
-        look: Callable[[ForwardBackward, Sequence[Segment], tf.Tensor], None] | None = None,
+        inspect: Callable[[ForwardBackward, Sequence[Segment], tf.Tensor], None] | None = None,
     ):
         """Prepares; nothing is traced yet.
 
         Args:
             state: what is trained.
-            microbatches: the number of parts that each replica's shard is cut into.
+            microbatches: into how many each replica's shard is cut.
             clipping: the limit of an update's gradients.
             skip_nonfinite: whether a step that is not finite is skipped, every bit unchanged; else it is an error.
             jit_compile: whether XLA compiles the forward and backward pass.
-            measures_noise: whether the gradients of the parts of a batch are compared, for `GradientNoise`.
+            measures_noise: whether the gradients of microbatches are compared, for `GradientNoise`.
             locate_nonfinite: whether a step that is an error leaves every bit unchanged, so that `diagnosis.explain`
                 can run it again.
             loss_jump: how far above its usual value a loss makes the step an error, as for `LossWatch.check`; then a
                 loss that is not finite is an error too, even if the loss is scaled; None: losses are not watched.
             histograms: records the gradients of each step; None: nothing does.
-            look: gets each update, its summed gradients before clipping, packed, and the factor that divides them.
+            inspect: gets each update, its summed gradients before clipping, packed, and the factor that divides them.
             runs_ahead: whether the host may look at a step after the next one has begun; None: it may on GPUs.
         """
         self.state, self.skip_nonfinite, self.jit_compile = state, skip_nonfinite, jit_compile
         self.locate_nonfinite, self.loss_jump = locate_nonfinite, loss_jump
-        self.histograms, self.look = histograms, look
+        self.histograms, self.inspect = histograms, inspect
         self.may_skip = skip_nonfinite or locate_nonfinite or bool(state.loss_scalers)
         self.may_fail = not skip_nonfinite or bool(state.loss_scalers) or loss_jump is not None
         self.application = make_application(state)
         runs_ahead = strategies.has_gpus(state.strategy) if runs_ahead is None else runs_ahead
         self.runs_ahead = runs_ahead and not locate_nonfinite  # `explain` needs the last batch and its weights
         self._lead = strategies.lead_device(state.strategy)
-        needs_whole_gradients = bool(clipping.variable_norm) or histograms is not None or look is not None
+        needs_full_gradients = bool(clipping.variable_norm) or histograms is not None or inspect is not None
         self.microbatches = microbatches
         self.updates = [
             ForwardBackward(
@@ -138,12 +138,12 @@ class TrainStep:
                 update,
                 microbatches=microbatches,
                 jit_compile=jit_compile,
-                needs_whole_gradients=needs_whole_gradients,
+                needs_full_gradients=needs_full_gradients,
                 measures_noise=measures_noise,
             )
             for update in state.spec.updates
         ]
-        self.own_names = [GRADIENT_NORM] + [CLIPPED_SHARE] * bool(clipping) + [*gradient_noise.NAMES] * measures_noise
+        self.own_names = [GRADIENT_NORM] + [CLIPPED] * bool(clipping) + [*gradient_noise.NAMES] * measures_noise
         self._strategy, self._clipping = state.strategy, clipping
         if histograms is not None:
             for update in self.updates:
@@ -168,21 +168,21 @@ class TrainStep:
         tallies: list[tf.Tensor] = []  # likewise; zeros if it was not applied
         undo: list[Callable[..., None]] = []  # what restores the values before each
         with tf.device(self._lead):
-            counts: Any = None if is_over is None else ~is_over  # on each replica: whether the step counts so far
+            is_applied: Any = None if is_over is None else ~is_over  # on each replica
             for update in self.updates:
                 of_update = self.forward(update, batch, layout, examples)
-                finite = of_update.finite
-                counts = finite if counts is None else self._strategy.run(tf.logical_and, args=(counts, finite))
-                self._settle(update, of_update, counts)
+                both = is_applied, of_update.finite
+                is_applied = both[1] if is_applied is None else self._strategy.run(tf.logical_and, args=both)
+                self._commit_writes(update, of_update, is_applied)
                 if self.histograms is not None:
                     segments = tf.nest.map_structure(self._first, of_update.segments)
                     self.histograms.record(update.name, segments, self._first(of_update.scale))
-                tallies.append(self._apply(update, of_update, counts, is_over, undo))
+                tallies.append(self._apply(update, of_update, is_applied, is_over, undo))
                 gradients.append(of_update)
             for restore in undo[-2::-1] if self.runs_ahead else ():  # a later update may have failed
-                restore(unless=counts)
+                restore(unless=is_applied)
             metrics.check_fed(self.state.keras_metrics, {name for u in self.updates for name in u.trace.outputs})
-            applied = self._first(counts)
+            applied = self._first(is_applied)
             failed = _rescale(self, gradients, applied, is_over)
             if self.loss_jump is not None:
                 failed |= _has_diverged(self, gradients, self.loss_jump, is_over)
@@ -196,10 +196,10 @@ class TrainStep:
             )
 
     def advance(self, update: ForwardBackward, batch: Batch, layout: BatchLayout) -> None:
-        """Takes one update, finite or not, for a second look at a step that failed."""
+        """Takes one update, finite or not, to inspect a step that failed."""
         gradients = self.forward(update, batch, layout, self.count_examples(batch, layout))
-        self._settle(update, gradients, tf.constant(True))
-        self.application.apply(update, gradients.segments, gradients.scale, gradients.new_values)
+        self._commit_writes(update, gradients, tf.constant(True))
+        self.application.apply(update, gradients.segments, gradients.scale, gradients.replacements)
 
     def _first(self, value: Any) -> Any:
         """Returns the first replica's value."""
@@ -221,18 +221,18 @@ class TrainStep:
             return update(*arguments) if step_fn is None else call_step_fn(update, step_fn, *arguments)
 
         replica_fn = gathering.with_max_rows(sum_fn, layout.max_replica_rows)
-        judge = functools.partial(self._judge, update)
-        gradients: Gradients = self.application.reduce(update, replica_fn, judge, (batch, examples))
+        check_and_clip = functools.partial(self._check_and_clip, update)
+        gradients: Gradients = self.application.reduce(update, replica_fn, check_and_clip, (batch, examples))
         return gradients
 
-    def _judge(self, update: ForwardBackward, summed: Summed) -> Gradients:
+    def _check_and_clip(self, update: ForwardBackward, summed: Summed) -> Gradients:
         """Computes norm and factor of summed gradients, and whether all is finite; on a replica, or for all at once."""
         add = self.application.sum_over_owners(update)
         squares, norm, scale = norm_and_scale(summed.segments, summed.weight, add)
-        if self.look is not None:
-            self.look(update, summed.segments, scale)
+        if self.inspect is not None:
+            self.inspect(update, summed.segments, scale)
         finite = tf.math.is_finite(norm + summed.tallies[0])
-        for condition in (*summed.are_finite, *(tf.reduce_all(tf.math.is_finite(v)) for v in summed.new_values)):
+        for condition in (*summed.are_finite, *(tf.reduce_all(tf.math.is_finite(v)) for v in summed.replacements)):
             finite &= condition
         segments, scale, is_clipped = self._clipping.clip(update.packing, summed.segments, norm, scale, finite)
         if self._clipping.value and add is not None:
@@ -246,26 +246,26 @@ class TrainStep:
             scale=tf.where(finite, scale, 0.0),
             tallies=tf.concat([summed.tallies, own_tallies], 0),
             finite=finite,
-            new_values=[tf.where(finite, new, v) for new, v in zip(summed.new_values, update.overwritten, strict=True)],
+            replacements=[tf.where(finite, *pair) for pair in zip(summed.replacements, update.replaced, strict=True)],
             before=summed.before,
             after=summed.after,
             secs=summed.secs,
         )
 
-    def _settle(self, update: ForwardBackward, gradients: Gradients, finite: Any) -> None:
+    def _commit_writes(self, update: ForwardBackward, gradients: Gradients, finite: Any) -> None:
         """Keeps what the forward pass wrote, averaged over the replicas, if the step is finite; else restores it."""
 
-        def settle(finite: tf.Tensor, before: list[Any], after: list[Any]) -> None:
-            for variable, old, new in zip(update.trace.written, before, after, strict=True):
+        def commit(finite: tf.Tensor, before: list[Any], after: list[Any]) -> None:
+            for variable, old, new in zip(update.trace.mutated, before, after, strict=True):
                 variable.assign(tf.where(finite, new, old))
 
-        self._strategy.run(settle, args=(finite, gradients.before, gradients.after))
+        self._strategy.run(commit, args=(finite, gradients.before, gradients.after))
 
     def _apply(
         self,
         update: ForwardBackward,
         gradients: Gradients,
-        counts: Any,
+        is_applied: Any,
         is_over: tf.Tensor | None,
         undo: list[Callable[..., None]],
     ) -> tf.Tensor:
@@ -274,7 +274,7 @@ class TrainStep:
         Args:
             update: the pass.
             gradients: of it.
-            counts: whether the step counts so far, on each replica.
+            is_applied: whether the step is finite so far, on each replica.
             is_over: as for `__call__`.
             undo: what restores the values before each earlier update; gets what restores those before this one.
 
@@ -283,7 +283,7 @@ class TrainStep:
         """
         tallies = self._first(gradients.tallies)
         apply = functools.partial(
-            self.application.apply, update, gradients.segments, gradients.scale, gradients.new_values
+            self.application.apply, update, gradients.segments, gradients.scale, gradients.replacements
         )
         if not self.may_skip:
             if is_over is None:
@@ -299,14 +299,14 @@ class TrainStep:
 
         def restore(unless: Any = None) -> None:
             self.application.restore(update, before, unless)
-            written = functools.partial(variable_writes.assign, update.trace.written)
-            self._strategy.run(written, args=(gradients.before, unless))
+            assign = functools.partial(variable_writes.assign, update.trace.mutated)
+            self._strategy.run(assign, args=(gradients.before, unless))
 
         undo.append(restore)
         if self.runs_ahead:
             apply()
-            self.application.restore(update, before, unless=counts)
-            return tf.where(self._first(counts), tallies, 0.0)
+            self.application.restore(update, before, unless=is_applied)
+            return tf.where(self._first(is_applied), tallies, 0.0)
 
         def applied() -> tf.Tensor:
             apply()
@@ -317,7 +317,7 @@ class TrainStep:
                 restore_earlier()
             return tf.zeros_like(tallies)
 
-        return tf.cond(self._first(counts), applied, undone)
+        return tf.cond(self._first(is_applied), applied, undone)
 
 
 def loss_weight(step: TrainStep) -> int | None:
@@ -350,8 +350,8 @@ def _has_diverged(step: TrainStep, gradients: Sequence[Gradients], jump: float, 
     losses = tf.stack([step._first(of_update.tallies)[:2] for of_update in gradients])  # [U, 2]
     totals, weights = tf.unstack(losses, axis=1)
     means = tf.math.divide_no_nan(totals, weights)
-    counts = weights > 0 if is_over is None else (weights > 0) & ~is_over
-    has_diverged = step.state.loss_watch.check(means, counts, jump)
+    has_weight = weights > 0 if is_over is None else (weights > 0) & ~is_over
+    has_diverged = step.state.loss_watch.check(means, has_weight, jump)
     # A loss scale is not to blame for a loss that is not finite: it is computed before it is scaled.
     return has_diverged if step.skip_nonfinite else has_diverged | ~tf.reduce_all(tf.math.is_finite(means))
 
@@ -360,11 +360,11 @@ def _diagnosis(step: TrainStep, gradients: Sequence[Gradients]) -> tf.Tensor:
     """Returns tallies and gradients of all updates for `diagnosis.explain`, if the step may be an error."""
     if not step.may_fail:
         return tf.zeros([0])
-    parts = []
+    pieces = []
     for update, of_update in zip(step.updates, gradients, strict=True):
         segments, squares = tf.nest.map_structure(step._first, (of_update.segments, of_update.squares))
-        parts += [step._first(of_update.tallies), update.packing.diagnosis(segments, squares)]
-    return tf.concat(parts, 0)
+        pieces += [step._first(of_update.tallies), update.packing.diagnosis(segments, squares)]
+    return tf.concat(pieces, 0)
 
 
 def _join_tallies(of_updates: Sequence[tf.Tensor], finite: tf.Tensor, may_skip: bool) -> tf.Tensor:

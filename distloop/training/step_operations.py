@@ -141,7 +141,7 @@ def unsaved_draws_refused(state: TrainState) -> Iterator[None]:
     num_operations = len(graph.get_operations())
     yield
     for op in unsaved_draws(graph.get_operations()[num_operations:], state):
-        layers = [part for tops in state.layers_of_update.values() for top in tops for part in top._flatten_layers()]
+        layers = [each for tops in state.layers_of_update.values() for top in tops for each in top._flatten_layers()]
         raise ValueError(
             f"{describe(op, layers, has_direction=False)} draws random numbers from a state that no "
             f"checkpoint holds, so a resumed run would draw others: {SEED_ADVICE}, or draw in the dataset."
@@ -157,7 +157,7 @@ def unsaved_draws(operations: Iterable[tf.Operation], state: TrainState) -> Iter
         elif _DRAWS_FROM_VARIABLE.fullmatch(op.type):
             if saved is None:
                 variables = state.all_variables().values()
-                saved = {id(part.handle) for variable in variables for part in state.replica_variables(variable)}
+                saved = {id(copy.handle) for variable in variables for copy in state.replica_variables(variable)}
             if id(outermost(op.inputs[0])) not in saved:
                 yield op
 
@@ -193,7 +193,7 @@ def surprises(train_step: TrainStep, graph: tf.Graph) -> Iterator[str]:
                 f"Layers such as {half[0]} compute in float16 and the loss is not scaled, so small gradients become 0: "
                 f"set precision={FLOAT16.name}, or give distloop.LossScaleOptimizer."
             )
-        yield from _of_written(train_step, update)
+        yield from _of_mutated(train_step, update)
     layers = [layer for update in train_step.updates for layer in layers_of(train_step, update)]
     draws = [op for op in with_called(graph.get_operations()) if _DRAWS_BY_SEED.match(op.type)]
     for op in dict.fromkeys(describe(op, layers) for op in draws if has_fixed_seed(op)):
@@ -202,14 +202,14 @@ def surprises(train_step: TrainStep, graph: tf.Graph) -> Iterator[str]:
 
 def _of_loss(train_step: TrainStep, update: ForwardBackward) -> Iterator[str]:
     """Yields sentences about variables that the loss does not reach, and layers that compute as in evaluation."""
-    state, written = train_step.state, {id(v) for v in update.trace.written}
+    state, mutated = train_step.state, {id(v) for v in update.trace.mutated}
     unreached = [v for v, is_reached in zip(update.variables, update.trace.reached, strict=True) if not is_reached]
     if unreached:
         paths = ", ".join(state.paths[id(v)] for v in unreached)
         yield f"The loss does not depend on {paths}, which stays as it is: leave it out with ModelSpec(trainable=...)."
     with state.frozen:
         layers = list(_layers_with_modes(state.layers_of_update[update.name], {id(v) for v in update.variables}))
-    if layers and not any(id(v) in written for layer in layers for v in layer.variables):
+    if layers and not any(id(v) in mutated for layer in layers for v in layer.variables):
         names = ", ".join(layer.path or layer.name for layer in layers[:3])
         yield (
             f"Layers such as {names} compute in the step as in evaluation, or not at all: pass the argument training "
@@ -218,7 +218,7 @@ def _of_loss(train_step: TrainStep, update: ForwardBackward) -> Iterator[str]:
 
 
 def _layers_with_modes(layers: Iterable[Any], trained: set[int]) -> Iterator[Any]:
-    """Yields the layers that compute otherwise in training, those in parts that no update trains left out."""
+    """Yields the layers that compute otherwise in training, those that no update trains left out."""
     for layer in layers:
         if isinstance(layer, keras.layers.BatchNormalization):
             if layer.trainable:
@@ -230,14 +230,14 @@ def _layers_with_modes(layers: Iterable[Any], trained: set[int]) -> Iterator[Any
             yield from _layers_with_modes(layer._flatten_layers(include_self=False, recursive=False), trained)
 
 
-def _of_written(train_step: TrainStep, update: ForwardBackward) -> Iterator[str]:
+def _of_mutated(train_step: TrainStep, update: ForwardBackward) -> Iterator[str]:
     """Yields sentences about variables that the forward pass writes, and that differ between replicas from then on."""
     state = train_step.state
     if state.strategy.num_replicas_in_sync == 1 or state.replicas.same_bits:
         return
-    kept_equal = {id(v) for v in update.written_values.with_mean(update.trace.written)}
-    kept_equal |= update.written_values.carried
-    for variable in (v for v in update.trace.written if id(v) not in kept_equal):
+    kept_equal = {id(v) for v in update.state_updates.with_mean(update.trace.mutated)}
+    kept_equal |= update.state_updates.carried
+    for variable in (v for v in update.trace.mutated if id(v) not in kept_equal):
         if tensorflow_variable(variable).aggregation == tf.VariableAggregation.NONE:
             yield (
                 f"The forward pass writes {state.paths[id(variable)]}, of dtype {tf.as_dtype(variable.dtype).name}, "
@@ -249,4 +249,4 @@ def _of_written(train_step: TrainStep, update: ForwardBackward) -> Iterator[str]
 def layers_of(train_step: TrainStep, update: ForwardBackward) -> list[Any]:
     """Returns the layers that an update trains, at any depth."""
     layers = train_step.state.layers_of_update[update.name]
-    return [part for layer in layers for part in layer._flatten_layers()]
+    return [each for layer in layers for each in layer._flatten_layers()]

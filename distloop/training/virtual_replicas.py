@@ -1,7 +1,7 @@
 """Virtual replicas, which a device computes one after the other, with random streams and statistics of their own.
 
     replicas = VirtualReplicas(state, batch, layout, microbatches=2)
-    replicas.sum_parts(compute, of_part, add)                      # in replica context
+    replicas.sum_microbatches(compute, of_microbatch, add)         # in replica context
 
 Of v on each device, device d computes the virtual replicas from d * v on. What one computes has the same bits on any
 device of a kind, as it is a function by itself: TensorFlow calls it as it stands, whatever surrounds it, and it writes
@@ -29,18 +29,18 @@ from distloop.workers import environment
 
 T = TypeVar("T")
 Compute = Callable[[Any, tf.Tensor | None], Any]  # of rows `[b, ...]` and their weights `[b]`
-Written = Mapping[int, tf.Tensor]  # what a part wrote: `id` of a variable -> its new value
+Values = Mapping[int, tf.Tensor]  # what a microbatch wrote: `id` of a variable -> its new value
 Rows = Sequence[tf.Tensor]  # by call of `gather_rows`, those of all virtual replicas, `[B, ...]`
 
 
-class Part(NamedTuple):
-    """A part of a replica's rows, after it was computed: a microbatch of the replica, or of one of its virtual ones."""
+class Microbatch(NamedTuple):
+    """A microbatch of a replica, or of one of its virtual replicas, after it was computed."""
 
     number: tf.Tensor | int  # of the microbatch; with virtual replicas, of which each has all microbatches
     rows: Any  # [b, ...]
     row_weights: tf.Tensor | None  # [b]
     result: Any  # what the function returned
-    written: Mapping[int, Any]  # by `id` of a variable, what the part wrote, or the variable that has the value
+    mutated: Mapping[int, Any]  # by `id` of a variable, what the microbatch wrote, or the variable that has the value
     given: Sequence[tf.Tensor] = ()  # by call of `gather_rows`, the rows that it gave
     slopes: Sequence[tf.Tensor] = ()  # the derivatives by the rows that it got
 
@@ -54,7 +54,7 @@ class VirtualReplicas:
     """
 
     def __init__(
-        self, state: TrainState, batch: Batch, layout: BatchLayout, microbatches: int = 1, before: Written | None = None
+        self, state: TrainState, batch: Batch, layout: BatchLayout, microbatches: int = 1, before: Values | None = None
     ):
         """Prepares; call it in replica context.
 
@@ -73,33 +73,33 @@ class VirtualReplicas:
         before = before or {}
         self._before = [tf.convert_to_tensor(before.get(id(v), v)) for v in self._variables]
         self.rows: Rows | None = None
-        self.after: Written = {}
+        self.after: Values = {}
 
-    def sum_parts(self, fn: Compute, of_part: Callable[[Part], T], add: Callable[[T, T], T]) -> T:
-        """Adds up what is computed of each part: microbatches in order, virtual replicas in a fixed tree.
+    def sum_microbatches(self, fn: Compute, of_microbatch: Callable[[Microbatch], T], add: Callable[[T, T], T]) -> T:
+        """Adds up what is computed of each microbatch: microbatches in order, virtual replicas in a fixed tree.
 
-        Where the function gathers rows, it is called with those of all virtual replicas. Of a GPU one part is in memory
-        at a time, of a CPU as many as it has cores for.
+        Where the function gathers rows, it is called with those of all virtual replicas. Of a GPU one microbatch is in
+        memory at a time, of a CPU as many as it has cores for.
 
         Args:
             fn: takes rows and their weights; returns tensors. It may write Keras variables that are not trained.
-            of_part: returns what is summed of a part, a structure of tensors.
+            of_microbatch: returns what is summed of a microbatch, a structure of tensors.
             add: adds two of them.
         """
         try:
-            total, self.after = self._sum_parts(fn, of_part, add, None)
+            total, self.after = self._sum_microbatches(fn, of_microbatch, add, None)
         except NeedsRowsError:
             self.rows = self._collect(fn)
-            total, self.after = self._sum_parts(fn, of_part, add, self.rows)
+            total, self.after = self._sum_microbatches(fn, of_microbatch, add, self.rows)
         return total
 
-    def sum_again(self, fn: Compute, of_part: Callable[[Part], T], add: Callable[[T, T], T]) -> T:
-        """Adds up the parts of another function, which gives rows and gets none, from the same values."""
-        return self._sum_parts(fn, of_part, add, ())[0]
+    def sum_again(self, fn: Compute, of_microbatch: Callable[[Microbatch], T], add: Callable[[T, T], T]) -> T:
+        """Adds up the microbatches of another function, which gives rows and gets none, from the same values."""
+        return self._sum_microbatches(fn, of_microbatch, add, ())[0]
 
     def _collect(self, fn: Compute) -> list[tf.Tensor]:
         """Returns the rows that all virtual replicas give, in the order of the global batch."""
-        given = self.sum_again(fn, lambda part: [part.given], operator.add)
+        given = self.sum_again(fn, lambda microbatch: [microbatch.given], operator.add)
         rows = [join_rows(pieces) for pieces in zip(*given, strict=True)]
         if self._state.strategy.num_replicas_in_sync == 1:
             return rows
@@ -112,31 +112,31 @@ class VirtualReplicas:
             )
         return gathering.gather_all(rows, "The loss calls gather_rows")
 
-    def _sum_parts(
-        self, fn: Compute, of_part: Callable[[Part], T], add: Callable[[T, T], T], all_rows: Rows | None
-    ) -> tuple[T, Written]:
+    def _sum_microbatches(
+        self, fn: Compute, of_microbatch: Callable[[Microbatch], T], add: Callable[[T, T], T], all_rows: Rows | None
+    ) -> tuple[T, Values]:
         """Returns the sum, and what variables have after the first virtual replica."""
         isolated: Callable[..., Any] = lambda *arguments: self._isolated(fn, *arguments)  # noqa: E731
-        num_parts = self._layout.per_device * self._microbatches
-        if not tf.executing_eagerly() and num_parts > 1:
+        total = self._layout.per_device * self._microbatches
+        if not tf.executing_eagerly() and total > 1:
             isolated = graph_function(isolated, experimental_attributes={"_noinline": True})
         width = side_by_side(self._state.strategy)
         sums = TreeSum[T](add)
         of_replica: T | None = None  # over its microbatches so far
         kept: list[list[tf.Tensor]] = []
-        after_first: Written = {}
-        written: Written = {}
-        for number in range(num_parts):
+        after_first: Values = {}
+        mutated: Values = {}
+        for number in range(total):
             index, microbatch = divmod(number, self._microbatches)
-            values = self._values(index, written if microbatch else {})
+            values = self._values(index, mutated if microbatch else {})
             rows, row_weights = take_shard(self._batch, self._layout, self._microbatches, number)
             position = first_row_of(self._batch, self._layout, index)
             with tf.control_dependencies(kept[number - width] if number >= width else []):
                 result, given, slopes, by_index = isolated(values, rows, row_weights, position, all_rows)
-            written = {id(self._variables[int(i)]): value for i, value in by_index.items()}
+            mutated = {id(self._variables[int(i)]): value for i, value in by_index.items()}
             if not index:
-                after_first = written
-            more = of_part(Part(number, rows, row_weights, result, written, given, slopes))
+                after_first = mutated
+            more = of_microbatch(Microbatch(number, rows, row_weights, result, mutated, given, slopes))
             of_replica = more if of_replica is None else add(of_replica, more)
             largest = of_replica
             if microbatch + 1 == self._microbatches:
@@ -144,8 +144,8 @@ class VirtualReplicas:
             kept.append(tf.nest.flatten(largest, expand_composites=True))
         return sums.total(), after_first
 
-    def _values(self, index: int, earlier: Written) -> list[tf.Tensor]:
-        """Returns the values with which a part of a virtual replica begins; `earlier`: what the part before wrote."""
+    def _values(self, index: int, earlier: Values) -> list[tf.Tensor]:
+        """Returns the values with which a virtual replica's microbatch begins; `earlier`: what the one before wrote."""
         values = []
         for variable, value in zip(self._variables, self._before, strict=True):
             if id(variable) in self._seeds:
@@ -174,9 +174,9 @@ class VirtualReplicas:
                 "virtual replicas cannot have values of their own: make it a weight of a Keras layer, with "
                 "add_weight(trainable=False)."
             )
-        new_values = [own.get_current_value(v) for v in self._variables]
-        written = {str(i): new for i, (new, old) in enumerate(zip(new_values, values, strict=True)) if new is not old}
-        return result, exchange.given, exchange.slopes, written
+        after = [own.get_current_value(v) for v in self._variables]
+        mutated = {str(i): new for i, (new, old) in enumerate(zip(after, values, strict=True)) if new is not old}
+        return result, exchange.given, exchange.slopes, mutated
 
 
 def run_forward(
@@ -197,7 +197,7 @@ def run_forward(
         with restored_writes(state):
             return [fn(*take_shard(batch, layout))]
     replicas = VirtualReplicas(state, batch, layout)
-    results = replicas.sum_parts(fn, lambda part: [part.result], operator.add)
+    results = replicas.sum_microbatches(fn, lambda microbatch: [microbatch.result], operator.add)
     for seed in state.seeds:
         if id(seed) in replicas.after:
             seed.assign(replicas.after[id(seed)])
@@ -210,7 +210,7 @@ def join_rows(pieces: Sequence[tf.Tensor]) -> tf.Tensor:
 
 
 def side_by_side(strategy: tf.distribute.Strategy) -> int:
-    """Returns how many parts of a device are computed at the same time; each holds the activations of its rows."""
+    """Returns how many microbatches a device computes at the same time; each holds the activations of its rows."""
     if strategies.has_gpus(strategy):
         return 1
     return max(1, environment.count_cores() // collectives.num_local_replicas(strategy))

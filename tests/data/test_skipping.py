@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import distloop
 from distloop.data import iterators
-from distloop.data.iterators import Behind, fresh_copy, read_again
+from distloop.data.iterators import FastForward, fresh_copy, read_again
 from distloop.workers.preemption import EXIT_CODE, Interrupted, StopRequests
 from tests.problems import classification, classifier, numbers, on
 
@@ -23,7 +23,7 @@ class SlowSource:
     """A source that takes two seconds of a fake clock for its first batch, and 0.1 for each other one."""
 
     def __init__(self, num_to_skip, monkeypatch):
-        self.behind, self.num_batches, self.pieces, self._now = self, num_to_skip, [], 0.0
+        self.fast_forward, self.num_batches, self.pieces, self._now = self, num_to_skip, [], 0.0
         monkeypatch.setattr(iterators.time, "monotonic", lambda: self._now)
 
     def skip(self, most=None, secs=float("inf")):
@@ -37,7 +37,8 @@ class SlowSource:
 def test_skipping_is_announced_once_and_a_signal_in_it_saves_nothing(monkeypatch):
     source, lines, progress = SlowSource(22, monkeypatch), [], []
     requests = StopRequests(catch_signals=False)
-    read_again(source.behind, ONE, requests, lines.append, lambda *shown: progress.append((*shown, requests.plan)))
+    show = lambda *shown: progress.append((*shown, requests.plan))  # noqa: E731
+    read_again(source.fast_forward, ONE, requests, lines.append, show)
     assert source.pieces == [1, 5, 5, 5, 5, 1]
     hint = "data of distloop.make_dataset is at its position at once."
     assert lines == [f"Skipping 22 batches already seen (about 4 s); {hint}"]
@@ -48,7 +49,7 @@ def test_skipping_is_announced_once_and_a_signal_in_it_saves_nothing(monkeypatch
 
 def test_what_takes_no_time_is_not_announced_nor_lost_by_a_stop(monkeypatch):
     source, lines = SlowSource(5, monkeypatch), []
-    read_again(source.behind, ONE, out_of_time(1), lines.append, lambda *shown: lines.append(shown))
+    read_again(source.fast_forward, ONE, out_of_time(1), lines.append, lambda *shown: lines.append(shown))
     assert source.num_batches == 0 and not lines
 
 
@@ -72,7 +73,7 @@ def out_of_time(max_secs):
 def test_a_stop_ends_the_skipping_after_one_piece(monkeypatch, stop, kind, words):
     source = SlowSource(1000, monkeypatch)
     with pytest.raises(kind, match=words):
-        read_again(source.behind, ONE, stop)
+        read_again(source.fast_forward, ONE, stop)
     assert source.pieces == [1, 5]
 
 
@@ -115,18 +116,18 @@ def test_a_signal_ends_skipping_after_a_piece_and_keeps_the_checkpoint(tmp_path,
 
 def test_data_that_ends_among_the_batches_to_skip_is_an_error():
     iterator = iter(numbers(12, 2).repeat())
-    assert Behind(iterator, 8).skip() == 0
+    assert FastForward(iterator, 8).skip() == 0
     assert next(iterator)["x"].numpy().tolist() == [4, 5]
     with pytest.raises(tf.errors.OutOfRangeError):
-        Behind(iter(numbers(4, 2)), 3).skip()
+        FastForward(iter(numbers(4, 2)), 3).skip()
 
 
 def test_a_piece_ends_when_its_time_is_over_and_reads_one_batch_at_least():
     iterator = iter(numbers(12, 2).repeat())
-    assert Behind(iterator, 5).skip(secs=-1.0) == 4
+    assert FastForward(iterator, 5).skip(secs=-1.0) == 4
     assert next(iterator)["x"].numpy().tolist() == [2, 3]
     start = time.monotonic()
-    assert 0 < Behind(iterator, 10**9).skip(secs=0.1) < 10**9 - 1
+    assert 0 < FastForward(iterator, 10**9).skip(secs=0.1) < 10**9 - 1
     assert time.monotonic() - start < 2.0
 
 

@@ -113,7 +113,7 @@ def test_a_position_is_restored_in_a_new_source(batches):
     taken(first, batches)
     first.batches_taken = batches
     second.restore_position(first.save_position())
-    assert second.batches_taken == batches and second.behind.num_batches == batches
+    assert second.batches_taken == batches and second.fast_forward.num_batches == batches
     assert taken(second, 6) == taken(first, 6)
 
 

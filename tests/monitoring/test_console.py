@@ -9,7 +9,7 @@ import pytest
 
 import distloop
 from distloop.log import say
-from distloop.monitoring.console import Console, show_parts, show_split
+from distloop.monitoring.console import Console, show_split, show_sum
 from distloop.monitoring.timing import Clock
 from tests.problems import classification, classifier, on
 
@@ -318,7 +318,7 @@ def test_a_run_that_went_back_to_a_checkpoint_has_finished_all_its_steps(tmp_pat
 def test_the_shards_of_a_batch_and_the_largest_parts_of_a_sum_are_shown():
     batches = [128, 128], [33, 33, 34], [62, 63] * 4, [32] * 8
     assert [*map(show_split, batches)] == ["128 + 128", "33 + 33 + 34", "4 x 62 + 4 x 63", "8 x 32"]
-    assert show_parts({"conv": 1288, "dense": 10}) == "conv 1,288 + dense 10"
+    assert show_sum({"conv": 1288, "dense": 10}) == "conv 1,288 + dense 10"
     parts = {f"layer_{i}": 10 - i for i in range(10)}
     first = " + ".join(f"layer_{i} {10 - i}" for i in range(7))
-    assert show_parts(parts) == f"{first} + 3 others 6"
+    assert show_sum(parts) == f"{first} + 3 others 6"

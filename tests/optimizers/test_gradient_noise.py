@@ -140,7 +140,7 @@ def test_one_device_replays_a_run_of_two_that_measured_it(tmp_path):
 @pytest.mark.slow
 def test_a_table_counts_each_of_its_rows_once():
     segment = gradient_noise.Rows(tf.constant([3, 1, 3], tf.int64), tf.constant([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]))
-    total, count = gradient_noise.of_part([segment], tf.constant(2.0)).numpy()
+    total, count = gradient_noise.of_microbatch([segment], tf.constant(2.0)).numpy()
     assert total == pytest.approx((6**2 + 8**2 + 3**2 + 4**2) / 2) and count == 1.0
 
 
@@ -155,6 +155,6 @@ def test_averages_are_smoothed_before_the_division():
 
 @pytest.mark.slow
 def test_a_step_that_measures_nothing_computes_nothing_for_it(monkeypatch):
-    monkeypatch.setattr(gradient_noise, "of_part", None)
+    monkeypatch.setattr(gradient_noise, "of_microbatch", None)
     found = distloop.Trainer(classifier(), on(2)).fit(batches(8, ROWS), steps=1)
     assert not {TRACE, SQUARE, SCALE} & found.keys()

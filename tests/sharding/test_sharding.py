@@ -109,7 +109,7 @@ def test_each_device_has_its_part_of_the_slots_and_the_console_says_so(half_prec
     weights = [of["weights"] for of in held_by_device(sharded.state).values()]
     assert sorted(weights) == [4 * (628 + rows * 48) for rows in (1, 7)]  # of a matrix that is cut, its part once more
     one = distloop.Trainer(classifier(), on(1, shard_optimizer=True))
-    assert one.state.slot_placement.num_shares == 1
+    assert one.state.slot_placement.num_shards == 1
     of_two, of_one = (overview.console_lines(t.state, t.config, sharded._train_source) for t in (sharded, one))
     assert "slots and averages 0.0 MB on CPU:0, 0.0 MB on CPU:1" in of_two
     assert any("changes nothing" in line for line in of_one)

@@ -253,7 +253,7 @@ def test_a_packing_of_whole_gradients_says_why_and_the_console_too(part, capsys)
     assert whole.numpy().tolist() == [[0, 0], [2, 2], [0, 0]] and packing.by_rows == set()
     update = types.SimpleNamespace(packing=packing, variables=[table])
     state = types.SimpleNamespace(paths={id(table): "ids/embeddings"})
-    overview.report_whole_tables([update], state, is_shown=True)
+    overview.report_dense_tables([update], state, is_shown=True)
     assert (
         f"ids/embeddings of 200,000 rows is updated as a whole at each step, since {reason}" in capsys.readouterr().out
     )

@@ -54,7 +54,7 @@ def test_a_run_that_ends_by_time_goes_on_when_it_gets_more(tmp_path, monkeypatch
 
 @pytest.mark.slow
 def test_a_stop_leaves_an_evaluation_which_the_next_start_makes_anew(tmp_path, monkeypatch):
-    monkeypatch.setattr("distloop.evaluation.evaluation._PART_SECS", 0.0)  # each part has one batch
+    monkeypatch.setattr("distloop.evaluation.evaluation._CHUNK_SECS", 0.0)  # each chunk has one batch
     monkeypatch.setattr("distloop.evaluation.prediction._MAX_JOINED_SECS", 0.0)
     asked = {"reason": None, "at": None, "batches": 0}
     monkeypatch.setattr(StopRequests, "reason", property(lambda _: asked["reason"]))
