@@ -1,5 +1,6 @@
 """Handing metrics to writers: buffering of rows, media, and disks that fail."""
 
+import threading
 import time
 from dataclasses import replace
 
@@ -39,10 +40,11 @@ class File:
 
     def __init__(self, fails_at=None, error=None):
         self.rows, self.flushed, self.discarded, self.is_closed = [], [], [], False
-        self._fails_at, self._error = fails_at, error
+        self._fails_at, self._error, self.has_failed = fails_at, error, threading.Event()
 
     def write(self, step, metrics, when):
         if step == self._fails_at:
+            self.has_failed.set()
             raise self._error
         self.rows.append(step)
 
@@ -122,7 +124,7 @@ def test_an_error_of_the_timer_loses_no_other_row(monkeypatch):
     with pytest.raises(ValueError, match="wrong"), Write([file, other]) as write:
         for step in (1, 2, 3):
             write(report(step))
-        time.sleep(0.4)
+        assert file.has_failed.wait(60)
     assert file.rows == [1, 3] and other.rows == [1, 2, 3] and file.is_closed and other.is_closed
 
 
@@ -136,8 +138,10 @@ def test_an_error_in_a_row_is_raised_in_the_main_thread(where, monkeypatch):
         if where == "at a flush":
             write.flush()
         elif where == "by the timer":
-            time.sleep(0.2)
-            write(report(3))
+            assert file.has_failed.wait(60)
+            for step in range(3, 1000):  # the timer has yet to hand the error over
+                write(report(step))
+                time.sleep(0.01)
         assert where == "in the end"
     assert file.is_closed and 2 not in file.rows
 

@@ -78,7 +78,7 @@ def test_the_end_waits_for_lines_as_long_as_somebody_reads(unread, monkeypatch):
         console.write(b"x" * 2000 + b"\n")
     began = time.monotonic()
     console.finish()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60
     assert len(drain(unread[0], 0.3)) == 200_100
     console.finish()
 
