@@ -262,17 +262,17 @@ def _graphs_of(op: tf.Operation, attribute: str, seen: set[str]) -> Iterator[Any
             yield getattr(op.graph._get_function(function.name), "graph", None)
 
 
-def written_resources(operations: Iterable[tf.Operation]) -> set[int]:
+def assigned_resources(operations: Iterable[tf.Operation]) -> set[int]:
     """Returns the identities of the resources, such as the handles of variables, that operations may write."""
-    return {id(outermost(tensor)) for op in operations for tensor in _written_inputs(op)}
+    return {id(outermost(tensor)) for op in operations for tensor in _assigned_inputs(op)}
 
 
 def may_write(op: tf.Operation) -> bool:
     """Returns whether an operation may write a variable or another resource."""
-    return bool(_written_inputs(op))
+    return bool(_assigned_inputs(op))
 
 
-def _written_inputs(op: tf.Operation) -> list[tf.Tensor]:
+def _assigned_inputs(op: tf.Operation) -> list[tf.Tensor]:
     """Returns the inputs of an operation that are resources which it may write."""
     resources = {i: tensor for i, tensor in enumerate(op.inputs) if tensor.dtype == tf.resource}
     if not resources or op.type in _READS:

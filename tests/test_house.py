@@ -64,6 +64,19 @@ WITHOUT_TENSORFLOW |= {f"launcher.{name}" for name in "elastic processes ray_act
 WITHOUT_TENSORFLOW |= {"urls", *(f"bucket.{name}" for name in "remote_directory tree upload".split())}
 JUNK_DRAWERS = {"utils", "util", "common", "base", "core", "helpers", "helper", "manager", "handler", "wrapper", "misc"}
 
+# Words for which the field has others: a virtual replica, send and report, inspect, a fraction or a worker's rows, a
+# device or a slot, to fast forward, a lost position, to commit, to check and clip, replaced, failed, leaving, complete,
+# metadata and messages. `written`, `part`, `row`, `phase` and `counts` have a right meaning beside the wrong ones: of
+# files, of the package and of variables, of tables, of a run's time, and numbers.
+RETIRED = set("turn turns tell tells told look looks share shares behind astray settle settled judge".split())
+RETIRED |= set("judged overwritten fell fallen leaver leavers note notes noted place places whole".split())
+NOT_RETIRED = {
+    "public": {"memory_share"},  # an argument of autotune_batch
+    "a key in the file of a lock": {"place"},
+    "TensorFlow's verb for devices": {"_place_variables", "place_slots"},
+    "an integer": {"whole_number"},
+}
+
 each_module = pytest.mark.parametrize("module", MODULES)
 
 
@@ -149,6 +162,24 @@ def test_no_module_is_a_junk_drawer():
     assert not [path.name for path in files if JUNK_DRAWERS & set(path.stem.split("_"))]
     for package in ("distloop", "experiments"):
         assert not JUNK_DRAWERS & {path.name for path in (ROOT / package).rglob("*") if path.is_dir()}
+
+
+def retired_words_of(name):
+    """Returns the words of a name that have an English meaning here, and none in the field."""
+    return RETIRED & set(re.sub(r"(?<!^)([A-Z])", r"_\1", name).lower().split("_"))
+
+
+@each_module
+def test_names_are_in_the_words_of_the_field(module):
+    named = set()
+    for node in ast.walk(tree_of(MODULES[module])):
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.arg(arg=name):
+                named.add(name)
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                named.add(name)
+    allowed = {name for names in NOT_RETIRED.values() for name in names}
+    assert not {name: words for name in sorted(named - allowed) if (words := retired_words_of(name))}
 
 
 def test_a_name_of_a_test_has_70_letters_at_most():

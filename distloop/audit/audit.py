@@ -57,7 +57,7 @@ def dependence_on_replicas(probe: Probe) -> Iterator[Finding | str]:
         training = not (full.is_random or unsynchronized or (used | probe.trace.used) & COLLECTIVES)
         if training:
             halves, _ = probe.measure(update, probe.halves, training=True)
-            yield from _written_statistics(probe, full, halves)
+            yield from _compare_statistics(probe, full, halves)
         else:
             (full,), used_for_full = probe.measure(update, [probe.rows], training=False)
             halves, used_for_halves = probe.measure(update, probe.halves, training=False)
@@ -78,16 +78,16 @@ def _incomparable(collectives: set[str], is_random: bool) -> str | None:
 def _unsynchronized_normalizations(probe: Probe, full: Measurement) -> list[str]:
     """Returns the paths of BatchNormalization layers that update their statistics from one replica's rows."""
     start, variables = probe.untrained_values(), named_variables(probe.state.model)
-    changed = {id(variables[path]) for path, v in full.written.items() if not np.array_equal(v, start[path])}
+    changed = {id(variables[path]) for path, v in full.statistics.items() if not np.array_equal(v, start[path])}
     layers = [x for x in probe.layers if isinstance(x, keras.layers.BatchNormalization) and not x.synchronized]
     return [layer.path for layer in layers if not changed.isdisjoint(map(id, layer.variables))]
 
 
-def _written_statistics(probe: Probe, full: Measurement, halves: Sequence[Measurement]) -> Iterator[Finding]:
+def _compare_statistics(probe: Probe, full: Measurement, halves: Sequence[Measurement]) -> Iterator[Finding]:
     """Compares the statistics that the forward pass wrote; of floats distloop keeps the mean over the replicas."""
     sizes = [int(shards.batch_size(half)) for half in probe.halves]
-    for path, value in full.written.items():
-        of_halves = [half.written[path] for half in halves]
+    for path, value in full.statistics.items():
+        of_halves = [half.statistics[path] for half in halves]
         if np.issubdtype(value.dtype, np.floating):
             if _differ(value, np.average(of_halves, axis=0, weights=sizes), probe.tolerance):
                 yield Finding(

@@ -63,14 +63,14 @@ class Measurement(NamedTuple):
         gradients: by the variable's path; None if the loss does not depend on it.
         values: the metrics.
         weight: the sum of the loss's weights.
-        written: by path, the untrained variables after the forward pass.
+        statistics: by path, the untrained variables after the forward pass.
         is_random: whether another measurement may draw other random numbers.
     """
 
     gradients: dict[str, np.ndarray | None]
     values: dict[str, float]
     weight: float
-    written: dict[str, np.ndarray]
+    statistics: dict[str, np.ndarray]
     is_random: bool = False
 
 

@@ -160,11 +160,11 @@ class PredictLoop:
         def body(count: tf.Tensor, _: tf.Tensor, arrays: list[tf.TensorArray]) -> Any:
             has_batch, get_batch = shards.next_batch_if_any(iterator, layout)
 
-            def written() -> list[tf.TensorArray]:
+            def taken() -> list[tf.TensorArray]:
                 outputs = tf.nest.flatten(self._step(get_batch(), layout))
                 return [array.write(count, output) for array, output in zip(arrays, outputs, strict=True)]
 
-            return count + 1, has_batch, tf.cond(has_batch, written, lambda: arrays)
+            return count + 1, has_batch, tf.cond(has_batch, taken, lambda: arrays)
 
         with tf.device(HOST):
             _, _, arrays = tf.while_loop(

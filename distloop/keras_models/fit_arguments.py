@@ -224,7 +224,7 @@ def _class_weigher(class_weight: Any, data: Any) -> Callable[..., Any]:
     values = np.array(list(class_weight.values()), np.float32)
     have_occurred, num_read = np.zeros(len(classes), bool), itertools.count(1)
 
-    def note(are_in_batch: np.ndarray) -> None:
+    def keep(are_in_batch: np.ndarray) -> None:
         np.logical_or(have_occurred, are_in_batch, out=have_occurred)
         if next(num_read) == most_batches:
             _warn_of_absent(classes[~have_occurred], f" in {most_batches} batches")
@@ -249,7 +249,7 @@ def _class_weigher(class_weight: Any, data: Any) -> Callable[..., Any]:
             labels = tf.round(labels)
         is_class = tf.cast(labels, tf.int64)[:, None] == classes  # [B, K]
         if not is_array:
-            tf.numpy_function(note, [tf.reduce_any(is_class, 0)], [])
+            tf.numpy_function(keep, [tf.reduce_any(is_class, 0)], [])
         weights = tf.where(tf.reduce_any(is_class, 1), tf.linalg.matvec(tf.cast(is_class, tf.float32), values), 1.0)
         if sample_weight:
             rank = sample_weight[0].shape.rank or 1

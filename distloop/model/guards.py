@@ -24,7 +24,7 @@ import tensorflow as tf
 
 from distloop.data import shards
 from distloop.errors import user_line
-from distloop.graph_functions import outermost, written_resources
+from distloop.graph_functions import assigned_resources, outermost
 from distloop.log import log
 from distloop.model.spec import ModelSpec
 from distloop.variables import top_layers
@@ -34,7 +34,7 @@ _PUT = (
     "put what holds them, such as a layer or a SeedGenerator, into it, as in ModelSpec([model, it], ...), and make "
     "what belongs to a Keras layer with add_weight"
 )
-_WRITTEN = "writes variables", f"so no checkpoint would hold them: {_PUT}"
+_ASSIGNED = "writes variables", f"so no checkpoint would hold them: {_PUT}"
 _TRAINED = (
     "uses trainable variables",
     f"so they would be neither trained nor saved: {_PUT}, or set trainable = False on a layer that stays as it is",
@@ -220,9 +220,9 @@ class OutsideVariables:
         used = self._find([tensor for tensor in captured if tensor.dtype == tf.resource], operations)
         if not self._outside:
             return
-        resources = written_resources(operations)
-        if written := [outside for key, outside in self._outside.items() if key in resources]:
-            raise ValueError(_sentence(_WRITTEN, written, operations))
+        resources = assigned_resources(operations)
+        if assigned := [outside for key, outside in self._outside.items() if key in resources]:
+            raise ValueError(_sentence(_ASSIGNED, assigned, operations))
         if trained := [outside for outside in used if outside.is_trainable]:
             raise ValueError(_sentence(_TRAINED, trained, operations))
         if read := [outside for outside in used if outside.name not in known_names]:

@@ -2,7 +2,7 @@
 
     with recorded_writes(candidates) as mutated:
         outputs = loss_fn(rows, True)
-    written                                            # the BatchNormalization statistics, random streams, ...
+    mutated                                            # the BatchNormalization statistics, random streams, ...
 
     with own_values(variables, values) as scope:       # nothing is written
         outputs = loss_fn(rows, True)
@@ -25,7 +25,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from distloop.graph_functions import written_resources
+from distloop.graph_functions import assigned_resources
 from distloop.model.state import TrainState
 from distloop.variables import tensorflow_variable
 
@@ -66,7 +66,7 @@ def recorded_writes(candidates: Sequence[Any]) -> Iterator[list[Any]]:
     graph = tf.compat.v1.get_default_graph()
     num_ops = len(graph.get_operations())
     yield mutated
-    resources = written_resources(graph.get_operations()[num_ops:])
+    resources = assigned_resources(graph.get_operations()[num_ops:])
     mutated += [v for v in candidates if id(tensorflow_variable(v).handle) in resources]
 
 

@@ -21,7 +21,7 @@ from tensorflow.python.eager import record
 from tensorflow.python.eager import tape as tapes
 from tensorflow.python.ops import control_flow_util
 
-from distloop.graph_functions import RECOMPUTED_SCOPE, outermost, written_resources
+from distloop.graph_functions import RECOMPUTED_SCOPE, assigned_resources, outermost
 from distloop.optimizers.keras_hooks import call_context, in_call_context, masks_of, with_masks
 from distloop.variables import tensorflow_variable
 
@@ -163,7 +163,7 @@ class RecomputedCall:
     def _refuse_writes(self, operations: Sequence[tf.Operation]) -> None:
         """Refuses writes to variables that are no variables of Keras: the second call would write again."""
         for op in operations:
-            if written_resources([op]):
+            if assigned_resources([op]):
                 what = f"writes to a variable or a generator by TensorFlow's operation {op.type}"
                 raise refusal(self._path, what)
 
