@@ -174,7 +174,7 @@ def _environment(
 
 
 def _cluster_variables(options: argparse.Namespace, i: int, addresses: Sequence[str]) -> dict[str, str]:
-    """Returns the variables that tell the `i`-th worker that is started here who the others are."""
+    """Returns the variables by which the `i`-th worker that is started here knows the others."""
     task = {"type": "worker", "index": options.first_index + i}
     variables = {"TF_CONFIG": json.dumps({"cluster": {"worker": addresses}, "task": task}), "PYTHONUNBUFFERED": "1"}
     return variables | ({"DISTLOOP_SECRET": options.secret} if options.secret else {})

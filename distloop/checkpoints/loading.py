@@ -102,7 +102,7 @@ def _no_best(checkpoints: Checkpoints, metric: str) -> NoBestError:
 
 @contextlib.contextmanager
 def may_lack_best() -> Iterator[None]:
-    """Enters a scope at the end of a run, in which a warning tells of a metric without a best checkpoint."""
+    """Enters a scope at the end of a run, in which a warning names a metric without a best checkpoint."""
     try:
         yield
     except NoBestError as error:
@@ -174,7 +174,7 @@ def gave_up(diverged: Diverged, tries: int, workdir: str) -> Diverged:
     """Returns the error of a run that goes back no more."""
     times = f"{tries} times" if tries else "not once"
     return Diverged(
-        f"{diverged} The run went back {times} and came no further: {workdir}/incidents.jsonl tells what was tried.",
+        f"{diverged} The run went back {times} and came no further: {workdir}/incidents.jsonl says what was tried.",
         diverged.step,
         diverged.batch,
     )

@@ -22,7 +22,7 @@ EACH_AN_ARRAY = "arrays or lists of numbers, [N, ...], alone or in a dict, tuple
 
 
 def worker_context(num_workers: int, worker: int) -> tf.distribute.InputContext:
-    """Returns what an input function is told about its worker, one of several.
+    """Returns what an input function is given about its worker, one of several.
 
     One dataset serves all replicas of a worker, so each worker counts as one replica: what a function for
     `distribute_datasets_from_function` computes for a replica, by `get_per_replica_batch_size` or by hand, is then the

@@ -197,7 +197,7 @@ def gpu_use() -> list[tuple[float, float]]:
 
     Returns:
         For each GPU the fraction of the time in which it computed, and the memory in use on it, of all processes, in GB
-        (10^9 bytes); empty without GPUs, without the package `nvidia-ml-py`, or where the driver does not tell.
+        (10^9 bytes); empty without GPUs, without the package `nvidia-ml-py`, or where the driver does not report it.
     """
     nvml, gpus = _nvml_gpus()
     try:
@@ -206,7 +206,7 @@ def gpu_use() -> list[tuple[float, float]]:
             for gpu in gpus
         ]
     except nvml.NVMLError as error:
-        log.debug("NVIDIA's driver does not tell the use of the GPUs: %s", error)
+        log.debug("NVIDIA's driver does not report the use of the GPUs: %s", error)
         return []
 
 
@@ -227,7 +227,7 @@ def _nvml_gpus() -> tuple[Any, list[Any]]:
     except ImportError:
         log.info("The use of the GPUs is not reported: install nvidia-ml-py.")
     except pynvml.NVMLError as error:
-        log.info("The use of the GPUs is not reported, as NVIDIA's driver does not tell it: %s.", error)
+        log.info("The use of the GPUs is not reported, as NVIDIA's driver does not report it: %s.", error)
     return None, []
 
 

@@ -217,7 +217,7 @@ def _all_gather_padded(rows: tf.Tensor, counts: tf.Tensor, max_rows: int) -> tf.
     """Returns the rows of all replicas; reading them fails if one has more than `max_rows`."""
     fits = require(
         tf.shape(rows)[0] <= max_rows,
-        f"A replica takes more rows of a batch than the first batches told; on several workers or GPUs, what is "
+        f"A replica takes more rows of a batch than the first batches had; on several workers or GPUs, what is "
         f"gathered from all replicas needs batches of which each replica takes {max_rows} at most: let no batch be "
         "larger than the first.",
     )

@@ -241,7 +241,7 @@ def _make_multi_worker(cluster: Cluster | None, config: Config) -> tf.distribute
     """Returns a strategy over all workers, after joining them and checking that sums over them are right."""
     if cluster is None:
         raise ValueError(
-            "strategy=multi_worker was given, but the environment tells of no other workers: start the program with "
+            "strategy=multi_worker was given, but the environment names no other workers: start the program with "
             "python -m distloop.launch --workers=2 -m ..., by srun with several tasks, or set TF_CONFIG."
         )
     if cluster in _multi_worker_strategies:

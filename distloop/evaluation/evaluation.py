@@ -78,7 +78,7 @@ class EvalStep:
         """Returns the tallies of all workers, `[2 * M]`, from the sums of what a step returns."""
         strategy, replicas = self._strategy, self._state.replicas
         num_workers = collectives.num_workers(strategy)
-        if replicas.same_bits:  # each worker's in its own place, where zeros change no bit of them
+        if replicas.same_bits:  # each worker's at its own index, where zeros change no bit of them
             size = replicas.count // num_workers * 2 * len(self.names)
             here = tf.one_hot(collectives.worker_index(strategy), num_workers, dtype=tf.float64)
             tallies = tf.reshape(here[:, tf.newaxis] * tf.broadcast_to(tallies, [size]), [-1])  # one zero: no batch yet

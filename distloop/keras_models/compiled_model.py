@@ -80,7 +80,7 @@ def from_keras(model: keras.Model | Callable[[], keras.Model]) -> Callable[[], M
 def weights_returned(state: TrainState, *, is_dry_run: bool = False) -> Iterator[None]:
     """Gives the model that `from_keras` was given what was trained, on exit, after an error too: see `from_keras`.
 
-    A warning tells of what others have changed in that model since it was copied or set, which is lost then. A dry run
+    A warning names what others have changed in that model since it was copied or set, which is lost then. A dry run
     leaves the model as it is.
     """
     if is_dry_run:

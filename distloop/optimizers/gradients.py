@@ -205,7 +205,7 @@ class Packing:
         return tf.TensorSpec([None], tf.int64), tf.TensorSpec([None, width], self.dtypes[segment])
 
     def diagnosis(self, segments: Sequence[Segment], squares: Sequence[tf.Tensor]) -> tf.Tensor:
-        """Returns a vector, `[diagnosis_size]`, from which `find_nonfinite` tells what gradients are not finite.
+        """Returns a vector, `[diagnosis_size]`, from which `find_nonfinite` finds what gradients are not finite.
 
         The step evaluates nothing for it: it is a copy of small gradients, and of the squared norms of large ones.
         """

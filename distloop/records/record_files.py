@@ -161,7 +161,7 @@ def open_records(
         index_dir: where to keep the index, a path or a URL; empty: beside the first file.
         on_corrupt: "raise": an error names the file and the byte. "skip": the next intact record of the file takes the
             place of a corrupt one, so the others keep their numbers; what follows a corrupt length is left out. Both
-            are told once for each file.
+            are reported once for each file.
 
     Raises:
         ValueError: if no file matches; if a file is empty, compressed, cut off, no TFRecord, or has other records than

@@ -32,7 +32,7 @@ _OF_NUMBERS = (
 
 @dataclasses.dataclass
 class RecordedRun:
-    """What the files of a run tell of it.
+    """What the files of a run record of it.
 
     Attributes:
         furthest: the last step of which its rows, or its record of its progress, know.
@@ -54,7 +54,7 @@ class RecordedRun:
 
     @property
     def last_step(self) -> int:
-        """The last step of which a file tells."""
+        """The last step that a file records."""
         return max([self.furthest, *self.checkpoints, *(int(row["step"]) for row in self.incidents)])
 
     def require_same_replicas(self, workdir: str, virtual: int) -> None:

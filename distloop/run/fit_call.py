@@ -173,7 +173,7 @@ def first_averaged(config: Config, units: Units) -> int:
     """Returns the step whose weights are the first of an average: of one with a decay, the first step.
 
     Raises:
-        ValueError: if it is a share of a run that ends by time.
+        ValueError: if it is a fraction of a run that ends by time.
     """
     period = units.period(config.average_from)
     if period.secs or period.tokens:

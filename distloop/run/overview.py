@@ -80,7 +80,7 @@ def make_charts(settings: Config) -> dict[str, dict[str, str]]:
         "Speed": {
             "steps per second": r"speed/steps_per_sec$",
             "seconds of a step: half, 90 % and 99 % of them took no longer": r"speed/step_secs_p\d+$",
-            "share of the time that the loop waited for data": r"speed/input_wait$",
+            "fraction of the time that the loop waited for data": r"speed/input_wait$",
         },
         "Steps": {
             "learning rate": r"optimizer/(.*/)?learning_rate$",
@@ -90,7 +90,7 @@ def make_charts(settings: Config) -> dict[str, dict[str, str]]:
         },
     }
     if Clipping.from_settings(settings):
-        charts["Steps"]["share of the steps that were clipped"] = r"optimizer/(.*/)?clipped_share$"
+        charts["Steps"]["fraction of the steps that were clipped"] = r"optimizer/(.*/)?clipped_share$"
     if PRECISIONS[settings.precision].needs_loss_scale:
         charts["Steps"]["loss scale"] = r"optimizer/(.*/)?loss_scale$"
     if settings.gradient_noise_every:

@@ -5,7 +5,7 @@
         with stops.training():                  # after an error in here, too, the run is saved
             loop.train(...)                     # looks at the requests between two loops
 
-An elastic launcher stops a run to go on with other workers: `announced` tells it with how many the run can go on, and
+An elastic launcher stops a run to go on with other workers: `announced` sends it with how many the run can go on, and
 the change is recorded in `incidents.jsonl`.
 """
 

@@ -1,4 +1,4 @@
-"""The contract of an action: what the loop calls between its compiled loops, and what an action is told.
+"""The contract of an action: what the loop calls between its compiled loops, and what an action is given.
 
 An action is any callable with an attribute `every`, a duration. It receives a `Report` and returns new metrics or None.
 The metrics join the report of the next action, so the list is the data flow: `[Evaluate, StopEarly, Write]`. Media

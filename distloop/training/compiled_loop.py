@@ -35,7 +35,7 @@ class _Carry(NamedTuple):
     done: tf.Tensor  # [], int32: the steps of this call so far, up to the first one that failed
     is_over: tf.Tensor  # [], int32: 1 if a step failed, as far as the host has looked, or no rows are ahead for another
     failed: tf.Tensor  # []: whether a step failed
-    sums: tf.Tensor  # [S]: what the steps of the row add up to; one zero before the first, as tracing it tells S
+    sums: tf.Tensor  # [S]: what the steps of the row add up to; one zero before the first, as tracing it shows S
     diagnosis: tf.Tensor  # [D]: of the step that failed, or the last one; one zero before the first
 
     @classmethod

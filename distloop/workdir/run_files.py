@@ -186,7 +186,7 @@ class Run:
 
     @property
     def seen(self) -> dict[str, float]:
-        """What the last row tells of the data: `examples_seen`, `epochs_seen`, `<source>/examples_seen`."""
+        """What the last row has of the data: `examples_seen`, `epochs_seen`, `<source>/examples_seen`."""
         last = self.rows[-1] if self.rows else {}
         return {name: value for name, value in last.items() if name.rpartition("/")[2] in records.GROUPS["data"]}
 

@@ -94,7 +94,7 @@ def test_microbatches_and_a_batch_larger_than_the_first_are_refused():
     assert mirrored(2).experimental_local_results(gather(2))[0].shape == [4]
     with pytest.raises(tf.errors.InvalidArgumentError) as error:
         gather(3)
-    assert "A replica takes more rows of a batch than the first batches told; " in str(as_user_error(error.value))
+    assert "A replica takes more rows of a batch than the first batches had; " in str(as_user_error(error.value))
     trainer = distloop.Trainer(contrast, on(1, microbatches=2))
     refused(lambda: trainer.fit(data(), steps=1), "gather_rows", "microbatches=2 was given", "use microbatches=1")
 

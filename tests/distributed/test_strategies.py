@@ -95,7 +95,7 @@ def test_a_small_gpu_step_is_parallel_and_a_serial_executor_is_refused(monkeypat
 
 
 def test_multi_worker_without_a_cluster_or_too_many_devices_are_refused():
-    with pytest.raises(ValueError, match="tells of no other workers: start .* by srun with several tasks"):
+    with pytest.raises(ValueError, match="names no other workers: start .* by srun with several tasks"):
         make(strategy="multi_worker")
     with pytest.raises(ValueError, match="num_devices=9 of device=cpu were asked for, but there are 4: ask for"):
         make(num_devices=9)

@@ -144,7 +144,7 @@ def test_the_layout_has_charts_for_what_the_run_reports():
         return {title for part in overview.make_charts(problems.on(1, **settings)).values() for title in part}
 
     assert {"loss", "metrics", "learning rate"} <= titles()
-    assert titles(clip_norm=1.0) - titles() == {"share of the steps that were clipped"}
+    assert titles(clip_norm=1.0) - titles() == {"fraction of the steps that were clipped"}
     assert titles(precision="mixed_float16") - titles() == {"loss scale"}
     assert "update norm" in titles(histograms_every=5)
 
