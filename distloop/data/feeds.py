@@ -91,8 +91,7 @@ class Feed:
         has_states = peeked[0][1] is not None
         self.seeks = seeks or has_states
         self.goes_on = self.seeks or not restarts
-        at_once = "a resumed run is at its position at once, by the state of the iterator"
-        self.resume = at_once if has_states else resume
+        self.resume = "a resumed run is at its position at once, by the iterator's state" if has_states else resume
         self.oldest_position: Callable[[], int] = lambda: 0
         self._states: dict[int, Any] = {}  # by the number of batches before it
         self._oldest = 0
@@ -178,6 +177,7 @@ def make_feed(
     shuffle_seed: int | None = None,
     make_again: Callable[[], Any] | None = None,
     map_batch: Callable[..., Any] | None = None,
+    limit: int = 0,
 ) -> Feed | None:
     """Returns a feed of batches that Python makes.
 
@@ -186,6 +186,7 @@ def make_feed(
         shuffle_seed: of the order of a `PyDataset`'s batches, another one each epoch; None: by their numbers.
         make_again: returns the data anew, if a function has made it.
         map_batch: changes each batch, as `Dataset.map` does; None: nothing does.
+        limit: the most batches of an epoch of a `PyDataset`, after which its hooks are called; 0: all.
 
     Returns:
         The feed; None: the data is something else, such as a `tf.data.Dataset`.
@@ -194,7 +195,7 @@ def make_feed(
         ValueError: if there is no batch, or batches are no structures of arrays, [B, ...].
     """
     if isinstance(data, keras.utils.PyDataset):
-        batches = PyDatasetBatches(data, shuffle_seed)
+        batches = PyDatasetBatches(data, shuffle_seed, limit)
         own_order = data if batches.orders_itself else None
         at = "a resumed run calls the hooks of each epoch before its position, and is at its position at once"
         feed = Feed(batches.read, batches.num_batches, batches.peek, resume=at, seeks=True, orders_itself=own_order)

@@ -83,7 +83,8 @@ def open_data(
         data = data.take(limit) if limit else data
         data = data.first_pass_again() if is_cached else data
         return OpenedData(data, data.fresh(), takes_context, begins_anywhere=True)
-    feed = make_feed(data, shuffle_seed=shuffle_seed, make_again=make, map_batch=map_batch)
+    feed = make_feed(data, shuffle_seed=shuffle_seed, make_again=make, map_batch=map_batch, limit=limit)
+    limit = 0 if isinstance(data, keras.utils.PyDataset) else limit
     if feed is not None:
         dataset = feed.one_pass(is_endless_if_unknown=takes_context and num_workers > 1)  # shards may differ in length
     elif isinstance(data, tf.data.Dataset):

@@ -48,15 +48,16 @@ class PyDatasetBatches:
         orders_itself: whether a hook may change the order from epoch to epoch.
     """
 
-    def __init__(self, data: keras.utils.PyDataset, shuffle_seed: int | None):
+    def __init__(self, data: keras.utils.PyDataset, shuffle_seed: int | None, limit: int = 0):
         """Calls no hook yet.
 
         Args:
             data: the user's.
             shuffle_seed: of the order of the batches, another one each epoch; None: by their numbers.
+            limit: the most batches of an epoch; 0: all.
         """
         self._data, self._shuffle_seed = data, shuffle_seed
-        self.num_batches = math.inf if data.num_batches is None else data.num_batches
+        self.num_batches = min(limit or math.inf, math.inf if data.num_batches is None else data.num_batches)
         names = ("on_epoch_begin", "on_epoch_end")
         self.orders_itself = any(getattr(type(data), n) is not getattr(keras.utils.PyDataset, n) for n in names)
         self._num_begun = 0  # epochs; it only grows
@@ -90,10 +91,10 @@ class PyDatasetBatches:
         """Returns the numbers of the batches of an epoch, in their order."""
         if self.num_batches == math.inf:
             return range(4 * ENDLESS)
-        if self._shuffle_seed is None:
+        if self._shuffle_seed is None or self._data.num_batches is None:
             return range(int(self.num_batches))
-        numbers: list[int] = np.random.default_rng([self._shuffle_seed, epoch]).permutation(self.num_batches).tolist()
-        return numbers
+        numbers = np.random.default_rng([self._shuffle_seed, epoch]).permutation(self._data.num_batches)
+        return list(map(int, numbers[: int(self.num_batches)]))
 
     def _begin(self, epoch: int) -> None:
         """Calls the hooks up to the beginning of an epoch, as if all epochs before it had been read."""

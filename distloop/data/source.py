@@ -223,8 +223,7 @@ class Source:
         while self.batches_taken in self.skipped_batches:
             next(self.iterator())
             self.batches_taken += 1
-        ahead = [batch - self.batches_taken for batch in self.skipped_batches if batch > self.batches_taken]
-        return min(ahead, default=None)
+        return min((b - self.batches_taken for b in self.skipped_batches if b > self.batches_taken), default=None)
 
     def lose_position(self, num_taken: int) -> None:
         """Notes that a loop failed after some batches, so that the iterator may be further."""

@@ -42,7 +42,7 @@ def test_a_generator_is_read_from_the_start_and_called_again_at_the_end():
     assert Source(generator, ONE).first_rows()["x"].numpy().tolist() == [0, 0]
     assert taken(Source(generator, ONE), 4) == [0, 1, 2, 3]  # sources of one generator lose no batch
     assert taken(Source(endless, ONE, limit=2), 4) == [0, 1, 0, 1]
-    assert "reads it again" in Source(Numbers(), ONE, limit=2).resume
+    assert "reads it again" in Source(Loader(), ONE, limit=2).resume
 
 
 def source_at(data, batches, **facts):
@@ -168,3 +168,13 @@ def test_a_pass_begins_in_a_thread_that_python_knows():
 
     taken(Source(Forking(), ONE), 2)
     assert threading._DummyThread not in Forking.threads
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_a_limited_epoch_of_a_pydataset_ends_with_its_hooks(seed):
+    source = Source(Numbers(4), ONE, limit=2, shuffle_seed=seed)
+    numbers = taken(source, 6)
+    assert [number // 10 for number in numbers] == [0, 0, 1, 1, 2, 2]  # by the epoch
+    resumed = Source(Numbers(4), ONE, limit=2, shuffle_seed=seed)
+    resumed.restore_position({**source.save_position(), "batches": 3})
+    assert taken(resumed, 3) == numbers[3:]
