@@ -40,13 +40,13 @@ class ComposedVariable:
 
     Attributes:
         dtype: of the value.
-        parts: those of TensorFlow that have the same elements, or some of them each.
+        shards: those of TensorFlow that have the same elements, or some of them each.
         is_mirrored: whether every replica has all of it.
         is_here: whether this worker has all of it; else all workers convert it to a tensor, or none.
     """
 
     dtype: tf.DType
-    parts: tuple[Any, ...]
+    shards: tuple[Any, ...]
     is_mirrored: bool = True
     is_here: bool = True
 

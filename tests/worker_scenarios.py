@@ -28,7 +28,7 @@ from distloop.distributed import collectives, devices, strategies, tensorflow_in
 from distloop.model.saved_state import SavedState
 from distloop.optimizers import gradients
 from distloop.run import overview
-from distloop.sharding import variable_parts
+from distloop.sharding import variable_shards
 from distloop.tables import sparse_packing
 from distloop.training.compiled_loop import CompiledLoop
 from distloop.workdir import run_lock
@@ -84,8 +84,8 @@ def sharded(make, workdir):
     rows["x"][47] = np.inf
     with (
         in_small_messages(),
-        unittest.mock.patch.object(variable_parts, "_SMALLEST_ROW", 48),  # one variable is cut between rows
-        unittest.mock.patch.object(variable_parts, "_FEWEST_ROWS", 8),
+        unittest.mock.patch.object(variable_shards, "_SMALLEST_ROW", 48),  # one variable is cut between rows
+        unittest.mock.patch.object(variable_shards, "_FEWEST_ROWS", 8),
         unittest.mock.patch.object(gradients, "LARGEST_PACKED_BYTES", 200),
     ):
         settings = dict(on_nonfinite="skip", microbatches=2, average_decay=0.9, check_replicas_every=4, clip_norm=0.05)

@@ -264,12 +264,12 @@ class TrainState(tf.Module):
         return variables | counts | {"loss_statistics": self.loss_watch.statistics}
 
     def replica_variables(self, variable: Any) -> tuple[Any, ...]:
-        """Returns the TensorFlow variable of each replica of this worker; of one that is stored in parts, the parts."""
-        parts = variable.parts if isinstance(variable, ComposedVariable) else [tensorflow_variable(variable)]
-        return tuple(replica for part in parts for replica in self.strategy.experimental_local_results(part))
+        """Returns the TensorFlow variable of each replica of this worker; of one stored in shards, the shards."""
+        shards = variable.shards if isinstance(variable, ComposedVariable) else [tensorflow_variable(variable)]
+        return tuple(replica for shard in shards for replica in self.strategy.experimental_local_results(shard))
 
     def changed_by(self, update: Update) -> list[Any]:
-        """Returns the variables that applying an update changes: weights, slots and averages; their parts, if any."""
+        """Returns the variables that applying an update changes: weights, slots and averages; their shards, if any."""
         averages = self.average.stored if self.average is not None else ()
         return [*self.variables_of_update[update.name], *self.plain_optimizers[update.name].variables, *averages]
 

@@ -4,7 +4,7 @@
     simplify_adam(optimizer)                                # the same update in fewer operations
     scale_learning_rates(optimizer, [(kernel, 0.1)])        # a tenth of the learning rate for one variable
     update_on_variable_devices(optimizer)                   # a pipeline's variables are on several devices
-    update_instead_of(optimizer, [(part, kernel)])         # before the build: parts stand in for the model's variables
+    update_instead_of(optimizer, [(shard, kernel)])        # before the build: shards stand in for the model's variables
 
     with ReplacedCalls({"block_0": layer}, replace):        # by `replace("block_0", layer, layer.call)`
         loss_fn(batch, True)
@@ -77,7 +77,7 @@ def simplify_adam(optimizer: keras.optimizers.Optimizer, sizes: Sequence[tuple[A
 
     Args:
         optimizer: a plain Keras optimizer. Adam with `amsgrad` and all other classes stay as they are.
-        sizes: pairs of a variable and the elements that decide, where it is a part of a larger one.
+        sizes: pairs of a variable and the elements that decide, where it is a shard of a larger one.
     """
     is_lazy = getattr(optimizer, "is_lazy", False) and isinstance(optimizer, keras.optimizers.Adam)
     if not (is_lazy or type(optimizer) in (keras.optimizers.Adam, keras.optimizers.AdamW)) or optimizer.amsgrad:
@@ -211,19 +211,19 @@ def keras_variable(stored: tf.Variable, name: str, path: str) -> keras.Variable:
 
 
 def update_instead_of(optimizer: keras.optimizers.Optimizer, pairs: Sequence[tuple[Any, Any]]) -> None:
-    """Updates each part of the model's variables on its device, with the weight decay of its variable.
+    """Updates each shard of the model's variables on its device, with the weight decay of its variable.
 
     Args:
-        optimizer: a plain Keras optimizer that is not built yet, and gets the parts when it is.
-        pairs: pairs of a part and the model's variable.
+        optimizer: a plain Keras optimizer that is not built yet, and gets the shards when it is.
+        pairs: pairs of a shard and the model's variable.
     """
     use_weight_decay = optimizer._use_weight_decay
-    by_key = {optimizer._var_key(part): tensorflow_variable(variable) for part, variable in pairs}
+    by_key = {optimizer._var_key(shard): tensorflow_variable(variable) for shard, variable in pairs}
 
-    def use_for_part(variable: Any) -> Any:
+    def use_for_shard(variable: Any) -> Any:
         return use_weight_decay(by_key.get(optimizer._var_key(variable), variable))
 
-    optimizer._use_weight_decay = use_for_part
+    optimizer._use_weight_decay = use_for_shard
     _update_step_on_devices(optimizer)
 
 

@@ -4,7 +4,7 @@
     packing = placement.make_packing(...)           # segments that each belong to one device
     application = placement.adapt(Application(state))
 
-`sharding.py` knows the parts.
+`sharding.py` knows the shards.
 """
 
 import functools
@@ -24,46 +24,46 @@ from distloop.optimizers import gradients
 from distloop.optimizers.gradients import Packing, Reduce, Segment
 from distloop.optimizers.slot_placement import MovingAverage, SlotPlacement
 from distloop.sharding.sharding import Sharding
-from distloop.sharding.variable_parts import VariablePart
+from distloop.sharding.variable_shards import VariableShard
 from distloop.training.application import Application, reached
 from distloop.training.forward_backward import ForwardBackward, Summed
 from distloop.variables import tensorflow_variable
 
-_WHY_DENSE = "shard_optimizer cuts gradients into parts"
+_WHY_DENSE = "shard_optimizer cuts gradients into shards"
 
 
 class SplitPacking(Packing):
-    """The layout of gradients of which each part is summed on the device that updates it.
+    """The layout of gradients of which each shard is summed on the device that updates it.
 
     Attributes:
         owners: the worker that updates each segment.
     """
 
-    def __init__(self, variables: Sequence[Any], parts: Sequence[Sequence[VariablePart]]):
-        """Plans the layout: parts of different devices are in different segments.
+    def __init__(self, variables: Sequence[Any], shards: Sequence[Sequence[VariableShard]]):
+        """Plans the layout: shards of different devices are in different segments.
 
         Args:
             variables: with static shapes.
-            parts: of each variable, in order.
+            shards: of each variable, in order.
         """
-        pairs = [(i, part) for i, of in enumerate(parts) for part in of]
-        flat = [tf.TensorSpec([part.size], variables[i].dtype) for i, part in pairs]
-        devices, owners = [part.device for _, part in pairs], [part.worker for _, part in pairs]
+        pairs = [(i, shard) for i, of in enumerate(shards) for shard in of]
+        flat = [tf.TensorSpec([shard.size], variables[i].dtype) for i, shard in pairs]
+        devices, owners = [shard.device for _, shard in pairs], [shard.worker for _, shard in pairs]
         super().__init__(flat, devices, owners, why_dense=_WHY_DENSE)
         self._packed_on = [""] * len(self.devices)
-        self._of_variables = [(tuple(v.shape), list(of)) for v, of in zip(variables, parts, strict=True)]
+        self._of_variables = [(tuple(v.shape), list(of)) for v, of in zip(variables, shards, strict=True)]
         self._positions = [i for i, _ in pairs]
         firsts = [pairs[group[0]][1] for group in self._groups]
-        self.owners = [part.worker for part in firsts]
-        self._are_here = [part.is_here for part in firsts]
+        self.owners = [shard.worker for shard in firsts]
+        self._are_here = [shard.is_here for shard in firsts]
 
     def pack(self, gradients: Sequence[Any], *, keeps_sparse: bool = True) -> list[Segment]:
         """Packs one gradient a variable into segments."""
         flats: list[tf.Tensor] = []
-        for gradient, (shape, parts) in zip(gradients, self._of_variables, strict=True):
+        for gradient, (shape, shards) in zip(gradients, self._of_variables, strict=True):
             size = int(tf.TensorShape(shape).num_elements())
             flat = tf.reshape(tf.convert_to_tensor(gradient), [size])
-            flats += [flat if part.size == size else tf.slice(flat, [part.start], [part.size]) for part in parts]
+            flats += [flat if shard.size == size else tf.slice(flat, [shard.start], [shard.size]) for shard in shards]
         return super().pack(flats)
 
     def unpack(
@@ -71,15 +71,15 @@ class SplitPacking(Packing):
     ) -> list[Any]:
         """Returns the gradients in segments, one a variable, multiplied by `scale`; all workers have all of them."""
         flats, unpacked = iter(self.unpack_flat(segments, scale)), []
-        for shape, parts in self._of_variables:
-            of_parts = [next(flats) for _ in parts]
-            unpacked.append(tf.reshape(tf.concat(of_parts, 0) if len(of_parts) > 1 else of_parts[0], shape))
+        for shape, shards in self._of_variables:
+            of_shards = [next(flats) for _ in shards]
+            unpacked.append(tf.reshape(tf.concat(of_shards, 0) if len(of_shards) > 1 else of_shards[0], shape))
         return unpacked
 
-    def unpack_parts(self, segments: Sequence[Segment], scale: tf.Tensor) -> list[list[tf.Tensor]]:
-        """Returns the flat gradient of each part of each variable; without elements if another worker updates it."""
+    def unpack_shards(self, segments: Sequence[Segment], scale: tf.Tensor) -> list[list[tf.Tensor]]:
+        """Returns the flat gradient of each shard of each variable; without elements if another worker updates it."""
         flats = iter(self.unpack_flat(segments, scale))
-        return [[next(flats) for _ in parts] for _, parts in self._of_variables]
+        return [[next(flats) for _ in shards] for _, shards in self._of_variables]
 
     def _split(self, segment: tf.Tensor, sizes: Sequence[int]) -> Sequence[tf.Tensor]:
         return [segment] * len(sizes) if segment.shape[0] == 0 else super()._split(segment, sizes)
@@ -105,20 +105,20 @@ class SplitPacking(Packing):
 
 
 class ShardedApplication(Application):
-    """The application of updates where each part of the weights has its slots on one device."""
+    """The application of updates where each shard of the weights has its slots on one device."""
 
     def __init__(self, state: TrainState, sharding: Sharding):
-        """Stores what is trained, and its parts."""
+        """Stores what is trained, and its shards."""
         super().__init__(state)
         self._sharding = sharding
 
     def apply(self, update: ForwardBackward, segments: Any, scale: Any, replacements: Any) -> None:
-        """Changes weights, slots and averages; segments that were summed apart are each on the device of its part."""
+        """Changes weights, slots and averages; segments that were summed apart are each on the device of its shard."""
         variables = reached(update)
         if not variables and not update.replaced:
             return  # a step_fn applies nothing
         optimizer = self.state.plain_optimizers[update.name]
-        self._sharding.apply(optimizer, variables, self._gradients_of_parts(update, segments, scale))
+        self._sharding.apply(optimizer, variables, self._gradients_of_shards(update, segments, scale))
         if update.replaced:
             assign = functools.partial(variable_writes.assign, update.replaced)
             self._strategy.run(assign, args=(replacements,))
@@ -126,11 +126,11 @@ class ShardedApplication(Application):
             average = self.state.average
             average.update([*update.variables, *update.replaced], average.count(optimizer))
 
-    def _gradients_of_parts(self, update: ForwardBackward, segments: Any, scale: Any) -> list[tf.Tensor]:
-        """Returns the gradient of each part of the variables that the loss reaches, on the part's device."""
+    def _gradients_of_shards(self, update: ForwardBackward, segments: Any, scale: Any) -> list[tf.Tensor]:
+        """Returns the gradient of each shard of the variables that the loss reaches, on the shard's device."""
         if isinstance(update.packing, SplitPacking):
-            pairs = zip(update.packing.unpack_parts(segments, scale), update.trace.reached, strict=True)
-            return [gradient for of_parts, is_reached in pairs if is_reached for gradient in of_parts]
+            pairs = zip(update.packing.unpack_shards(segments, scale), update.trace.reached, strict=True)
+            return [gradient for of_shards, is_reached in pairs if is_reached for gradient in of_shards]
         if update.update.gradient_fn is not None:
             on_replicas = self._strategy.run(functools.partial(self.gradients, update), args=(segments, scale))
             pairs = zip(reached(update), on_replicas, strict=True)
@@ -139,9 +139,9 @@ class ShardedApplication(Application):
         (scale, *_) = self._strategy.experimental_local_results(scale)
         scaled = []
         for variable, of, is_reached in zip(update.variables, on_replicas, update.trace.reached, strict=True):
-            for part in self._sharding.cut(variable, of) if is_reached else ():
-                with tf.device(part.device):
-                    scaled += gradients.scaled([part], scale)  # of the part alone
+            for shard in self._sharding.cut(variable, of) if is_reached else ():
+                with tf.device(shard.device):
+                    scaled += gradients.scaled([shard], scale)  # of the shard alone
         return scaled
 
     def read_all(self, variables: Sequence[Any]) -> Any:
@@ -208,7 +208,7 @@ class ShardedApplication(Application):
 
 
 class ShardedAverage(MovingAverage):
-    """Moving averages that are stored in parts, each on the device that updates that part of the weights."""
+    """Moving averages that are stored in shards, each on the device that updates that shard of the weights."""
 
     def __init__(self, variables: Sequence[Any], decay: float, sharding: Sharding):
         """Creates the averages with the variables' values; outside of strategies, as each is on one device.
@@ -216,25 +216,25 @@ class ShardedAverage(MovingAverage):
         Args:
             variables: the variables to average.
             decay: d, in (0, 1).
-            sharding: knows their parts.
+            sharding: knows their shards.
         """
         tf.Module.__init__(self, name="average")
         self.decay = decay
         self._variables = list(variables)
         self._sharding = sharding
-        self._stored: dict[int, list[tuple[VariablePart, tf.Variable]]] = {}
+        self._stored: dict[int, list[tuple[VariableShard, tf.Variable]]] = {}
         self._averaged = {}
         for variable in self._variables:
             stored = self._stored[id(variable)] = []
-            for part in sharding.parts([variable]):
-                with tf.device(part.device):
-                    stored.append((part, tf.Variable(tf.identity(part.value()), trainable=False)))
+            for shard in sharding.shards([variable]):
+                with tf.device(shard.device):
+                    stored.append((shard, tf.Variable(tf.identity(shard.value()), trainable=False)))
             self._averaged[id(variable)] = sharding.join("average", variable, [average for _, average in stored])
 
         @graph_function
         def swap() -> None:
             stored = [pair for variable in self._variables for pair in self._stored[id(variable)]]
-            weights = [tf.identity(part.value()) for part, _ in stored]
+            weights = [tf.identity(shard.value()) for shard, _ in stored]
             sharding.send([(v, [average for _, average in self._stored[id(v)]]) for v in self._variables])
             for (_, average), weight in zip(stored, weights, strict=True):
                 average.assign(weight)
@@ -243,15 +243,15 @@ class ShardedAverage(MovingAverage):
 
     @property
     def stored(self) -> list[tf.Variable]:
-        """The variables that hold the averages, on the device of each part."""
+        """The variables that hold the averages, on the device of each shard."""
         return [average for stored in self._stored.values() for _, average in stored]
 
     def update(self, variables: Sequence[Any], applied_steps: tf.Tensor) -> None:
         """Moves the averages of some of the variables; outside of replicas, after an update was applied."""
         rate = self._rate(applied_steps)
-        for part, average in (pair for variable in variables for pair in self._stored[id(variable)]):
-            with tf.device(part.device):
-                average.assign_add(tf.cast(rate, average.dtype) * (part.value() - average))
+        for shard, average in (pair for variable in variables for pair in self._stored[id(variable)]):
+            with tf.device(shard.device):
+                average.assign_add(tf.cast(rate, average.dtype) * (shard.value() - average))
 
 
 class ShardedPlacement(Sharding):
@@ -272,20 +272,20 @@ class ShardedPlacement(Sharding):
     def make_average(
         self, variables: Sequence[Any], decay: float, trained: Sequence[tuple[Any, Any]]
     ) -> ShardedAverage:
-        """Returns moving averages, each part on the device that updates it."""
+        """Returns moving averages, each shard on the device that updates it."""
         self.add(variables, are_uncut=False)
         with tensorflow_internals.outside_strategies():
             return ShardedAverage(variables, decay, self)
 
     def make_packing(self, state: TrainState, update: Update, variables: Sequence[Any], *, needs_all: bool) -> Packing:
-        """Returns the layout of gradients: of their parts, if each is needed on one device alone."""
+        """Returns the layout of gradients: of their shards, if each is needed on one device alone."""
         needs_full = bool(state.replicas.same_bits or update.gradient_fn or update.step_fn)
         if needs_full or (needs_all and self.num_workers > 1):
             return Packing(variables, why_dense=_WHY_DENSE)
-        return SplitPacking(variables, [self._parts[id(variable)] for variable in variables])
+        return SplitPacking(variables, [self._shards[id(variable)] for variable in variables])
 
     def adapt(self, application: Application) -> ShardedApplication:
-        """Returns the application of updates to parts."""
+        """Returns the application of updates to shards."""
         return ShardedApplication(application.state, self)
 
 

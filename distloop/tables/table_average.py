@@ -34,7 +34,7 @@ class TableAverage(ComposedVariable):
         self._marks = tf.Variable(tf.zeros(self._table.shape[:1], tf.float64), trainable=False)
         self._decay = tf.Variable(tf.zeros([], tf.float64), trainable=False)
         self.stored = {"rows": self._rows, "marks": self._marks, "decay": self._decay}
-        self.parts = (self._rows,)
+        self.shards = (self._rows,)
         self.name, self.shape, self.dtype = self._rows.name, self._rows.shape, self._rows.dtype
         self.trainable = False
         self._is_sparse = False  # the gradient of the update that is traced

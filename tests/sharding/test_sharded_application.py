@@ -42,8 +42,8 @@ def test_an_update_is_undone_with_its_slots_and_histograms_are_complete(tmp_path
         for is_sharded in (False, True)
     )
     assert int(sharded.state.skipped_steps) == int(whole.state.skipped_steps) == 2
-    parts = sharded.state.slot_placement.parts(sharded.state.trained_variables)
-    assert [tuple(part.view.shape) for part in parts if part.view is not part.replica] == [(384,), (96,)]
+    shards = sharded.state.slot_placement.shards(sharded.state.trained_variables)
+    assert [tuple(shard.view.shape) for shard in shards if shard.view is not shard.replica] == [(384,), (96,)]
     assert_close(all_of(sharded), all_of(whole))
     expected, found = (
         {

@@ -10,7 +10,7 @@ from distloop.model.memory import held_by_device
 from distloop.model.saved_state import SavedState
 from distloop.optimizers import keras_hooks
 from distloop.run import overview
-from distloop.sharding import variable_parts
+from distloop.sharding import variable_shards
 from tests.problems import assert_equal, classification, classifier, local_values, mostly_wide, on, refused, weights
 
 pytestmark = pytest.mark.usefixtures("graphs_of_other_tests_are_optimized")
@@ -63,11 +63,11 @@ def half_precision():
     rows["x"][33] = np.inf
     settings = {"precision": "mixed_float16", "microbatches": 2, "average_decay": 0.9}
     settings |= {"check_replicas_every": 4, "clip_variable_norm": 0.05}
-    with pytest.MonkeyPatch.context() as patch:  # Adam in one operation, also for a part of the larger variable
+    with pytest.MonkeyPatch.context() as patch:  # Adam in one operation, also for a shard of the larger variable
         patch.setattr(keras_hooks, "MIN_FUSED_BYTES", 1000)
         patch.setattr("distloop.optimizers.gradients.LARGEST_PACKED_BYTES", 200)
-        patch.setattr(variable_parts, "_SMALLEST_ROW", 48)  # the variable is cut between rows
-        patch.setattr(variable_parts, "_FEWEST_ROWS", 8)
+        patch.setattr(variable_shards, "_SMALLEST_ROW", 48)  # the variable is cut between rows
+        patch.setattr(variable_shards, "_FEWEST_ROWS", 8)
         return [train(decaying, rows, shard_optimizer=is_sharded, **settings) for is_sharded in (False, True)]
 
 
@@ -75,13 +75,13 @@ def half_precision():
 def test_a_sharded_run_ends_with_the_same_bits_by_the_same_names(half_precision):
     whole, sharded = half_precision
     assert int(sharded.state.skipped_steps) == 2
-    shapes = [tuple(part.view.shape) for part in parts_of(sharded)]
+    shapes = [tuple(shard.view.shape) for shard in shards_of(sharded)]
     assert sorted(shapes) == [(1, 48), (4,), (7, 48), (48,), (48, 4)]  # of 4 variables: one is cut
     assert_equal(all_of(sharded), all_of(whole))
 
 
-def parts_of(trainer):
-    return trainer.state.slot_placement.parts(trainer.state.trained_variables)
+def shards_of(trainer):
+    return trainer.state.slot_placement.shards(trainer.state.trained_variables)
 
 
 @pytest.mark.slow
@@ -107,7 +107,7 @@ def test_each_device_has_its_part_of_the_slots_and_the_console_says_so(half_prec
     assert sum(sizes.values()) == total + 2 * (8 + 4)  # and on each the count of steps, and the learning rate
     assert max(sizes.values()) - min(sizes.values()) <= 4 * 3 * 64  # 628 elements are cut at multiples of 64
     weights = [of["weights"] for of in held_by_device(sharded.state).values()]
-    assert sorted(weights) == [4 * (628 + rows * 48) for rows in (1, 7)]  # of a matrix that is cut, its part once more
+    assert sorted(weights) == [4 * (628 + rows * 48) for rows in (1, 7)]  # of a matrix that is cut, its shard once more
     one = distloop.Trainer(classifier(), on(1, shard_optimizer=True))
     assert one.state.slot_placement.num_shards == 1
     of_two, of_one = (overview.console_lines(t.state, t.config, sharded._train_source) for t in (sharded, one))
@@ -166,10 +166,10 @@ def test_a_variable_that_one_of_several_optimizers_needs_whole_is_not_cut(monkey
         updates = [distloop.Update(name, loss_fn, optimizer, ".") for name, optimizer in optimizers.items()]
         return distloop.ModelSpec(model, updates=updates)
 
-    monkeypatch.setattr(variable_parts, "_SMALLEST_ROW", 8)
-    monkeypatch.setattr(variable_parts, "_FEWEST_ROWS", 2)
+    monkeypatch.setattr(variable_shards, "_SMALLEST_ROW", 8)
+    monkeypatch.setattr(variable_shards, "_FEWEST_ROWS", 2)
     whole, sharded = (train(model_fn, classification(16), steps=3, shard_optimizer=s) for s in (False, True))
-    assert all(part.shape == tuple(part.variable.shape) for part in parts_of(sharded))
+    assert all(shard.shape == tuple(shard.variable.shape) for shard in shards_of(sharded))
     assert_equal(weights(whole), weights(sharded))
 
 

@@ -1,10 +1,10 @@
-"""Tests which device updates which part of a variable, and variables that are stored in parts."""
+"""Tests which device updates which shard of a variable, and variables that are stored in shards."""
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from distloop.sharding.variable_parts import JoinedVariable, Slice, has_rows, plan, unit
+from distloop.sharding.variable_shards import JoinedVariable, Slice, has_rows, plan, unit
 
 RNG = np.random.default_rng(0)
 
@@ -40,15 +40,15 @@ def test_every_element_is_in_one_part(count):
     assert sum(len(of_variable) > 1 for of_variable in slices) <= count
 
 
-def test_a_joined_variable_is_used_as_one_and_a_worker_has_some_parts():
-    parts = [tf.Variable(tf.zeros([4])), tf.Variable(tf.zeros([2]))]
-    joined = JoinedVariable("momentum", parts, (2, 3))
+def test_a_joined_variable_is_used_as_one_and_a_worker_has_some_shards():
+    shards = [tf.Variable(tf.zeros([4])), tf.Variable(tf.zeros([2]))]
+    joined = JoinedVariable("momentum", shards, (2, 3))
     joined.assign(np.arange(6).reshape(2, 3))
-    assert parts[0].numpy().tolist() == [0, 1, 2, 3] and parts[1].numpy().tolist() == [4, 5]
+    assert shards[0].numpy().tolist() == [0, 1, 2, 3] and shards[1].numpy().tolist() == [4, 5]
     assert tf.identity(joined).numpy().tolist() == joined.numpy().tolist() == [[0, 1, 2], [3, 4, 5]]
     assert (joined.shape, joined.dtype) == ((2, 3), tf.float32)
-    parts = [tf.Variable(tf.zeros([0])), tf.Variable(tf.zeros([2]))]
-    joined = JoinedVariable("momentum", parts, (2, 3), [(4,), (2,)], lambda: [tf.range(4.0), parts[1]])
+    shards = [tf.Variable(tf.zeros([0])), tf.Variable(tf.zeros([2]))]
+    joined = JoinedVariable("momentum", shards, (2, 3), [(4,), (2,)], lambda: [tf.range(4.0), shards[1]])
     joined.assign(np.arange(6).reshape(2, 3))
-    assert parts[0].shape == [0] and parts[1].numpy().tolist() == [4, 5]
+    assert shards[0].shape == [0] and shards[1].numpy().tolist() == [4, 5]
     assert joined.numpy().tolist() == [[0, 1, 2], [3, 4, 5]]

@@ -1,4 +1,4 @@
-"""Variable parts: plans which device updates which part, and joins stored parts into one variable.
+"""Variable shards: plans which device updates which shard, and joins stored shards into one variable.
 
 plan([1280, 320], [64, 64], 2, [0, 0])     # [[Slice(0, 768, 0), Slice(768, 512, 1)], [Slice(0, 320, 1)]]
 joined = JoinedVariable("momentum", [first, second], (120, 100))
@@ -18,7 +18,7 @@ from distloop.variables import ComposedVariable, tensorflow_variable
 # TensorFlow takes slices that begin at 64 bytes without a copy: 16 elements of float32.
 _ALIGNMENT = 16
 # A variable is cut between rows if these are at least so large, and there are so many: then replicas take over the
-# parts of others row by row, without new memory, which would cost more than the copy.
+# shards of others row by row, without new memory, which would cost more than the copy.
 _SMALLEST_ROW, _FEWEST_ROWS = 64, 1000
 
 
@@ -37,18 +37,18 @@ def has_rows(shape: Sequence[int]) -> bool:
 
 
 def unit(shape: Sequence[int]) -> int:
-    """Returns the number of elements of which the parts of a variable have a multiple."""
+    """Returns the number of elements of which the shards of a variable have a multiple."""
     return math.lcm(math.prod(shape[1:]), _ALIGNMENT) if has_rows(shape) else 4 * _ALIGNMENT
 
 
 def plan(sizes: Sequence[int], units: Sequence[int], count: int, taken: Sequence[int]) -> list[list[Slice]]:
-    """Shares out variables to devices so that all have alike, and cuts as few as possible.
+    """Splits variables over devices so that all have alike, and cuts as few as possible.
 
     The largest variables come first, each to the device that has least; what goes beyond the mean goes to the next one.
 
     Args:
         sizes: the elements of each variable.
-        units: the elements of which the first parts of a variable have a multiple; all, if it may not be cut.
+        units: the elements of which the first shards of a variable have a multiple; all, if it may not be cut.
         count: of the devices.
         taken: the elements that each device has already.
 
@@ -60,7 +60,7 @@ def plan(sizes: Sequence[int], units: Sequence[int], count: int, taken: Sequence
     slices: list[list[Slice]] = [[] for _ in sizes]
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         start = 0
-        while start < sizes[i] or not slices[i]:  # one without elements has a part, too
+        while start < sizes[i] or not slices[i]:  # one without elements has a shard, too
             device, rest = load.index(min(load)), sizes[i] - start
             room = mean - load[device]
             size = units[i] * max(1, round(room / units[i])) if rest > room + units[i] else rest
@@ -71,18 +71,18 @@ def plan(sizes: Sequence[int], units: Sequence[int], count: int, taken: Sequence
 
 
 @dataclass(frozen=True)
-class VariablePart:
-    """A part of a variable that one device updates.
+class VariableShard:
+    """A shard of a variable that one device updates.
 
     Attributes:
         variable: the variable of the model.
         replica: the variable of the replica on that device.
-        start, size: the part's elements in the flat variable.
-        shape: of its values, `[rows, ...]` or `[size]`; that of the variable if the part is all of it.
+        start, size: the shard's elements in the flat variable.
+        shape: of its values, `[rows, ...]` or `[size]`; that of the variable if the shard is all of it.
         device: its name.
         worker: the index of the worker that has this device.
-        view: `replica` if the part is all of it; else a variable on that device, which has the part's values while the
-            update runs. Of a part on another worker, a variable without elements.
+        view: `replica` if the shard is all of it; else a variable on that device, with the shard's values while the
+            update runs. Of a shard on another worker, a variable without elements.
         trained: the Keras variable around the view, for the optimizer.
     """
 
@@ -98,21 +98,21 @@ class VariablePart:
 
     @property
     def is_here(self) -> bool:
-        """Whether a device of this worker updates the part."""
+        """Whether a device of this worker updates the shard."""
         return tuple(self.view.shape) == self.shape
 
     @property
     def rows(self) -> tf.Tensor:
-        """The numbers of the part's rows, if it consists of rows."""
+        """The numbers of the shard's rows, if it consists of rows."""
         first = self.start * self.replica.shape[0] // self.replica.shape.num_elements()
         return tf.range(first, first + self.shape[0])
 
     def value(self) -> tf.Tensor:
-        """Returns the weights of the part, in the shape of the view; without a copy."""
+        """Returns the weights of the shard, in the shape of the view; without a copy."""
         return self.take(tf.identity(self.replica))
 
     def take(self, value: tf.Tensor) -> tf.Tensor:
-        """Returns the elements of the part out of a tensor of the variable's size, in the shape of the view."""
+        """Returns the elements of the shard out of a tensor of the variable's size, in the shape of the view."""
         with tf.device(self.device):
             flat = tf.slice(tf.reshape(value, [-1]), [self.start], [self.view.shape.num_elements()])
             return tf.reshape(flat, self.view.shape)
@@ -121,11 +121,11 @@ class VariablePart:
 class JoinedVariable(ComposedVariable):
     """Variables on several devices as one, of which each has some elements.
 
-    All workers convert it to a tensor, or none, if some parts are on others: each waits until all are there.
+    All workers convert it to a tensor, or none, if some shards are on others: each waits until all are there.
 
     Attributes:
         name, shape, dtype: of the variable.
-        parts: the TensorFlow variables, in the order of their elements; those of other workers have no value here.
+        shards: the TensorFlow variables, in the order of their elements; those of other workers have no value here.
     """
 
     is_mirrored = False
@@ -133,46 +133,46 @@ class JoinedVariable(ComposedVariable):
     def __init__(
         self,
         name: str,
-        parts: Sequence[Any],
+        shards: Sequence[Any],
         shape: Sequence[int],
         shapes: Sequence[Sequence[int]] | None = None,
         read: Callable[[], Sequence[tf.Tensor]] | None = None,
     ):
-        """Stores the parts.
+        """Stores the shards.
 
         Args:
             name: of the variable.
-            parts: its variables.
+            shards: its variables.
             shape: of the variable.
-            shapes: of the parts, each on the worker that has it; None: all are here.
-            read: returns the values of all parts, on every worker, in a `tf.function`; None: all are here.
+            shapes: of the shards, each on the worker that has it; None: all are here.
+            read: returns the values of all shards, on every worker, in a `tf.function`; None: all are here.
         """
         self.name = name
-        self.parts = tuple(tensorflow_variable(part) for part in parts)
+        self.shards = tuple(tensorflow_variable(shard) for shard in shards)
         self.shape = tf.TensorShape(shape)
-        self.dtype = self.parts[0].dtype
+        self.dtype = self.shards[0].dtype
         self.trainable = False
-        self._shapes = [tuple(shape) for shape in shapes or [part.shape for part in self.parts]]
+        self._shapes = [tuple(shape) for shape in shapes or [shard.shape for shard in self.shards]]
         self.is_here = read is None
-        self._read = read or (lambda: self.parts)
+        self._read = read or (lambda: self.shards)
         self._read_eagerly = graph_function(self._read) if read else self._read
 
     def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
         """Returns the value, on the device of the caller."""
-        parts = self._read_eagerly() if tf.executing_eagerly() else self._read()
-        flat = tf.concat([tf.reshape(part, [-1]) for part in parts], 0)
+        shards = self._read_eagerly() if tf.executing_eagerly() else self._read()
+        flat = tf.concat([tf.reshape(shard, [-1]) for shard in shards], 0)
         value = tf.reshape(flat, self.shape)
         return value if dtype is None else tf.cast(value, dtype)
 
     def assign(self, value: Any) -> None:
-        """Sets the parts to those of a value."""
+        """Sets the shards to those of a value."""
         flat = tf.reshape(tf.cast(value, self.dtype), [-1])
         start = 0
-        for part, shape in zip(self.parts, self._shapes, strict=True):
+        for shard, shape in zip(self.shards, self._shapes, strict=True):
             size = math.prod(shape)
-            if tuple(part.shape) == shape:  # it is here
-                with tf.device(part.device):
-                    part.assign(tf.reshape(flat[start : start + size], shape))
+            if tuple(shard.shape) == shape:  # it is here
+                with tf.device(shard.device):
+                    shard.assign(tf.reshape(flat[start : start + size], shape))
             start += size
 
     def numpy(self) -> Any:
