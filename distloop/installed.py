@@ -33,15 +33,15 @@ def import_part(module: str, given: str) -> Any:
     Raises:
         ValueError: if the part's folder is not there.
     """
-    part = module.partition(".")[0]
+    folder = module.partition(".")[0]
     try:
         return importlib.import_module(f"distloop.{module}")
     except ModuleNotFoundError as error:
-        if not (error.name or "").startswith(f"distloop.{part}"):
+        if not (error.name or "").startswith(f"distloop.{folder}"):
             raise
         raise ValueError(
-            f"{given} needs the part {part!r} of distloop, and there is no folder distloop/{part}: install distloop "
-            f"with all its parts, or leave {given} out."
+            f"{given} needs the part {folder!r} of distloop, and there is no folder distloop/{folder}: install "
+            f"distloop with all its parts, or leave {given} out."
         ) from error
 
 

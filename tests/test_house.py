@@ -66,12 +66,13 @@ JUNK_DRAWERS = {"utils", "util", "common", "base", "core", "helpers", "helper", 
 
 # Words for which the field has others: a virtual replica, send and report, inspect, a fraction or a worker's rows, a
 # device or a slot, to fast forward, a lost position, to commit, to check and clip, replaced, failed, leaving, complete,
-# metadata and messages. `written`, `part`, `row`, `phase` and `counts` have a right meaning beside the wrong ones: of
-# files, of the package and of variables, of tables, of a run's time, and numbers.
+# metadata and messages, a microbatch, a shard or an entry. `written`, `row`, `phase` and `counts` have a right meaning
+# beside the wrong ones: of files, of tables, of a run's time, and numbers.
 RETIRED = set("turn turns tell tells told look looks share shares behind astray settle settled judge".split())
-RETIRED |= set("judged overwritten fell fallen leaver leavers note notes noted place places whole".split())
+RETIRED |= set("judged overwritten fell fallen leaver leavers note notes noted place places whole part parts".split())
 NOT_RETIRED = {
-    "public": {"memory_share"},  # an argument of autotune_batch
+    "public: an argument of autotune_batch, an attribute of MemoryEstimate": {"memory_share", "parts"},
+    "a folder of the package that can be taken away": {"import_part"},
     "a key in the file of a lock": {"place"},
     "TensorFlow's verb for devices": {"_place_variables", "place_slots"},
     "an integer": {"whole_number"},

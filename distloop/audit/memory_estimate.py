@@ -73,7 +73,7 @@ class MemoryEstimate(NamedTuple):
         devices: bytes of each device of this worker by what they hold, such as "weights" and "activations".
         available: bytes that a device has for them; None: unknown.
         rows: of the batch on a device.
-        microbatches: the parts in which it computes them.
+        microbatches: in which it computes them.
         enough_microbatches: what to set `microbatches` to so that the step fits; None: it fits, or nothing makes it.
         num_unknown: tensors of unknown size, which are not counted.
         tables: bytes of the larger embedding tables, by the paths of their layers.
@@ -90,7 +90,7 @@ class MemoryEstimate(NamedTuple):
     @property
     def parts(self) -> dict[str, int]:
         """The bytes of the device that needs most, by what they hold."""
-        return max(self.devices.values(), key=lambda parts: sum(parts.values()))
+        return max(self.devices.values(), key=lambda sizes: sum(sizes.values()))
 
     @property
     def total(self) -> int:
@@ -103,8 +103,8 @@ class MemoryEstimate(NamedTuple):
         return self.available is None or self.total <= self.available
 
     def __str__(self) -> str:
-        parts = f" in {self.microbatches} microbatches" if self.microbatches > 1 else ""
-        lines = [f"Estimated memory of each device, where a step of {self.rows} rows{parts} needs most:"]
+        cut = f" in {self.microbatches} microbatches" if self.microbatches > 1 else ""
+        lines = [f"Estimated memory of each device, where a step of {self.rows} rows{cut} needs most:"]
         columns = list(self.devices.values())
         if any(column != columns[0] for column in columns):
             lines.append("  " + "  ".join(f"{device:>8}" for device in self.devices))
@@ -170,11 +170,11 @@ def _estimate(trainer: Trainer, data: FitData) -> MemoryEstimate:
     rows = _rows_of_replica(source, state.strategy)
     count, held = int(shards.batch_size(rows)), held_by_device(state)
     batch = sum(variable_bytes(t) for t in tf.nest.flatten(rows, expand_composites=True) if t.dtype != tf.string)
-    available = _available(state.strategy, max(sum(parts.values()) for parts in held.values()))
+    available = _available(state.strategy, max(sum(sizes.values()) for sizes in held.values()))
     if strategies.has_gpus(state.strategy):
         batch *= 2  # the next one arrives while a step computes
         if settings.on_nonfinite == "skip" or state.loss_scalers:
-            held = {device: parts | {_COPY: sum(parts.values())} for device, parts in held.items()}
+            held = {device: sizes | {_COPY: sum(sizes.values())} for device, sizes in held.items()}
     sizes = {path: variable_bytes(table) for path, table in embedding_tables(state.model).items()}
     tables = dict(sorted(((path, n) for path, n in sizes.items() if n >= _NAMED_BYTES), key=lambda item: -item[1]))
 
@@ -182,7 +182,7 @@ def _estimate(trainer: Trainer, data: FitData) -> MemoryEstimate:
         peaks = [_peak_of_update(state, update, rows, microbatches) for update in state.spec.updates]
         peak = max(peaks, key=lambda peak: peak.total)
         needed = dict(zip(ledger.ESTIMATED, (batch, peak.activations, peak.gradients), strict=True))
-        devices = {device: parts | needed for device, parts in held.items()}
+        devices = {device: sizes | needed for device, sizes in held.items()}
         return MemoryEstimate(devices, available, count, microbatches, None, peak.num_unknown, tables)
 
     asked_for = estimate(first := min(settings.microbatches, count))
@@ -206,8 +206,8 @@ def _peak_of_update(state: TrainState, update: Update, rows: Any, microbatches: 
     the rows of the batch where the step keeps it.
     """
     count = int(shards.batch_size(rows))
-    part = tf.nest.map_structure(lambda t: t[: math.ceil(count / (microbatches * state.replicas.per_device))], rows)
-    num_parts = microbatches * state.replicas.count
+    cut = tf.nest.map_structure(lambda t: t[: math.ceil(count / (microbatches * state.replicas.per_device))], rows)
+    num_microbatches = microbatches * state.replicas.count
     update_pass = ForwardBackward(state, update, microbatches=microbatches)
     sizes: list[int] = []  # of summed and of scaled gradients
 
@@ -216,10 +216,10 @@ def _peak_of_update(state: TrainState, update: Update, rows: Any, microbatches: 
             factor = update_pass.loss_factor(tf.constant(float(count)))
             segments, *others = update_pass.compute(rows, None, factor)
         scaled = update_pass.packing.unpack_for(state.plain_optimizers[update.name], segments, tf.constant(1.0))
-        sizes[:] = [sum(_bytes_of_gradient(g, num_parts) for g in gradients) for gradients in (segments, scaled)]
+        sizes[:] = [sum(_bytes_of_gradient(g, num_microbatches) for g in gradients) for gradients in (segments, scaled)]
         return segments, others
 
-    peak = peak_of(compiled(trace, part).graph)
+    peak = peak_of(compiled(trace, cut).graph)
     if update.gradient_fn is None:
         sizes[1] //= state.num_shards
     per_device = state.replicas.per_device
@@ -229,11 +229,11 @@ def _peak_of_update(state: TrainState, update: Update, rows: Any, microbatches: 
     return max(peak, Peak(0, sum(sizes), peak.num_unknown), key=lambda peak: peak.total)
 
 
-def _bytes_of_gradient(gradient: Any, parts: int) -> int:
-    """Returns the bytes of a gradient; a sparse one has rows of each part of the batch."""
+def _bytes_of_gradient(gradient: Any, microbatches: int) -> int:
+    """Returns the bytes of a gradient; a sparse one has rows of each microbatch."""
     if not isinstance(gradient, (Rows, tf.IndexedSlices)):
         return variable_bytes(gradient)
-    return parts * variable_bytes(values_of(gradient))
+    return microbatches * variable_bytes(values_of(gradient))
 
 
 def _available(strategy: tf.distribute.Strategy, held: int) -> int | None:

@@ -259,10 +259,10 @@ def take_shard(
         is_own = layout.is_cut and each * microbatches == 1
         shard = rows if is_own else tf.nest.map_structure(lambda t: t[start - own : end - own], rows)
     is_even = isinstance(total, int) and total % (replicas * microbatches) == 0
-    part_size = total // (replicas * microbatches) if is_even else None
-    if part_size is not None:  # the bounds may be tensors, of which TensorFlow does not know the difference
+    cut_size = total // (replicas * microbatches) if is_even else None
+    if cut_size is not None:  # the bounds may be tensors, of which TensorFlow does not know the difference
         for tensor in tf.nest.flatten(shard):
-            tensor.set_shape([part_size, *tensor.shape[1:]])
+            tensor.set_shape([cut_size, *tensor.shape[1:]])
     return shard, weights
 
 

@@ -79,11 +79,11 @@ class Workers:
         except ValueError as error:
             data, is_error = str(error).encode(), True
         votes = exchange(self._strategy, Vote(num_bytes=len(data), is_error=is_error))
-        parts = _gather_bytes(self._strategy, data, [int(vote.num_bytes) for vote in votes])
-        for index, part in enumerate(parts):
+        received = _gather_bytes(self._strategy, data, [int(vote.num_bytes) for vote in votes])
+        for index, message in enumerate(received):
             if votes[index].is_error:
-                raise ValueError(part.decode() if self.count == 1 else f"Worker {index}: {part.decode()}")
-        return [decode(part) for part in parts]
+                raise ValueError(message.decode() if self.count == 1 else f"Worker {index}: {message.decode()}")
+        return [decode(message) for message in received]
 
     def broadcast(self, value: Any) -> Any:
         """Returns the chief's value on every worker; those of the others do not count.
@@ -198,7 +198,7 @@ class Vote(NamedTuple):
 
     status: float = Status.GOES_ON
     step: float = 0
-    max_steps: float = 0  # that the next loop may run; in an evaluation, the batches of its next part
+    max_steps: float = 0  # that the next loop may run; in an evaluation, the batches of its next chunk
     secs: float = 0.0  # that the run has trained, by the worker's clock
     has_ended: float = False  # whether the data that is read has ended; at a boundary, whether an action ends the run
     num_bytes: float = 0  # of a value that follows
@@ -265,10 +265,10 @@ def _gather_bytes(strategy: tf.distribute.Strategy, data: bytes, sizes: Sequence
     if num_workers(strategy) == 1:
         return [data]
     words = min(max(_MIN_WORDS, 1 << (max(sizes) // 8).bit_length()), _MAX_WORDS)  # each length costs a trace
-    num_parts = -(-max(sizes) // (8 * words))
-    padded = np.frombuffer(data.ljust(8 * words * num_parts, b"\0"), np.int64)
-    parts = [_gather(strategy, part) for part in np.split(padded, num_parts)]  # each [W, words]
-    return [np.concatenate([part[index] for part in parts]).tobytes()[:size] for index, size in enumerate(sizes)]
+    num_pieces = -(-max(sizes) // (8 * words))
+    padded = np.frombuffer(data.ljust(8 * words * num_pieces, b"\0"), np.int64)
+    pieces = [_gather(strategy, piece) for piece in np.split(padded, num_pieces)]  # each [W, words]
+    return [np.concatenate([piece[index] for piece in pieces]).tobytes()[:size] for index, size in enumerate(sizes)]
 
 
 def _gather(strategy: tf.distribute.Strategy, values: np.ndarray) -> np.ndarray:

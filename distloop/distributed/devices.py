@@ -173,8 +173,8 @@ def split_first_gpu(count: int, megabytes: int) -> None:
     if not gpus:
         raise ValueError(f"{count} logical GPUs were asked for, but TensorFlow sees no GPU here to split.")
     tf.config.set_visible_devices(gpus[:1], "GPU")
-    parts = [tf.config.LogicalDeviceConfiguration(memory_limit=megabytes)] * count
-    tf.config.set_logical_device_configuration(gpus[0], parts)
+    logical = [tf.config.LogicalDeviceConfiguration(memory_limit=megabytes)] * count
+    tf.config.set_logical_device_configuration(gpus[0], logical)
 
 
 def choose_device_type(config: Config) -> str:

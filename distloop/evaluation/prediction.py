@@ -220,7 +220,7 @@ class Predictor:
         if not pieces:
             raise ValueError(IS_EMPTY)
         try:
-            return tf.nest.map_structure(lambda *parts: np.concatenate(parts), *pieces)
+            return tf.nest.map_structure(lambda *arrays: np.concatenate(arrays), *pieces)
         except ValueError as error:
             raise _cannot_join(error) from None
 

@@ -45,7 +45,7 @@ def check_precision(spec: ModelSpec, name: str) -> None:
         ValueError: if `from_keras` was given a model of which no layer does, or Keras's global policy or floatx is
             neither float32 nor mixed, and no layer has it.
     """
-    layers = [part for layer in top_layers(spec.model, in_modules=True) for part in layer._flatten_layers()]
+    layers = [each for top in top_layers(spec.model, in_modules=True) for each in top._flatten_layers()]
     computing = [layer for layer in layers if not isinstance(layer, keras.layers.InputLayer)]
     # Private: a model that only calls its layers computes nothing itself.
     used = {layer.compute_dtype for layer in computing if layer._trainable_variables or not layer._layers}

@@ -234,8 +234,8 @@ class OutsideVariables:
         if not new.keys() <= self._known.keys() | self._outside.keys():
             state = self._state
             variables = [*state.all_variables().values(), *state.keras_metrics.variables().values()]
-            parts = [part for variable in variables for part in state.replica_variables(variable)]
-            self._known |= {id(part.handle): part.handle for part in parts}
+            copies = [copy for variable in variables for copy in state.replica_variables(variable)]
+            self._known |= {id(copy.handle): copy.handle for copy in copies}
             new = {key: new[key] for key in new.keys() - self._known.keys() - self._outside.keys()}
             found = {key: variable for key, variable in _variables_of(new).items() if _first_user(variable, operations)}
             self._outside |= found
@@ -257,7 +257,7 @@ def _variables_of(handles: Mapping[int, tf.Tensor]) -> dict[int, _Outside]:
     owners: dict[int, Any] = {}  # Keras's variables; some are only half made
     for owner in (owner for owner in objects if issubclass(type(owner), keras.Variable)):
         value = getattr(owner, "_value", None)
-        owners |= {id(part): owner for part in getattr(value, "values", [value])}
+        owners |= {id(each): owner for each in getattr(value, "values", [value])}
     outside = {}
     for key, variable in variables.items():
         owner = owners.get(id(variable), variable)

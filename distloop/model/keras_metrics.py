@@ -154,14 +154,14 @@ class KerasMetrics(Mapping[str, keras.metrics.Metric]):
     @contextlib.contextmanager
     def preserved(self) -> Iterator[None]:
         """Enters a scope in which the metrics start anew; restores their state on exit."""
-        parts = [part for variable in self.variables().values() for part in self._parts(variable)]
-        values = [tf.identity(part) for part in parts]
+        copies = [copy for variable in self.variables().values() for copy in self._copies(variable)]
+        values = [tf.identity(copy) for copy in copies]
         self.reset()
         try:
             yield
         finally:
-            for part, value in zip(parts, values, strict=True):
-                part.assign(value)
+            for copy, value in zip(copies, values, strict=True):
+                copy.assign(value)
 
     def variables(self) -> dict[str, Any]:
         """Returns the variables of the metrics, by `<metric>/<i>`."""
@@ -180,8 +180,8 @@ class KerasMetrics(Mapping[str, keras.metrics.Metric]):
         with tf.device(HOST):
             values = {}
             for name, variable in self.variables().items():
-                parts = self._parts(variable) if self._is_sum(name) else self._parts(variable)[:1]
-                values[name] = tf.stack([tf.identity(part) for part in parts])
+                copies = self._copies(variable) if self._is_sum(name) else self._copies(variable)[:1]
+                values[name] = tf.stack([tf.identity(copy) for copy in copies])
             if collectives.num_workers(self._strategy) > 1 and len(self.gathered) < len(self):
                 values |= self._strategy.experimental_local_results(self._gather_sums())[0]
             return values
@@ -201,13 +201,13 @@ class KerasMetrics(Mapping[str, keras.metrics.Metric]):
             elif len(value) != replicas:  # the first replica gets the sum
                 total = tf.reduce_sum(value, 0)
                 value = tf.stack([total, *[tf.zeros_like(total)] * (replicas - 1)])
-            for part, part_value in zip(self._parts(variable), tf.unstack(value)[first:], strict=False):
-                part.assign(part_value)
+            for copy, copy_value in zip(self._copies(variable), tf.unstack(value)[first:], strict=False):
+                copy.assign(copy_value)
 
     def _is_sum(self, variable_name: str) -> bool:
         return variable_name.rpartition("/")[0] not in self.gathered
 
-    def _parts(self, variable: Any) -> tuple[Any, ...]:
+    def _copies(self, variable: Any) -> tuple[Any, ...]:
         """Returns the TensorFlow variable of each replica of this worker."""
         return tuple(self._strategy.experimental_local_results(tensorflow_variable(variable)))
 
@@ -237,7 +237,7 @@ class KerasMetrics(Mapping[str, keras.metrics.Metric]):
     def _check_variables(self) -> None:
         """Refuses variables that are not on every replica."""
         for name, variable in self.variables().items():
-            if len(self._parts(variable)) != collectives.num_local_replicas(self._strategy):
+            if len(self._copies(variable)) != collectives.num_local_replicas(self._strategy):
                 raise ValueError(
                     f'The metric under "{name.rpartition("/")[0]}" was made outside model_fn, so replicas would not '
                     "share it: make it inside model_fn."

@@ -34,9 +34,9 @@ from distloop.model.spec import Update
 def keep_losses_apart(layers: Iterable[keras.Layer]) -> None:
     """Gives the layers, and all layers within them, separate lists of losses in each thread."""
     for layer in layers:
-        for part in layer._flatten_layers():
+        for each in layer._flatten_layers():
             # Not by `setattr`, which would have TensorFlow track them for checkpoints. Private: Keras has no other way.
-            vars(part).update(_losses=_OfThread(list), _loss_ids=_OfThread(set))
+            vars(each).update(_losses=_OfThread(list), _loss_ids=_OfThread(set))
 
 
 class _OfThread(threading.local):
@@ -77,7 +77,7 @@ def frozen_layers(
     if len(patterns) < len(updates):
         return []
     frozen = []
-    for layer in {id(part): part for top in layers for part in top._flatten_layers()}.values():
+    for layer in {id(each): each for top in layers for each in top._flatten_layers()}.values():
         trainable = [v for v in layer.variables if v.trainable]
         if trainable:
             is_frozen = not any(id(v) in trained for v in trainable)

@@ -175,7 +175,7 @@ def _explain(
     message = error.message or ""
     device = match[1] if (match := _DEVICE.search(message)) else "the device"
     tensor = f", for a tensor of shape [{match[1]}] and type {match[2]}" if (match := _TENSOR.search(message)) else ""
-    most = max(held_by_device(state).values(), key=lambda parts: sum(parts.values()), default={})
+    most = max(held_by_device(state).values(), key=lambda sizes: sum(sizes.values()), default={})
     held = ", ".join(f"{name} take {size / 1e9:.2g} GB" for name, size in most.items())
     sentence = (
         f"{device} ran out of memory {when}{describe_use(device)}{tensor}; {held}, {rest} the rest: try {advice}."

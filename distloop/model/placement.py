@@ -112,33 +112,33 @@ class Placement:
         specs = [*(spec for i in sparse for spec in packing.row_specs(i)), *row_specs]
         is_dense = [i not in packing.sparse for i in range(len(packing.shapes))]
 
-        def body(index: tf.Tensor, sums: list[tf.Tensor], tallies: tf.Tensor, parts: list[tf.TensorArray]) -> Any:
+        def body(index: tf.Tensor, sums: list[tf.Tensor], tallies: tf.Tensor, arrays: list[tf.TensorArray]) -> Any:
             nonlocal size, lengths
             segments, more_tallies, rows = compute(index)
             if (found := {i for i, segment in enumerate(segments) if isinstance(segment, Rows)}) != set(sparse):
                 raise _SparseSegmentsError(found)
             size, lengths = more_tallies.shape, [segments[i].numbers.shape[0] for i in sparse]
             rows = [*(tensor for i in sparse for tensor in segments[i]), *rows]
-            parts = [part.write(index, more) for part, more in zip(parts, rows, strict=True)]
+            arrays = [array.write(index, more) for array, more in zip(arrays, rows, strict=True)]
             sums = [a + b for a, b in zip(sums, itertools.compress(segments, is_dense), strict=True)]
-            return index + 1, sums, tallies + more_tallies, parts
+            return index + 1, sums, tallies + more_tallies, arrays
 
         shapes, dtypes = (list(itertools.compress(of, is_dense)) for of in (packing.shapes, packing.dtypes))
         zeros = [tf.zeros(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
-        parts = [tf.TensorArray(spec.dtype, count, infer_shape=False, element_shape=spec.shape) for spec in specs]
-        _, sums, tallies, parts = tf.while_loop(
+        arrays = [tf.TensorArray(spec.dtype, count, infer_shape=False, element_shape=spec.shape) for spec in specs]
+        _, sums, tallies, arrays = tf.while_loop(
             lambda index, *_: index < count,
             body,
-            (tf.constant(0), zeros, tf.zeros([1]), parts),  # one zero for any number of tallies
+            (tf.constant(0), zeros, tf.zeros([1]), arrays),  # one zero for any number of tallies
             shape_invariants=(
                 tf.TensorShape([]),
                 shapes,
                 tf.TensorShape([None]),
-                [tf.TensorShape(None) for _ in parts],
+                [tf.TensorShape(None) for _ in arrays],
             ),
             parallel_iterations=1,
         )
-        joined, flat = iter([part.concat() for part in parts]), iter(sums)
+        joined, flat = iter([array.concat() for array in arrays]), iter(sums)
         lists = {i: Rows(next(joined), next(joined)) for i in sparse}
         for rows, length in zip(lists.values(), lengths, strict=True):  # TensorFlow does not know that all are alike
             rows.numbers.set_shape([None if length is None else count * length])

@@ -46,11 +46,11 @@ class SavedState:
         """Returns a copy of everything that training changes. All workers call it: some values come from others.
 
         Args:
-            is_needed: whether this worker needs the values; else those of which others have parts are left out.
+            is_needed: whether this worker needs the values; else those of which others have shards are left out.
 
         Returns:
             The values of `TrainState.all_variables`, `metrics/<name>/<i>` as `KerasMetrics.snapshot` returns them,
-            `stored/average/<path>/<part>` as `ComposedVariable.raw` does, and `optimizer/class`, `optimizer/trained`
+            `stored/average/<path>/<kind>` as `ComposedVariable.raw` does, and `optimizer/class`, `optimizer/trained`
             (the names of variables, one a line) and `optimizer/initial_learning_rate`. Random streams have the value of
             the first replica; those of the others are `SEED_STRIDE` apart.
         """
@@ -64,11 +64,11 @@ class SavedState:
             values |= self._first_streams(named, values)
             values |= {_METRICS + name: value for name, value in state.keras_metrics.snapshot().items()}
             for name, composed in _composed(named).items():
-                values |= {f"{_STORED}{name}/{part}": value for part, value in composed.raw().items()}
+                values |= {f"{_STORED}{name}/{kind}": value for kind, value in composed.raw().items()}
             return values | self._optimizer_facts()
 
     def _read_far(self, variables: Mapping[str, ComposedVariable], *, is_needed: bool) -> dict[str, tf.Tensor]:
-        """Returns the values of variables of which other workers have parts, if they are needed here."""
+        """Returns the values of variables of which other workers have shards, if they are needed here."""
 
         def read(is_needed: tf.Tensor) -> dict[str, tf.Tensor]:
             values = {name: tf.identity(v) for name, v in variables.items()}

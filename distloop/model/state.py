@@ -376,10 +376,10 @@ def _layers_with_variables(model: Any) -> Iterator[keras.Layer]:
 
 def _refuse_synchronized(layers: Iterable[keras.Layer], replicas: Replicas) -> None:
     """Refuses layers that sum over replicas in their forward pass, which on one device would be silently wrong."""
-    for part in (part for layer in layers for part in layer._flatten_layers()):
-        if replicas.same_bits and getattr(part, "synchronized", False):
+    for each in (each for layer in layers for each in layer._flatten_layers()):
+        if replicas.same_bits and getattr(each, "synchronized", False):
             raise ValueError(
-                f"{replicas.setting} was given with the layer {part.name!r}, which is synchronized=True, but virtual "
+                f"{replicas.setting} was given with the layer {each.name!r}, which is synchronized=True, but virtual "
                 "replicas run one after another and cannot talk to each other: use plain BatchNormalization."
             )
 

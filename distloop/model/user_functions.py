@@ -222,7 +222,7 @@ class Reads:
             return
         before = _count_consumers(rows)
         yield returned
-        outputs = {id(part) for part in tf.nest.flatten(returned, expand_composites=True)}
+        outputs = {id(tensor) for tensor in tf.nest.flatten(returned, expand_composites=True)}
         for path, count in _count_consumers(rows, outputs).items():
             self.entries[path] = self.entries.get(path, False) or count > before[path]
 
@@ -261,6 +261,6 @@ def _count_consumers(rows: Any, outputs: Collection[int] = ()) -> dict[str, int]
     """Returns how many operations read each entry, by its path, such as `meta/id`; `outputs` are read once more."""
     counts = {}
     for path, entry in keras.tree.flatten_with_path(rows):
-        parts = tf.nest.flatten(entry, expand_composites=True)
-        counts["/".join(map(str, path))] = sum(len(part.consumers()) + (id(part) in outputs) for part in parts)
+        tensors = tf.nest.flatten(entry, expand_composites=True)
+        counts["/".join(map(str, path))] = sum(len(tensor.consumers()) + (id(tensor) in outputs) for tensor in tensors)
     return counts

@@ -85,7 +85,7 @@ class StagePlacement(Placement):
                 sums.append(segments)
                 more_segments, more_tallies, more_rows = self._compute_loss_last(compute, index)
                 segments, tallies = packing.add(segments, more_segments), tallies + more_tallies
-                rows = [tf.concat(parts, 0) for parts in zip(rows, more_rows, strict=True)]
+                rows = [tf.concat(pieces, 0) for pieces in zip(rows, more_rows, strict=True)]
         return segments, tallies, rows
 
     def _compute_loss_last(self, compute: Compute, index: int) -> Sums:

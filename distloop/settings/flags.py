@@ -245,8 +245,8 @@ def _without_secrets(text: str) -> str:
     """Returns a text with `***` in place of values of secret flags, of 8 letters or more, and of keys of URLs."""
     for name in filter(_is_secret, _secrets):
         value = flags.FLAGS[name].value
-        for part in value if isinstance(value, list) else [value]:
-            text = text.replace(part, HIDDEN) if isinstance(part, str) and len(part) >= _SECRET_LETTERS else text
+        for secret in value if isinstance(value, list) else [value]:
+            text = text.replace(secret, HIDDEN) if isinstance(secret, str) and len(secret) >= _SECRET_LETTERS else text
     return without_credentials(text)
 
 

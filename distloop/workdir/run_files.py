@@ -286,7 +286,7 @@ def _unreadable(error: OSError) -> str:
 
 def _by_number(name: str) -> list[Any]:
     """Returns a sort key that orders run2 before run10, and lr0.003 before lr0.01."""
-    return [float(part) if i % 2 else part for i, part in enumerate(re.split(r"(\d+(?:\.\d+)?)", name))]
+    return [float(piece) if i % 2 else piece for i, piece in enumerate(re.split(r"(\d+(?:\.\d+)?)", name))]
 
 
 def _load(path: str, name: str, warn: Callable[[str], None]) -> Run:
