@@ -195,9 +195,10 @@ def choose_ports(count: int) -> list[int]:
     """Returns random free ports of this host.
 
     They are below the range from which the system picks ports: TensorFlow listens seconds from now, and until then such
-    a port may go to any connection, even to that of a worker that tries to reach it.
+    a port may go to any connection, even to that of a worker that tries to reach it. Programs
+    that start at once with one seed choose different ports.
     """
-    return list(itertools.islice(filter(is_free, random.sample(range(10_000, 32_768), 5_000)), count))
+    return list(itertools.islice(filter(is_free, random.SystemRandom().sample(range(10_000, 32_768), 5_000)), count))
 
 
 def is_free(port: int) -> bool:

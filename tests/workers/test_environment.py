@@ -3,6 +3,7 @@
 import concurrent.futures
 import json
 import os
+import random
 import re
 import socket
 import subprocess
@@ -281,3 +282,11 @@ def test_ports_are_free_each_once_and_below_those_that_the_system_picks():
     assert environment.choose_ports(20) != chosen and all(map(environment.is_free, chosen))
     with socket.create_server(("127.0.0.1", chosen[0])):
         assert not environment.is_free(chosen[0])
+
+
+def test_programs_with_one_seed_choose_different_ports():
+    chosen = []
+    for _ in range(2):
+        random.seed(0)
+        chosen.append(environment.choose_ports(3))
+    assert chosen[0] != chosen[1]
