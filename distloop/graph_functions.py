@@ -13,7 +13,7 @@ trainers in a process, each of which traces such a function once.
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -176,6 +176,12 @@ def read_clock() -> tf.Tensor:
         return tf.constant(0.0, tf.float64)
     _read_the_clock = True
     return tf.timestamp()
+
+
+def time_after(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Returns the time at which all of some tensors are computed, as `read_clock`."""
+    with tf.control_dependencies(tensors):
+        return read_clock()
 
 
 NO_LIMIT_SECS = 1e9  # finite, for `tf.debugging.enable_check_numerics`, which stops at each infinity in a graph

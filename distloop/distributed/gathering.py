@@ -10,7 +10,7 @@ It does not know what is compared.
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from typing import Any, TypeVar
 
 import keras
@@ -40,14 +40,9 @@ def _scope(**values: Any) -> Iterator[None]:
         current.update(before)
 
 
-def with_max_rows(fn: Callable[..., T], max_rows: int | None) -> Callable[..., T]:
-    """Returns a replica's function inside of which the largest shard has `max_rows` rows; None: unknown."""
-
-    def run(*arguments: Any) -> T:
-        with _scope(max_rows=max_rows):
-            return fn(*arguments)
-
-    return run
+def largest_shard(max_rows: int | None) -> contextlib.AbstractContextManager[None]:
+    """Returns a scope, for a replica, in which the largest shard has `max_rows` rows; None: unknown."""
+    return _scope(max_rows=max_rows)
 
 
 def shard(row_weights: tf.Tensor | None, microbatches: int = 1) -> contextlib.AbstractContextManager[None]:

@@ -68,10 +68,9 @@ class EvalStep:
             The tallies of this worker's rows, `[2 * M]`, float64: a total and a weight of each of `names`; with virtual
             replicas, those of each of this worker's, `[v * 2 * M]`.
         """
-        replica_fn = gathering.with_max_rows(functools.partial(self._forward, layout), layout.max_replica_rows)
-        per_replica = self._strategy.experimental_local_results(self._strategy.run(replica_fn, args=(batch,)))
+        per_replica = self._strategy.run(functools.partial(self._forward, layout), args=(batch,))
         with tf.device(HOST):
-            tallies = [tf.cast(replica_tallies, tf.float64) for replica_tallies in per_replica]
+            tallies = [tf.cast(t, tf.float64) for t in self._strategy.experimental_local_results(per_replica)]
             return tf.concat(tallies, 0) if self._state.replicas.same_bits else tf.add_n(tallies)
 
     def sum_over_workers(self, tallies: tf.Tensor) -> tf.Tensor:
@@ -89,7 +88,8 @@ class EvalStep:
     def _forward(self, layout: BatchLayout, batch: Batch) -> tf.Tensor:
         """Returns the tallies of a replica's rows, `[2 * M]`; of each of its virtual replicas, `[v * 2 * M]`."""
         joins: dict[str, Join] = {}  # by update, what puts together the arguments of Keras metrics
-        results = run_forward(self._state, layout, batch, functools.partial(self._tally, joins))
+        with gathering.largest_shard(layout.max_replica_rows):
+            results = run_forward(self._state, layout, batch, functools.partial(self._tally, joins))
         tallies, metric_rows = zip(*results, strict=True)
         for update, join in joins.items():
             of_metric = zip(*(rows[update] for rows in metric_rows), strict=True)
@@ -123,7 +123,7 @@ class EvalStep:
         """Stores by update the arguments that its `loss_fn` returns for Keras metrics, alike on each replica."""
         rows, row_weights = shards.take_shard(batch, layout)
         for update, loss_fn in self.loss_fns.items():
-            with gathering.shard(row_weights):
+            with gathering.largest_shard(layout.max_replica_rows), gathering.shard(row_weights):
                 outputs = loss_fn(rows, False)
             metrics.check_names(outputs, self.keras_metrics, needs_loss=self._needs_loss)
             fed[update] = {
@@ -180,9 +180,7 @@ class EvalLoop:
 
         def trace(rows: Any) -> None:
             batch = source.layout.batch_of(rows, source.info.min_rows)
-            feed = functools.partial(self._step.feed, source.layout, fed)
-            replica_fn = gathering.with_max_rows(feed, source.layout.max_replica_rows)
-            self._state.strategy.run(replica_fn, args=(batch,))
+            self._state.strategy.run(functools.partial(self._step.feed, source.layout, fed), args=(batch,))
 
         if self._eager:
             trace(source.first_rows())

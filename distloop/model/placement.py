@@ -92,20 +92,7 @@ class Placement:
         Returns:
             Packed gradients and tallies, `[2 * m]`; the rows of all microbatches.
         """
-        if count == 1:
-            return compute(0)
-        try:
-            return self._sum_in_loop(packing, count, compute, row_specs)
-        except _SparseSegmentsError as error:  # known once the loop's body was traced
-            packing.sparse = error.segments
-            return self._sum_in_loop(packing, count, compute, row_specs)
-
-    def _sum_in_loop(self, packing: Packing, count: int, compute: Compute, row_specs: Sequence[tf.TensorSpec]) -> Sums:
-        """Sums over microbatches in a TensorFlow loop; sparse segments become one list, as rows do.
-
-        Raises:
-            _SparseSegmentsError: if other segments than `packing.sparse` are sparse.
-        """
+        # Sparse segments become one list, as rows do.
         size = tf.TensorShape([None])  # of the tallies, known once the body was traced
         lengths: list[int | None] = []  # of the sparse segments of a microbatch; likewise
         sparse = sorted(packing.sparse)
@@ -126,18 +113,14 @@ class Placement:
         shapes, dtypes = (list(itertools.compress(of, is_dense)) for of in (packing.shapes, packing.dtypes))
         zeros = [tf.zeros(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
         arrays = [tf.TensorArray(spec.dtype, count, infer_shape=False, element_shape=spec.shape) for spec in specs]
-        _, sums, tallies, arrays = tf.while_loop(
-            lambda index, *_: index < count,
-            body,
-            (tf.constant(0), zeros, tf.zeros([1]), arrays),  # one zero for any number of tallies
-            shape_invariants=(
-                tf.TensorShape([]),
-                shapes,
-                tf.TensorShape([None]),
-                [tf.TensorShape(None) for _ in arrays],
-            ),
-            parallel_iterations=1,
-        )
+        start = tf.constant(0), zeros, tf.zeros([1]), arrays  # one zero for any number of tallies
+        invariants = tf.TensorShape([]), shapes, tf.TensorShape([None]), [tf.TensorShape(None) for _ in arrays]
+        settings = {"shape_invariants": invariants, "parallel_iterations": 1}
+        try:
+            _, sums, tallies, arrays = tf.while_loop(lambda index, *_: index < count, body, start, **settings)
+        except _SparseSegmentsError as error:  # known once the loop's body was traced
+            packing.sparse = error.segments
+            return self.sum_microbatches(packing, count, compute, row_specs)
         joined, flat = iter([array.concat() for array in arrays]), iter(sums)
         lists = {i: Rows(next(joined), next(joined)) for i in sparse}
         for rows, length in zip(lists.values(), lengths, strict=True):  # TensorFlow does not know that all are alike

@@ -182,7 +182,7 @@ class _LastStep(Profile):
         def inspected(batch: Batch) -> None:
             for update in step.updates[:-1]:
                 step.advance(update, batch, layout)
-            step.forward(step.updates[-1], batch, layout, step.count_examples(batch, layout))
+            step.gradients(step.updates[-1], batch, layout)
 
         (inspected if config.eager else graph_function(inspected))(batch)
         self._saved_state.restore(after)

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from distloop.actions import built_in
 from distloop.actions.save import SaveCosts, make_save, require_metrics
@@ -78,7 +78,7 @@ class Fit:
             SystemExit: with code 75, if the run was asked to stop.
             Diverged: at a step that fails, if there is no checkpoint to go back to.
         """
-        call, outputs = self.call, self._outputs
+        call, outputs, until = self.call, self._outputs, self.call.units.run.last_step
         with weights_returned(call.state, is_dry_run=call.config.fast_dev_run), self.checkpoints.directory:
             self._resume()
             shown = call.step - (self._loop.open_boundary is not None)  # the row of an open boundary is yet to come
@@ -87,7 +87,11 @@ class Fit:
                     call.say(fit_call.why_over(call, self._loop.secs, self._loop.tokens, self.checkpoints.stop_reason))
                     self._finish()
                 else:
-                    self._train(stop_requests)
+                    self._prepare()
+                    with started([*self._measurements, *call.actions], self._report, is_chief=call.is_chief):
+                        while not self._has_finished:
+                            with self._training(stop_requests) as (actions, host):
+                                self._loop.train(call.source, until, actions, host, window=self._window)
         outputs.history.update(self._loop.reported)
         return outputs.history
 
@@ -121,34 +125,12 @@ class Fit:
         is_over = bool(self.checkpoints.stop_reason) or (is_at_end and self._loop.open_boundary is None)
         return self._has_finished or is_over
 
-    def _train(self, stop_requests: StopRequests) -> None:
-        """Trains from the current step to the end of the run; goes back to a checkpoint if a loss diverges."""
-        call = self.call
-        if call.state.average is not None:
-            call.state.average.begin_at(fit_call.first_averaged(call.config, call.units), call.step)
-        self._outputs.announce()
-        self._prepare()
-        directory = os.path.join(call.config.local_workdir, "train")
-        with started([*self._measurements, *call.actions], self._report, is_chief=call.is_chief):
-            while not self._has_finished:
-                profile = Profile(call.config.profile, directory, writes=call.is_chief)
-                try:
-                    with contextlib.closing(profile), self._outputs.open(self._loop, self._forward) as write:
-                        actions, host = self._begin(write, profile, stop_requests)
-                        with self._stops.training():
-                            self._loop.train(call.source, call.units.run.last_step, actions, host, window=self._window)
-                        with call.clock.phase("saving"):
-                            self.checkpoints.wait()
-                    if (console := self._outputs.console) is not None:
-                        console.summarize(call.clock, call.source.against_waiting)
-                except Diverged as diverged:
-                    self._go_back(diverged)
-                else:
-                    self._finish()
-
     def _prepare(self) -> None:
         """Makes sure of a checkpoint to go back to, and looks at the forward pass to choose how operations run."""
-        config, info = self.call.config, self.call.source.info
+        call, config, info = self.call, self.call.config, self.call.source.info
+        if call.state.average is not None:
+            call.state.average.begin_at(fit_call.first_averaged(config, call.units), call.step)
+        self._outputs.announce()
         if config.on_divergence == "rollback" and not self.checkpoints.can_go_back():
             self.checkpoints.save()
         self._forward = self.forward_pass.trace(info.element_spec, info.batch_size)
@@ -157,6 +139,30 @@ class Fit:
         step_flops = self.forward_pass.step_flops(self.call.source)
         self._flops_per_example = step_flops / info.batch_size if step_flops and info.batch_size else None
         self._executor = self.forward_pass.choose_executor(self.call.source)
+
+    @contextlib.contextmanager
+    def _training(self, stop_requests: StopRequests) -> Iterator[tuple[list[Action], Host]]:
+        """Opens what a run writes while it trains; goes back to a checkpoint if a loss diverges.
+
+        Yields:
+            The actions of the loop, and what the host does beside the steps.
+        """
+        call = self.call
+        directory = os.path.join(call.config.local_workdir, "train")
+        profile = Profile(call.config.profile, directory, writes=call.is_chief)
+        try:
+            with contextlib.closing(profile), self._outputs.open(self._loop, self._forward) as write:
+                actions, host = self._begin(write, profile, stop_requests)
+                with self._stops.training():
+                    yield actions, host
+                with call.clock.phase("saving"):
+                    self.checkpoints.wait()
+            if (console := self._outputs.console) is not None:
+                console.summarize(call.clock, call.source.against_waiting)
+        except Diverged as diverged:
+            self._go_back(diverged)
+        else:
+            self._finish()
 
     def _begin(self, write: Write, profile: Profile, stop_requests: StopRequests) -> tuple[list[Action], Host]:
         """Evaluates before the first step if asked to; returns the actions of the loop, and what the host does."""

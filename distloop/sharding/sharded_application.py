@@ -169,37 +169,33 @@ class ShardedApplication(Application):
         mirrored = [v for v, is_mirrored in zip(variables, are_mirrored, strict=True) if is_mirrored]
         return mirrored, [v for v, is_mirrored in zip(plain, are_mirrored, strict=True) if not is_mirrored]
 
-    def reduce(
-        self, update: ForwardBackward, sum_fn: Callable[..., Summed], check: Callable[[Summed], Any], args: Any
-    ) -> Any:
-        """Computes an update's gradients on all replicas, and what follows from their sums."""
+    def reduce(self, update: ForwardBackward, sums: Summed) -> Summed:
+        """Returns sums whose gradients are added up on the devices that use them; all else is the first replica's."""
         packing = update.packing
         if not isinstance(packing, SplitPacking):
-            return super().reduce(update, sum_fn, check, args)
-        with tensorflow_internals.all_reduce_without_graph_walks():
-            summed = self._strategy.run(lambda *args: sum_fn(*args)._replace(mutated=[]), args=args)
-        return check(self._sum_where_used(packing, summed))
-
-    def _sum_where_used(self, packing: SplitPacking, summed: Summed) -> Summed:
-        """Returns a look whose gradients are summed on the devices that use them; all else is the first replica's."""
+            return sums
 
         def first(value: Any) -> Any:
             return tf.nest.map_structure(lambda v: self._strategy.experimental_local_results(v)[0], value)
 
         segments = []
-        for of_replicas, device in zip(summed.segments, packing.devices, strict=True):
+        for of_replicas, device in zip(sums.segments, packing.devices, strict=True):
             with tf.device(device):
                 segments.append(tf.add_n(self._strategy.experimental_local_results(of_replicas)))
         if self._sharding.num_workers > 1:
             segments = self._sharding.exchange.collect(segments, packing.owners)
-        return summed._replace(
+        return sums._replace(
             segments=segments,
-            weight=first(summed.weight),
-            tallies=first(summed.tallies),
-            replacements=first(summed.replacements),
-            secs=None if summed.secs is None else first(summed.secs),
-            noise=None if summed.noise is None else first(summed.noise),
+            weight=first(sums.weight),
+            tallies=first(sums.tallies),
+            replacements=first(sums.replacements),
+            secs=None if sums.secs is None else first(sums.secs),
+            noise=None if sums.noise is None else first(sums.noise),
         )
+
+    def call(self, update: ForwardBackward, fn: Callable[[Summed], Any], sums: Summed) -> Any:
+        """Calls a function of an update's sums where `reduce` has left them: once, or on each replica."""
+        return fn(sums) if isinstance(update.packing, SplitPacking) else super().call(update, fn, sums)
 
     def sum_over_owners(self, update: ForwardBackward) -> Callable[[tf.Tensor], tf.Tensor] | None:
         """Returns what adds up numbers about an update's gradients, if each worker has some; None: each has all."""

@@ -14,7 +14,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from distloop.distributed import tensorflow_internals
 from distloop.model import variable_writes
 from distloop.model.state import TrainState
 from distloop.optimizers import gradients
@@ -61,19 +60,13 @@ class Application:
         """Assigns what `read_all` returned, unless a condition of each replica holds."""
         self._strategy.run(functools.partial(variable_writes.assign, variables), args=(values, unless))
 
-    def reduce(
-        self, update: ForwardBackward, sum_fn: Callable[..., Summed], check: Callable[[Summed], Any], args: Any
-    ) -> Any:
-        """Computes an update's gradients on all replicas, and what follows from their sums.
+    def reduce(self, update: ForwardBackward, sums: Summed) -> Summed:
+        """Returns an update's sums over all replicas, given those of each; replicas have added theirs up already."""
+        return sums
 
-        Args:
-            update: the pass that computes the gradients.
-            sum_fn: computes and reduces them on a replica.
-            check: computes the result from the sums; on a replica, or for all at once.
-            args: of `sum_fn`.
-        """
-        with tensorflow_internals.all_reduce_without_graph_walks():
-            return self._strategy.run(lambda *args: check(sum_fn(*args)), args=args)
+    def call(self, update: ForwardBackward, fn: Callable[[Summed], Any], sums: Summed) -> Any:
+        """Calls a function of an update's sums where `reduce` has left them: on each replica."""
+        return self._strategy.run(fn, args=(sums,))
 
     def sum_over_owners(self, update: ForwardBackward) -> Callable[[tf.Tensor], tf.Tensor] | None:
         """Returns what adds up numbers about an update's gradients, if each worker has some; None: each has all."""

@@ -21,7 +21,7 @@ from distloop.model import metrics
 from distloop.model.state import TrainState
 from distloop.model.step_marks import StepMarks
 from distloop.training import step_operations
-from distloop.training.step import TrainStep, loss_weight
+from distloop.training.step import Outcome, TrainStep, loss_weight
 from distloop.training.window import Row, RowLayout
 from distloop.variables import tensorflow_variable
 
@@ -131,6 +131,7 @@ class CompiledLoop:
         self._state = state
         self._step = step
         self._marks = StepMarks(state.strategy)
+        self._reads_previous = step.runs_ahead and step.may_fail
         self._eager = eager
         self._run = compiled(self._steps_by_log, eager, name="train step", max_traces=max_traces)
         self._run_one = compiled(functools.partial(self._steps_by_log, while_loop=_call_once), eager)
@@ -255,7 +256,7 @@ class CompiledLoop:
             carry, rows = while_loop(
                 # At a log, the host reads what the step before it did.
                 lambda carry, rows: (rows.size() == 0) | (call.goes_on(carry, until=until) & ~carry.failed),
-                lambda carry, rows: self._run_to_log(call, carry, rows),
+                functools.partial(self._run_to_log, call),
                 (_Carry.start(), tf.TensorArray(tf.float64, 0, dynamic_size=True, infer_shape=False)),
                 shape_invariants=(_SHAPES, tf.TensorShape(None)),
                 parallel_iterations=1,
@@ -277,7 +278,7 @@ class CompiledLoop:
             log, begun = tf.cast(log, tf.int32), tf.identity(carry.done)
         (carry,) = call.while_loop(
             lambda carry: call.goes_on(carry, until=log, begun=begun),
-            lambda carry: (self._run_step(call, carry),),
+            functools.partial(self._run_step, call),
             (carry._replace(sums=tf.zeros([1], tf.float64)),),
             shape_invariants=(_SHAPES,),
         )
@@ -287,7 +288,7 @@ class CompiledLoop:
                 row = self._pack(call.layout, carry, sums)
         return carry, rows.write(rows.size(), row)
 
-    def _run_step(self, call: _Call, carry: _Carry) -> _Carry:
+    def _run_step(self, call: _Call, carry: _Carry) -> tuple[_Carry]:
         """Takes the next batch, runs a step on it, and adds up what it did."""
         with tf.device(HOST):
             start = read_clock()
@@ -298,19 +299,18 @@ class CompiledLoop:
             if self._last_batch is not None:
                 self._last_batch.keep(taken.batch)
         with self._marks.around(taken.is_fetched):
-            return self._step_on(taken, carry, start, input_secs)
+            with step_operations.unsaved_draws_refused(self._state):
+                outcome = self._step(taken.batch, taken.layout, carry.failed if self._reads_previous else None)
+            return (self._add(outcome, taken, carry, start, input_secs),)
 
-    def _step_on(self, taken: _Taken, carry: _Carry, start: tf.Tensor, input_secs: tf.Tensor) -> _Carry:
-        """Runs a step on a batch, which was waited for from `start`, and adds up what it did."""
-        reads_previous = self._step.runs_ahead and self._step.may_fail
-        with step_operations.unsaved_draws_refused(self._state):
-            outcome = self._step(taken.batch, taken.layout, carry.failed if reads_previous else None)
+    def _add(self, outcome: Outcome, taken: _Taken, carry: _Carry, start: tf.Tensor, input_secs: tf.Tensor) -> _Carry:
+        """Adds up what a step did, whose batch was waited for from `start`."""
         # Where no step can fail, the next one may start before this one has ended.
         failed = outcome.failed if self._step.may_fail else carry.failed
         with tf.device(HOST):
             examples = tf.cast(shards.count_examples(taken.batch), tf.float64)
-            is_over = tf.cast(carry.failed if reads_previous else failed, tf.int32)
-            count = 1 - is_over if reads_previous else tf.constant(1)
+            is_over = tf.cast(carry.failed if self._reads_previous else failed, tf.int32)
+            count = 1 - is_over if self._reads_previous else tf.constant(1)
             if taken.is_last is not None:
                 is_over = tf.maximum(is_over, taken.is_last)
             self._step_starts.scatter_update(tf.IndexedSlices(start, carry.done))
@@ -329,7 +329,7 @@ class CompiledLoop:
             }
             sums = tf.concat(self._sums_layout().pack(segments), 0)
             diagnosis, skipped = outcome.diagnosis, ~outcome.applied
-            if reads_previous:
+            if self._reads_previous:
                 failed |= carry.failed
                 sums, skipped = tf.where(carry.failed, tf.zeros_like(sums), sums), skipped & ~carry.failed
                 diagnosis = tf.where(carry.failed, carry.diagnosis, diagnosis)

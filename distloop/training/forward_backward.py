@@ -3,7 +3,7 @@
     rows -> loss_fn -> tallies, sum(w * v) and sum(w) -> gradients of sum(w * loss) -> sums over all replicas
 
     update_pass = ForwardBackward(state, update, microbatches=4)
-    summed = update_pass(batch, layout, loss_factor)           # in replica context
+    summed = update_pass(batch, num_examples, layout)          # in replica context
     update_pass.trace.names                                    # ["loss", "accuracy"]; known once the pass is traced
 
 It changes no weight.
@@ -20,7 +20,7 @@ import tensorflow as tf
 from distloop.data.shards import Batch, BatchLayout, batch_size, take_shard
 from distloop.distributed import gathering, strategies, tensorflow_internals
 from distloop.errors import explaining_merge_call
-from distloop.graph_functions import graph_function, read_clock
+from distloop.graph_functions import graph_function, time_after
 from distloop.model import metrics, variable_writes
 from distloop.model.keras_metrics import Join
 from distloop.model.placement import Sums
@@ -36,15 +36,20 @@ from distloop.training.virtual_replicas import Compute, Microbatch, VirtualRepli
 _MicrobatchSums: TypeAlias = tuple[list[Segment], tf.Tensor, list[tf.Tensor], list[list[tf.Tensor]]]
 
 
+class StateUpdate(NamedTuple):
+    """What the forward pass makes of a variable, on a replica."""
+
+    before: tf.Tensor  # its value before the step
+    after: tf.Tensor  # its value after it
+
+
 class Summed(NamedTuple):
-    """An update's gradients after the reduction; all but `before` and `after` is the same on every replica."""
+    """An update's gradients after the reduction; all but `writes` is the same on every replica."""
 
     segments: list[Segment]  # packed gradients; of this replica alone if they are summed where they are used
     weight: tf.Tensor  # []: what divides them
     tallies: tf.Tensor  # [2 * m]: of all values; of a pass from other weights, total and weight of its value
-    mutated: list[Any]  # the variables that the forward pass writes; replicas are traced one at a time
-    before: list[tf.Tensor]  # their values before the step
-    after: list[tf.Tensor]  # and after it
+    writes: dict[str, StateUpdate]  # of the variables that the forward pass writes, by their index in `writable`
     replacements: list[tf.Tensor]  # of the replaced variables
     secs: tf.Tensor | None  # [R]: of forward and backward on each replica; None: there is only one
     noise: tf.Tensor | None = None  # [2]: `gradient_noise.of_microbatch` over all; None: it is not measured
@@ -70,6 +75,7 @@ class ForwardBackward:
 
     Attributes:
         update: the user's `loss_fn` and optimizer.
+        name: of the update; empty if it is the only one.
         state, microbatches, jit_compile: the arguments.
         variables: the variables to differentiate by.
         replaced: the variables whose "gradient" is their new value, such as the scales of float8 layers: neither
@@ -100,7 +106,7 @@ class ForwardBackward:
             needs_full_gradients: whether every worker needs all gradients.
             measures_noise: whether the gradients of the microbatches are compared.
         """
-        self.update = update
+        self.update, self.name = update, update.name
         variables = state.variables_of_update[update.name]
         self.replaced = [v for v in variables if getattr(v, "overwrite_with_gradient", False)]
         self.variables = [v for v in variables if not getattr(v, "overwrite_with_gradient", False)]
@@ -114,11 +120,6 @@ class ForwardBackward:
         of_metrics = state.keras_metrics.variables().values()
         self.writable = [*state.untrained_variables, *of_metrics, *state.trained_variables]
         self.state_updates = StateUpdates(state, microbatches=microbatches, replaced=self.replaced)
-
-    @property
-    def name(self) -> str:
-        """The name of the update; empty if it is the only one."""
-        return self.update.name
 
     @property
     def trace(self) -> Trace:
@@ -149,8 +150,8 @@ class ForwardBackward:
     def __call__(
         self,
         batch: Batch,
+        examples: tf.Tensor,
         layout: BatchLayout,
-        factor: tf.Tensor | None,
         value: str = "loss",
         *,
         again_from: Mapping[int, tf.Tensor] | None = None,
@@ -159,49 +160,49 @@ class ForwardBackward:
 
         Args:
             batch: the global batch.
-            layout: its layout.
-            factor: of the loss, as `loss_factor` returns it.
+            examples: as for `loss_factor`.
+            layout: of the batch.
             value: the name of the value to differentiate.
             again_from: for another pass over the same batch, the values to start from, by the variables' `id`; metrics
                 are not updated. None: the first pass.
         """
-        replicas = self.state.strategy.num_replicas_in_sync
+        factor = self.loss_factor(examples)
         shard = _Shard(batch, layout, self.values() if again_from is None else again_from, again_from is None)
         is_timed = shard.is_first and strategies.times_replicas(self.state.strategy)
-        started = _time_after(tf.nest.flatten(batch.rows, expand_composites=True)[:1]) if is_timed else None
-
+        started = time_after(tf.nest.flatten(batch.rows, expand_composites=True)[:1]) if is_timed else None
         settings: dict[str, Any] = {"value": value, "traces": shard.traces, "is_first": shard.is_first}
         compute = functools.partial(self.compute, factor=factor, **settings)
-        with explaining_merge_call(_explain_merge_call(self)):
-            sum_all = self._sum_virtual_replicas if self.state.replicas.same_bits else self._sum_microbatches
-            segments, vector, metric_rows = sum_all(shard, compute)
-        self._set_trace(shard)
-        self.state.keras_metrics.update_gathered(metric_rows, shard.joins[-1])
-        sums = _split(self, vector, shard.is_first)
-        if started is not None:
-            sums["secs"] = _secs_of_replicas(started, segments, replicas)
-        if shard.pulled_back:
-            sums["pulled_back"] = shard.pulled_back
-        return self._reduce(shard, segments, sums, factor, value)
-
-    def _sum_microbatches(self, shard: _Shard, compute: Compute) -> Sums:
-        """Adds up the microbatches of this replica, which go through a TensorFlow loop or a pipeline."""
         if self.jit_compile:
             # No more than this: XLA cannot follow variables to another device, or a reduction. A function of its own
             # for each replica, which reads that replica's variables.
             of_tensors = compute  # TensorFlow refuses a function whose other arguments change, as `traces` does
             compute = graph_function(lambda *shard: of_tensors(*shard), jit_compile=True)
+        with gathering.largest_shard(layout.max_replica_rows), explaining_merge_call(_explain_merge_call(self)):
+            if self.state.replicas.same_bits:
+                segments, vector, metric_rows = self._sum_virtual_replicas(shard, compute)
+            elif self.microbatches == 1 and not self.state.placement.devices:
+                segments, vector, metric_rows = self._microbatch(shard, compute, 0)
+            else:
+                specs = self.state.keras_metrics.row_specs.get(self.name, ()) if shard.is_first else ()
+                arguments = self.microbatches, functools.partial(self._microbatch, shard, compute), specs
+                segments, vector, metric_rows = self.state.placement.sum_microbatches(self.packing, *arguments)
+        self._set_trace(shard)
+        self.state.keras_metrics.update_gathered(metric_rows, shard.joins[-1])
+        sums = _split(self, vector, shard.is_first)
+        if started is not None:
+            sums["secs"] = _secs_of_replicas(started, segments)
+        if shard.pulled_back:
+            sums["pulled_back"] = shard.pulled_back
+        return self._reduce(shard, segments, sums, factor, value)
 
-        def microbatch(index: tf.Tensor | int) -> Sums:
-            rows, row_weights = take_shard(shard.batch, shard.layout, self.microbatches, index)
-            result = compute(rows, row_weights)
-            mutated = shard.traces[-1].mutated
-            sums = _sums_of(self, shard, Microbatch(index, rows, row_weights, result, {id(v): v for v in mutated}))
-            self.state_updates.rewind(mutated, shard.before, index)
-            return sums
-
-        row_specs = self.state.keras_metrics.row_specs.get(self.name, ()) if shard.is_first else ()
-        return self.state.placement.sum_microbatches(self.packing, self.microbatches, microbatch, row_specs)
+    def _microbatch(self, shard: _Shard, compute: Compute, index: tf.Tensor | int) -> Sums:
+        """Returns what is summed of a microbatch of this replica."""
+        rows, row_weights = take_shard(shard.batch, shard.layout, self.microbatches, index)
+        result = compute(rows, row_weights)
+        mutated = shard.traces[-1].mutated
+        sums = _sums_of(self, shard, Microbatch(index, rows, row_weights, result, {id(v): v for v in mutated}))
+        self.state_updates.rewind(mutated, shard.before, index)
+        return sums
 
     def _sum_virtual_replicas(self, shard: _Shard, compute: Compute) -> Sums:
         """Adds up the microbatches of each virtual replica of this device, and these in a fixed tree."""
@@ -226,7 +227,6 @@ class ForwardBackward:
     ) -> Summed:
         """Sums what a replica computed over all of them."""
         mutated = self.trace.mutated
-        before = [shard.before[id(v)] for v in mutated]
         after, replacements = [shard.after.get(id(v), tf.identity(v)) for v in mutated], list[tf.Tensor]()
         segments, sums = self.packing.all_reduce(segments, sums, self.reduce, (shard.batch, shard.layout))
         if "pulled_back" in sums:
@@ -237,7 +237,17 @@ class ForwardBackward:
             after, replacements = self.state_updates.merge(mutated, after, sums.get("writes"))
         noise = gradient_noise.unscaled(sums.get("noise"), factor)
         weight = weight if factor is None else weight * factor
-        return Summed(segments, weight, tallies, mutated, before, after, replacements, sums.get("secs"), noise)
+        writes = self.writes(mutated, shard.before, after)
+        return Summed(segments, weight, tallies, writes, replacements, sums.get("secs"), noise)
+
+    def writes(self, mutated: Sequence[Any], before: Mapping[int, Any], after: Sequence[Any]) -> dict[str, StateUpdate]:
+        """Returns the writes of variables, given the values before the step by `id`, and those after it in order."""
+        indices = {id(v): str(i) for i, v in enumerate(self.writable)}
+        return {indices[id(v)]: StateUpdate(before[id(v)], new) for v, new in zip(mutated, after, strict=True)}
+
+    def variables_of(self, writes: Mapping[str, Any]) -> list[Any]:
+        """Returns the variables of writes, in their order."""
+        return [self.writable[int(i)] for i in writes]
 
     def values(self) -> dict[int, tf.Tensor]:
         """Returns the values of all variables that the pass may write, by `id`; in replica context."""
@@ -380,13 +390,8 @@ def _explain_merge_call(update: ForwardBackward) -> str:
     )
 
 
-def _secs_of_replicas(started: tf.Tensor, segments: list[Segment], replicas: int) -> tf.Tensor:
+def _secs_of_replicas(started: tf.Tensor, segments: list[Segment]) -> tf.Tensor:
     """Returns how long a replica took, at its index in `[R]`, whose other numbers are 0."""
-    secs = tf.cast(_time_after(tf.nest.flatten(segments)) - started, tf.float32)
-    return tf.one_hot(tf.distribute.get_replica_context().replica_id_in_sync_group, replicas) * secs
-
-
-def _time_after(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Returns the time at which all of some tensors are computed, in seconds."""
-    with tf.control_dependencies(tensors):
-        return read_clock()
+    context = tf.distribute.get_replica_context()
+    secs = tf.cast(time_after(tf.nest.flatten(segments)) - started, tf.float32)
+    return tf.one_hot(context.replica_id_in_sync_group, context.num_replicas_in_sync) * secs

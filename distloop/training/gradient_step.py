@@ -21,11 +21,10 @@ import numpy as np
 import tensorflow as tf
 
 from distloop.data.shards import Batch, BatchLayout, batch_size, take_shard
-from distloop.distributed import strategies
+from distloop.distributed import gathering, strategies
 from distloop.errors import explaining_merge_call, require
 from distloop.model import metrics, variable_writes
 from distloop.model.keras_metrics import without_padding
-from distloop.model.spec import StepFn
 from distloop.model.user_functions import as_tensor
 from distloop.optimizers import gradients
 from distloop.training.differentiation import Trace
@@ -34,21 +33,23 @@ from distloop.training.forward_backward import ForwardBackward, Summed, set_own_
 _ROUNDING = 1e-5  # relative, of a number that is the same on all replicas
 
 
-def call_step_fn(
-    update: ForwardBackward, step_fn: StepFn, batch: Batch, layout: BatchLayout, factor: tf.Tensor | None
-) -> Summed:
+def call_step_fn(update: ForwardBackward, batch: Batch, examples: tf.Tensor, layout: BatchLayout) -> Summed:
     """Calls an update's `step_fn` on the global batch, and returns what is to be applied; in replica context.
 
-    The factor of the loss is that of `ForwardBackward.loss_factor`.
+    The arguments are those of `ForwardBackward`.
 
     Raises:
         ValueError: if `step_fn` asks for what is not to be had, or returns something else than gradients.
     """
+    step_fn: Any = update.update.step_fn
     has_loss = update.update.has_loss
-    step = GradientStep(update, batch, layout, factor) if has_loss else OwnStep(update, batch, layout)
-    with explaining_merge_call(
-        "step_fn asked for gradients or sums inside a tf.cond, a TensorFlow loop or a tf.function, where replicas "
-        "cannot add them up: ask in plain Python, and choose between results with tf.where."
+    step = GradientStep(update, batch, examples, layout) if has_loss else OwnStep(update, batch, layout)
+    with (
+        gathering.largest_shard(layout.max_replica_rows),
+        explaining_merge_call(
+            "step_fn asked for gradients or sums inside a tf.cond, a TensorFlow loop or a tf.function, where replicas "
+            "cannot add them up: ask in plain Python, and choose between results with tf.where."
+        ),
     ):
         with variable_writes.recorded_writes(update.writable) as mutated:
             returned = step_fn(step)
@@ -61,10 +62,10 @@ class GradientStep:
     Every number is that of the global batch, the same on all replicas, divided and unscaled.
     """
 
-    def __init__(self, update: ForwardBackward, batch: Batch, layout: BatchLayout, factor: tf.Tensor | None):
+    def __init__(self, update: ForwardBackward, batch: Batch, examples: tf.Tensor, layout: BatchLayout):
         """Prepares; `call_step_fn` makes one for each step."""
         self._update = update
-        self._arguments = (batch, layout, factor)
+        self._arguments = (batch, examples, layout)
         self._variables = {update.state.paths[id(v)]: v for v in update.variables}
         self._before = update.values()
         self._start = dict(self._before)  # of each pass: moved weights, all else as before the step
@@ -93,12 +94,13 @@ class GradientStep:
         update = self._update
         if self._first is None:
             summed = self._first = update(*self._arguments, value)
-            self._after = {id(v): new for v, new in zip(summed.mutated, summed.after, strict=True)}
+            pairs = zip(update.variables_of(summed.writes), summed.writes.values(), strict=True)
+            self._after = {id(v): write.after for v, write in pairs}
         else:
             for i, variable in self._mutated.items():
                 variable.assign(self._start[i])
             summed = update(*self._arguments, value, again_from=self._start)
-        self._mutated |= {id(v): v for v in summed.mutated}
+        self._mutated |= {id(v): v for v in update.variables_of(summed.writes)}
         _, norm, scale = gradients.norm_and_scale(summed.segments, summed.weight)
         self._are_finite.append(tf.math.is_finite(norm + summed.tallies[0]))
         return dict(zip(self._variables, update.packing.unpack(summed.segments, scale), strict=True))
@@ -153,13 +155,11 @@ class GradientStep:
             _refuse_assigned(self._variables, own, "use `with step.moved(...)` for other gradients, and ")
         own = [v for v in own if id(v) not in {id(v) for v in update.variables}]
         self._after |= {id(v): tf.identity(v) for v in own}
-        mutated = update.add_mutated([*self._mutated.values(), *own])
+        mutated, before = update.add_mutated([*self._mutated.values(), *own]), self._before
         return self._first._replace(
             segments=update.packing.pack(list(returned.values())),
             weight=tf.constant(1.0),
-            mutated=mutated,
-            before=[self._before[id(v)] for v in mutated],
-            after=[self._after.get(id(v), self._before[id(v)]) for v in mutated],
+            writes=update.writes(mutated, before, [self._after.get(id(v), before[id(v)]) for v in mutated]),
             are_finite=self._are_finite,
         )
 
@@ -266,9 +266,7 @@ class OwnStep:
             segments=update.packing.pack(filled),
             weight=tf.constant(1.0),
             tallies=tf.where(tf.reduce_all(are_same), sums["tallies"], np.nan) if are_same else sums["tallies"],
-            mutated=mutated,
-            before=[self._before[id(v)] for v in mutated],
-            after=after,
+            writes=update.writes(mutated, self._before, after),
             replacements=[tf.identity(v) for v in update.replaced],
             secs=tf.ones([replicas]) if strategies.times_replicas(update.state.strategy) else None,  # not measured
         )

@@ -228,7 +228,10 @@ class TrainLoop:
         most_steps = source.start_loop()
         try:
             if is_new := self._traced_for is not source:
-                _trace(self, source, step)
+                collectives.report_phase(self._state.strategy, "tracing the step")
+                self._host.show_progress(step, "tracing the train step ...")
+                self._compiled.trace(source, self._host.executor)
+                _check_trace(self, source, step)
             check, self.require_metrics = self.require_metrics, None
             if check is not None and not self._eager:
                 check([*self._step.names, *self._state.keras_metrics])
@@ -343,11 +346,8 @@ class TrainLoop:
         self._most_steps, self.secs = int(chief.max_steps), chief.secs
 
 
-def _trace(loop: TrainLoop, source: Source, step: int) -> None:
-    """Traces the step for a source, and checks what is then known of it."""
-    collectives.report_phase(loop._state.strategy, "tracing the step")
-    loop._host.show_progress(step, "tracing the train step ...")
-    loop._compiled.trace(source, loop._host.executor)
+def _check_trace(loop: TrainLoop, source: Source, step: int) -> None:
+    """Checks what is known of a step once it was traced for a source."""
     loop._on_trace(loop._step, source)
     loop._host.show_progress(step, "")
     loop._traced_for = source

@@ -1,13 +1,14 @@
 """One train step over all updates, and the order of its parts.
 
-A train step, in the one right order; `forward` and `apply` run on every replica, the branch stands between them, where
+A train step, in the one right order; `compute` and `apply` run on every replica, the branch stands between them, where
 TensorFlow can take it (a replica's function may hold no branch around what synchronizes):
 
-    forward:  slice -> loss_fn -> weighted sums -> scale the loss -> gradients by microbatch -> one reduction;
+    compute:  slice -> loss_fn -> weighted sums -> scale the loss -> gradients by microbatch -> one reduction;
               a step_fn repeats this as often as it asks for gradients
-    finite?   on the reduced gradients and loss, so that every replica and worker decides alike
+    check:    divide and unscale -> finite? on the reduced gradients and loss, so that every replica and worker decides
+              alike -> clip
     commit:   keep what the forward pass wrote, averaged over the replicas, or put it back
-    apply:    divide and unscale -> clip -> gradient_fn -> optimizer -> average
+    apply:    gradient_fn -> optimizer -> average
     rescale:  a loss scale is halved after an overflow and grows after enough good steps
 
 A branch around `apply` costs 10 to 20 % of a small step, so only a step that may be skipped has one. Where a step that
@@ -26,7 +27,7 @@ import tensorflow as tf
 
 from distloop.data import shards
 from distloop.data.shards import Batch, BatchLayout
-from distloop.distributed import gathering, strategies
+from distloop.distributed import strategies, tensorflow_internals
 from distloop.distributed.devices import HOST
 from distloop.model import metrics, variable_writes
 from distloop.model.state import TrainState
@@ -34,7 +35,7 @@ from distloop.optimizers import gradient_noise
 from distloop.optimizers.gradients import Clipping, Packing, Segment, norm_and_scale
 from distloop.optimizers.loss_scale import MAX_OVERFLOWS_AT_FLOOR, LossScaleOptimizer
 from distloop.training.application import make_application
-from distloop.training.forward_backward import ForwardBackward, Summed
+from distloop.training.forward_backward import ForwardBackward, StateUpdate, Summed
 from distloop.training.gradient_step import call_step_fn
 
 GRADIENT_NORM, CLIPPED = "gradient_norm", "clipped_share"
@@ -62,7 +63,7 @@ class GradientRecorder(Protocol):
 
 
 class Gradients(NamedTuple):
-    """One update's gradients in a step, checked and clipped; but for `before` and `after`, equal on every replica."""
+    """One update's gradients in a step, checked and clipped; all but `writes` is the same on every replica."""
 
     segments: list[Segment]  # summed over all replicas, and clipped by value
     squares: list[tf.Tensor]  # the squared norm of each
@@ -70,8 +71,7 @@ class Gradients(NamedTuple):
     tallies: tf.Tensor  # [2 * m]
     finite: tf.Tensor  # []
     replacements: list[tf.Tensor]  # of the replaced variables, if the step counts
-    before: list[tf.Tensor]  # the mutated variables' values before the forward pass
-    after: list[tf.Tensor]  # their values after the step, if it is applied
+    writes: dict[str, StateUpdate]  # as in `Summed`; the values after the step are for a step that is applied
     secs: tf.Tensor | None  # [R]: of forward and backward on each replica; None: there is only one
 
 
@@ -170,7 +170,7 @@ class TrainStep:
         with tf.device(self._lead):
             is_applied: Any = None if is_over is None else ~is_over  # on each replica
             for update in self.updates:
-                of_update = self.forward(update, batch, layout, examples)
+                of_update = self.check(update, self.compute(update, batch, layout, examples))
                 both = is_applied, of_update.finite
                 is_applied = both[1] if is_applied is None else self._strategy.run(tf.logical_and, args=both)
                 self._commit_writes(update, of_update, is_applied)
@@ -197,7 +197,7 @@ class TrainStep:
 
     def advance(self, update: ForwardBackward, batch: Batch, layout: BatchLayout) -> None:
         """Takes one update, finite or not, to inspect a step that failed."""
-        gradients = self.forward(update, batch, layout, self.count_examples(batch, layout))
+        gradients = self.gradients(update, batch, layout)
         self._commit_writes(update, gradients, tf.constant(True))
         self.application.apply(update, gradients.segments, gradients.scale, gradients.replacements)
 
@@ -212,18 +212,21 @@ class TrainStep:
             return layout.sum_over_batches(self._strategy, examples)
         return examples
 
-    def forward(self, update: ForwardBackward, batch: Batch, layout: BatchLayout, examples: tf.Tensor) -> Gradients:
-        """Computes and reduces an update's gradients and sums, on all replicas."""
-        step_fn = update.update.step_fn
+    def compute(self, update: ForwardBackward, batch: Batch, layout: BatchLayout, examples: tf.Tensor) -> Summed:
+        """Runs an update's forward and backward pass on all replicas; returns the sums over all of them."""
+        fn = update if update.update.step_fn is None else functools.partial(call_step_fn, update)
+        with tensorflow_internals.all_reduce_without_graph_walks():
+            sums = self._strategy.run(functools.partial(fn, layout=layout), args=(batch, examples))
+        return self.application.reduce(update, sums)
 
-        def sum_fn(batch: Batch, examples: tf.Tensor) -> Summed:
-            arguments = batch, layout, update.loss_factor(examples)
-            return update(*arguments) if step_fn is None else call_step_fn(update, step_fn, *arguments)
-
-        replica_fn = gathering.with_max_rows(sum_fn, layout.max_replica_rows)
-        check_and_clip = functools.partial(self._check_and_clip, update)
-        gradients: Gradients = self.application.reduce(update, replica_fn, check_and_clip, (batch, examples))
+    def check(self, update: ForwardBackward, sums: Summed) -> Gradients:
+        """Divides, unscales and clips an update's sums, if all of them are finite."""
+        gradients: Gradients = self.application.call(update, functools.partial(self._check_and_clip, update), sums)
         return gradients
+
+    def gradients(self, update: ForwardBackward, batch: Batch, layout: BatchLayout) -> Gradients:
+        """Computes an update's gradients and checks them, outside of a step."""
+        return self.check(update, self.compute(update, batch, layout, self.count_examples(batch, layout)))
 
     def _check_and_clip(self, update: ForwardBackward, summed: Summed) -> Gradients:
         """Computes norm and factor of summed gradients, and whether all is finite; on a replica, or for all at once."""
@@ -247,19 +250,18 @@ class TrainStep:
             tallies=tf.concat([summed.tallies, own_tallies], 0),
             finite=finite,
             replacements=[tf.where(finite, *pair) for pair in zip(summed.replacements, update.replaced, strict=True)],
-            before=summed.before,
-            after=summed.after,
+            writes=summed.writes,
             secs=summed.secs,
         )
 
     def _commit_writes(self, update: ForwardBackward, gradients: Gradients, finite: Any) -> None:
         """Keeps what the forward pass wrote, averaged over the replicas, if the step is finite; else restores it."""
 
-        def commit(finite: tf.Tensor, before: list[Any], after: list[Any]) -> None:
-            for variable, old, new in zip(update.trace.mutated, before, after, strict=True):
-                variable.assign(tf.where(finite, new, old))
+        def commit(finite: tf.Tensor, writes: dict[str, StateUpdate]) -> None:
+            for variable, change in zip(update.variables_of(writes), writes.values(), strict=True):
+                variable.assign(tf.where(finite, change.after, change.before))
 
-        self._strategy.run(commit, args=(finite, gradients.before, gradients.after))
+        self._strategy.run(commit, args=(finite, gradients.writes))
 
     def _apply(
         self,
@@ -299,8 +301,8 @@ class TrainStep:
 
         def restore(unless: Any = None) -> None:
             self.application.restore(update, before, unless)
-            assign = functools.partial(variable_writes.assign, update.trace.mutated)
-            self._strategy.run(assign, args=(gradients.before, unless))
+            assign = functools.partial(variable_writes.assign, update.variables_of(gradients.writes))
+            self._strategy.run(assign, args=([change.before for change in gradients.writes.values()], unless))
 
         undo.append(restore)
         if self.runs_ahead:

@@ -87,9 +87,10 @@ def test_microbatches_and_a_batch_larger_than_the_first_are_refused():
     @tf.function(input_signature=[tf.TensorSpec([], tf.int32)], autograph=False)
     def gather(size):
         def on_replica():
-            return distloop.gather_rows(tf.zeros([size]))[0]
+            with gathering.largest_shard(2):
+                return distloop.gather_rows(tf.zeros([size]))[0]
 
-        return mirrored(2).run(gathering.with_max_rows(on_replica, 2))
+        return mirrored(2).run(on_replica)
 
     assert mirrored(2).experimental_local_results(gather(2))[0].shape == [4]
     with pytest.raises(tf.errors.InvalidArgumentError) as error:

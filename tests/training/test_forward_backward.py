@@ -27,7 +27,7 @@ def test_other_names_than_before_are_refused():
 
     def run():
         layout = BatchLayout(is_padded=False)
-        tf.function(lambda x: update_pass(Batch({"x": x}, None), layout, None), autograph=False)(tf.ones(4))
+        tf.function(lambda x: update_pass(Batch({"x": x}, None), tf.constant(4.0), layout), autograph=False)(tf.ones(4))
 
     state = TrainState(model_fn, tf.distribute.get_strategy())
     update_pass = ForwardBackward(state, state.spec.updates[0])
