@@ -394,3 +394,12 @@ def test_no_line_of_prose_is_wider_than_120_characters(page):
     text = re.sub(r"^```.*?^```$", "", text_of(page), flags=re.M | re.S)
     prose = [line for line in text.splitlines() if not line.startswith(("|", "    ", "![", ">"))]
     assert [line for line in prose if len(line) > 120 and " " in line.strip()[:100]] == []
+
+
+def test_the_page_on_a_step_shows_the_code_as_it_is():
+    page = text_of(ROOT / "docs" / "how_a_step_works.md")
+    quoted = re.findall(r"^```python no-run: (distloop/\S+)\n(.*?)^```$", page, re.M | re.S)
+    assert len(quoted) >= 6
+    for path, code in quoted:
+        lines = [line.strip() for line in text_of(ROOT / path).splitlines()]
+        assert "\n".join(line.strip() for line in code.splitlines()) in "\n".join(lines), code

@@ -16,7 +16,7 @@ MAX_FOLDER_FILES = 16
 
 # Lines of code, without docstrings, comments, imports and blank lines. A commit may lower a number, and raise none,
 # but for what moves from the loop into a part, by which the loop's number falls.
-MAX_LOOP_FILES, MAX_LOOP_LINES = 136, 17231  # the package without its parts
+MAX_LOOP_FILES, MAX_LOOP_LINES = 136, 17221  # the package without its parts
 MAX_PART_LINES = {
     "audit": 1107,
     "bucket": 566,

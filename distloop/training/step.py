@@ -170,7 +170,8 @@ class TrainStep:
         with tf.device(self._lead):
             is_applied: Any = None if is_over is None else ~is_over  # on each replica
             for update in self.updates:
-                of_update = self.check(update, self.compute(update, batch, layout, examples))
+                sums = self.compute(update, batch, layout, examples)
+                of_update = self.check(update, sums)
                 both = is_applied, of_update.finite
                 is_applied = both[1] if is_applied is None else self._strategy.run(tf.logical_and, args=both)
                 self._commit_writes(update, of_update, is_applied)
