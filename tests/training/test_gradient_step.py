@@ -180,7 +180,7 @@ def test_what_a_step_fn_keeps_in_variables_is_undone_with_the_step():
 @pytest.mark.parametrize(
     "step_fn, message",
     [
-        (lambda step: {}, "without a look"),
+        (lambda step: {}, "without gradients"),
         (lambda step: step.gradients("x"), 'gradients of "x".*easy'),
         (lambda step: list(step.gradients()), "step_fn returned list"),
         (lambda step: dict(list(step.gradients().items())[:1]), "step_fn returned .'net/hidden/kernel'"),
