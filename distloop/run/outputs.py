@@ -1,10 +1,10 @@
 """Outputs: the files and lines that one call of `fit` writes, and the rows that the user's writers get.
 
-outputs = Outputs(call, checkpoints)
-with outputs.delivering(step, is_over):             # the user's writers are open
-outputs.announce()
-with outputs.open(loop, forward) as write:      # an action: event files, `metrics.jsonl`, the console
-...
+    outputs = Outputs(call, checkpoints)
+    with outputs.delivering(step, is_over):             # the user's writers are open
+        outputs.announce()
+        with outputs.open(loop, forward) as write:      # an action: event files, `metrics.jsonl`, the console
+            ...
 """
 
 import contextlib
