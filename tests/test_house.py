@@ -190,6 +190,17 @@ def test_a_name_of_a_test_has_70_letters_at_most():
 
 
 @each_module
+def test_no_function_reads_the_privates_of_a_class_beside_it(module):
+    body = tree_of(MODULES[module]).body
+    classes = {node.name for node in body if isinstance(node, ast.ClassDef)}
+    for function in [node for node in body if isinstance(node, ast.FunctionDef)]:
+        own = {a.arg for a in function.args.args if isinstance(a.annotation, ast.Name) and a.annotation.id in classes}
+        read = [node for node in ast.walk(function) if isinstance(node, ast.Attribute) and node.attr.startswith("_")]
+        privates = [node for node in read if isinstance(node.value, ast.Name) and node.value.id in own]
+        assert not [node.attr for node in privates if node.attr != "_replace"], f"{function.name}: make it a method"
+
+
+@each_module
 def test_a_module_begins_with_a_line_of_what_it_holds(module):
     first_line = (ast.get_docstring(tree_of(MODULES[module])) or "").partition("\n")[0]
     assert first_line.endswith((".", ":"))

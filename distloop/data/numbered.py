@@ -102,7 +102,7 @@ class NumberedDataset(tf.data.Dataset):
             worker_rows: the rows to read, if functions over batches need no others; None: all.
         """
         per_epoch = self.order.batches_per_epoch
-        if _is_in_order(self) and not repeat and worker_rows is None and not first % per_epoch:
+        if self._is_in_order() and not repeat and worker_rows is None and not first % per_epoch:
             has_rest = self.order.static_size is None
             dataset = self._reader.in_order(self._batch_size, per_epoch, has_rest=has_rest)
             if dataset.element_spec == self._batch_spec:
@@ -274,13 +274,12 @@ class NumberedDataset(tf.data.Dataset):
 
         return tf.nest.map_structure(batched, self._reader.spec if self._apply is None else self._apply.spec)
 
-
-def _is_in_order(data: NumberedDataset) -> bool:
-    """Returns whether an epoch is of arrays in memory, unchanged and in their order."""
-    is_plain = type(data.order) is Order and not data.order.is_shuffled
-    is_unchanged = data._apply is None and not data._maps
-    is_in_memory = isinstance(data._reader, ArrayRows) and data._reader.is_in_memory
-    return is_plain and is_unchanged and is_in_memory and not _has_list(data._reader.spec)  # a list means a tensor
+    def _is_in_order(self) -> bool:
+        """Returns whether an epoch is of arrays in memory, unchanged and in their order."""
+        is_plain = type(self.order) is Order and not self.order.is_shuffled
+        is_unchanged = self._apply is None and not self._maps
+        is_in_memory = isinstance(self._reader, ArrayRows) and self._reader.is_in_memory
+        return is_plain and is_unchanged and is_in_memory and not _has_list(self._reader.spec)  # a list means a tensor
 
 
 def _has_list(structure: Any) -> bool:

@@ -5,6 +5,8 @@
         outputs.announce()
         with outputs.open(loop, forward) as write:      # an action: event files, `metrics.jsonl`, the console
             ...
+
+The chief writes the files; each worker prints what it reads.
 """
 
 import contextlib

@@ -324,13 +324,12 @@ class ForwardBackward:
         self._trace = replace(self.trace, mutated=[v for v in self.writable if id(v) in are_mutated])
         return self.trace.mutated
 
-
-def set_own_trace(update: ForwardBackward, trace: Trace) -> list[Any]:
-    """Sets the trace of a step that the user computes; returns the variables that it writes, in their order."""
-    if update._trace is not None and trace.names != update._trace.names:
-        raise ValueError(f"step_fn reported {trace.names}, and {update._trace.names} before: report the same names.")
-    update._trace = trace
-    return update.add_mutated(trace.mutated)
+    def set_own_trace(self, trace: Trace) -> list[Any]:
+        """Sets the trace of a step that the user computes; returns the variables that it writes, in their order."""
+        if self._trace is not None and trace.names != self._trace.names:
+            raise ValueError(f"step_fn reported {trace.names}, and {self._trace.names} before: report the same names.")
+        self._trace = trace
+        return self.add_mutated(trace.mutated)
 
 
 def _sums_of(update: ForwardBackward, shard: _Shard, microbatch: Microbatch) -> Sums:

@@ -28,7 +28,7 @@ from distloop.model.keras_metrics import without_padding
 from distloop.model.user_functions import as_tensor
 from distloop.optimizers import gradients
 from distloop.training.differentiation import Trace
-from distloop.training.forward_backward import ForwardBackward, Summed, set_own_trace
+from distloop.training.forward_backward import ForwardBackward, Summed
 
 _ROUNDING = 1e-5  # relative, of a number that is the same on all replicas
 
@@ -251,7 +251,7 @@ class OwnStep:
         gradients = checked("step_fn returned", gradients, known)
         names = sorted(self._reported, key=lambda name: name != "loss")
         reached = [path in gradients for path in paths]
-        mutated = set_own_trace(update, Trace(names, set(names), reached, list(assigned), False, lambda tensors: {}))
+        mutated = update.set_own_trace(Trace(names, set(names), reached, list(assigned), False, lambda tensors: {}))
         after = [tf.identity(v) for v in mutated]
         flat = update.state_updates.flatten(mutated, after, [], self._size, 0)
         tallies = tf.stack([number for name in names for number in self._reported[name]])

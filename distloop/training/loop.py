@@ -169,7 +169,7 @@ class TrainLoop:
         self._started_at = time.monotonic() - self.secs
         if window is not None:
             self._window = Window(window)
-        _begin_to_count(self)
+        self._begin_to_count()
         step = int(self._state.step)
         if self.open_boundary is not None and self._act_again(step, actions):
             return self.reported
@@ -177,7 +177,7 @@ class TrainLoop:
             rows = iter(self._run_to_boundary(source, step, actions))
             try:
                 for row in rows:
-                    step += _count(self, source, row, step)
+                    step += self._count(source, row, step)
                     if row.diagnosis is not None:
                         if self._step.runs_ahead:
                             source.lose_position(0)  # the iterator may be a batch further
@@ -189,7 +189,7 @@ class TrainLoop:
                         return self.reported
             finally:  # an action failed: the steps of the rows after that are done all the same
                 for row in rows:
-                    step += _count(self, source, row, step)
+                    step += self._count(source, row, step)
             self._host.show_progress(step, "")
             if step < plan.last_step:
                 self._pause(step, actions)
@@ -231,7 +231,7 @@ class TrainLoop:
                 collectives.report_phase(self._state.strategy, "tracing the step")
                 self._host.show_progress(step, "tracing the train step ...")
                 self._compiled.trace(source, self._host.executor)
-                _check_trace(self, source, step)
+                self._check_trace(source, step)
             check, self.require_metrics = self.require_metrics, None
             if check is not None and not self._eager:
                 check([*self._step.names, *self._state.keras_metrics])
@@ -345,39 +345,39 @@ class TrainLoop:
         chief, *_ = collectives.agree_to_go_on(self._state.strategy, stop_requests, vote)
         self._most_steps, self.secs = int(chief.max_steps), chief.secs
 
+    def _check_trace(self, source: Source, step: int) -> None:
+        """Checks what is known of a step once it was traced for a source."""
+        self._on_trace(self._step, source)
+        self._host.show_progress(step, "")
+        self._traced_for = source
+        if not self._eager and self._counts_tokens() and loss_weight(self._step) is None:
+            raise _no_tokens("no `loss` whose weights count them is returned")
 
-def _check_trace(loop: TrainLoop, source: Source, step: int) -> None:
-    """Checks what is known of a step once it was traced for a source."""
-    loop._on_trace(loop._step, source)
-    loop._host.show_progress(step, "")
-    loop._traced_for = source
-    if not loop._eager and _counts_tokens(loop) and loss_weight(loop._step) is None:
-        raise _no_tokens("no `loss` whose weights count them is returned")
+    def _begin_to_count(self) -> None:
+        """Hands the tokens so far to the schedules that read them.
 
+        Raises:
+            ValueError: if the tokens are unknown and needed.
+        """
+        if math.isnan(self.tokens) and self._counts_tokens():
+            raise _no_tokens("the checkpoint is of an older version, which counted none")
+        if self._state.token_count is not None:
+            self._state.token_count.assign(self.tokens)
 
-def _begin_to_count(loop: TrainLoop) -> None:
-    """Hands the tokens so far to the schedules that read them; raises a ValueError if they are unknown and needed."""
-    if math.isnan(loop.tokens) and _counts_tokens(loop):
-        raise _no_tokens("the checkpoint is of an older version, which counted none")
-    if loop._state.token_count is not None:
-        loop._state.token_count.assign(loop.tokens)
+    def _counts_tokens(self) -> bool:
+        """Returns whether a schedule reads the tokens, or anything is due by them."""
+        return self._state.token_count is not None or self._host.plan.counts_tokens
 
-
-def _counts_tokens(loop: TrainLoop) -> bool:
-    """Returns whether a schedule reads the tokens, or anything is due by them."""
-    return loop._state.token_count is not None or loop._host.plan.counts_tokens
+    def _count(self, source: Source, row: Row, step: int) -> int:
+        """Adds a row to the position in the data, the tokens and the window; returns how many steps it has."""
+        source.batches_taken += row.steps
+        self._window.add(row)
+        if self._loss_weight is not None:
+            before, self.tokens = self.tokens, self.tokens + float(row.tallies[self._loss_weight])
+            if self._host.plan.counts_tokens:
+                self._host.plan.count_tokens(before, self.tokens, step + row.steps)
+        return row.steps
 
 
 def _no_tokens(why: str) -> ValueError:
     return ValueError(f"A duration in tokens was given, and {why}: give steps.")
-
-
-def _count(loop: TrainLoop, source: Source, row: Row, step: int) -> int:
-    """Adds a row to the position in the data, the tokens and the window; returns how many steps it has."""
-    source.batches_taken += row.steps
-    loop._window.add(row)
-    if loop._loss_weight is not None:
-        before, loop.tokens = loop.tokens, loop.tokens + float(row.tallies[loop._loss_weight])
-        if loop._host.plan.counts_tokens:
-            loop._host.plan.count_tokens(before, loop.tokens, step + row.steps)
-    return row.steps

@@ -184,15 +184,15 @@ class TrainStep:
                 restore(unless=is_applied)
             metrics.check_fed(self.state.keras_metrics, {name for u in self.updates for name in u.trace.outputs})
             applied = self._first(is_applied)
-            failed = _rescale(self, gradients, applied, is_over)
+            failed = self._rescale(gradients, applied, is_over)
             if self.loss_jump is not None:
-                failed |= _has_diverged(self, gradients, self.loss_jump, is_over)
+                failed |= self._has_diverged(gradients, self.loss_jump, is_over)
             secs = [self._first(of_update.secs) for of_update in gradients if of_update.secs is not None]
             return Outcome(
                 applied=applied,
                 failed=failed,
                 tallies=_join_tallies(tallies, applied, self.may_skip),
-                diagnosis=_diagnosis(self, gradients),
+                diagnosis=self._diagnosis(gradients),
                 replica_secs=tf.add_n(secs) if secs else None,
             )
 
@@ -322,52 +322,47 @@ class TrainStep:
 
         return tf.cond(self._first(is_applied), applied, undone)
 
+    def _rescale(self, gradients: Sequence[Gradients], applied: tf.Tensor, is_over: tf.Tensor | None) -> tf.Tensor:
+        """Adapts the loss scales; returns whether the step is an error. With a loss scale, one overflow is none."""
+        failed = tf.constant(False)
+        by_scaler: dict[int, tuple[LossScaleOptimizer | None, list[tf.Tensor]]] = {}
+        for update, of_update in zip(self.updates, gradients, strict=True):
+            scaled = by_scaler.setdefault(id(update.loss_scaler), (update.loss_scaler, []))
+            scaled[1].append(self._first(of_update.finite))
+        for scaler, are_finite in by_scaler.values():
+            is_finite = functools.reduce(tf.logical_and, are_finite)
+            if scaler is not None:
+                scaler.update_scale(is_finite if is_over is None else is_finite | is_over, applied)
+                failed |= tf.convert_to_tensor(scaler.streak) <= -MAX_OVERFLOWS_AT_FLOOR
+            elif not self.skip_nonfinite:
+                failed |= ~is_finite
+        return failed
+
+    def _has_diverged(self, gradients: Sequence[Gradients], jump: float, is_over: tf.Tensor | None) -> tf.Tensor:
+        """Returns whether the loss of any update jumped, or is not finite."""
+        losses = tf.stack([self._first(of_update.tallies)[:2] for of_update in gradients])  # [U, 2]
+        totals, weights = tf.unstack(losses, axis=1)
+        means = tf.math.divide_no_nan(totals, weights)
+        has_weight = weights > 0 if is_over is None else (weights > 0) & ~is_over
+        has_diverged = self.state.loss_watch.check(means, has_weight, jump)
+        # A loss scale is not to blame for a loss that is not finite: it is computed before it is scaled.
+        return has_diverged if self.skip_nonfinite else has_diverged | ~tf.reduce_all(tf.math.is_finite(means))
+
+    def _diagnosis(self, gradients: Sequence[Gradients]) -> tf.Tensor:
+        """Returns tallies and gradients of all updates for `diagnosis.explain`, if the step may be an error."""
+        if not self.may_fail:
+            return tf.zeros([0])
+        pieces = []
+        for update, of_update in zip(self.updates, gradients, strict=True):
+            segments, squares = tf.nest.map_structure(self._first, (of_update.segments, of_update.squares))
+            pieces += [self._first(of_update.tallies), update.packing.diagnosis(segments, squares)]
+        return tf.concat(pieces, 0)
+
 
 def loss_weight(step: TrainStep) -> int | None:
     """Returns the index of the weight of the first update's loss in the tallies; None: it has none."""
     names = list(step.updates[0].trace.names)
     return 2 * names.index("loss") + 1 if "loss" in names else None
-
-
-def _rescale(
-    step: TrainStep, gradients: Sequence[Gradients], applied: tf.Tensor, is_over: tf.Tensor | None
-) -> tf.Tensor:
-    """Adapts the loss scales; returns whether the step is an error. With a loss scale, one overflow is none."""
-    failed = tf.constant(False)
-    by_scaler: dict[int, tuple[LossScaleOptimizer | None, list[tf.Tensor]]] = {}
-    for update, of_update in zip(step.updates, gradients, strict=True):
-        scaled = by_scaler.setdefault(id(update.loss_scaler), (update.loss_scaler, []))
-        scaled[1].append(step._first(of_update.finite))
-    for scaler, are_finite in by_scaler.values():
-        is_finite = functools.reduce(tf.logical_and, are_finite)
-        if scaler is not None:
-            scaler.update_scale(is_finite if is_over is None else is_finite | is_over, applied)
-            failed |= tf.convert_to_tensor(scaler.streak) <= -MAX_OVERFLOWS_AT_FLOOR
-        elif not step.skip_nonfinite:
-            failed |= ~is_finite
-    return failed
-
-
-def _has_diverged(step: TrainStep, gradients: Sequence[Gradients], jump: float, is_over: tf.Tensor | None) -> tf.Tensor:
-    """Returns whether the loss of any update jumped, or is not finite."""
-    losses = tf.stack([step._first(of_update.tallies)[:2] for of_update in gradients])  # [U, 2]
-    totals, weights = tf.unstack(losses, axis=1)
-    means = tf.math.divide_no_nan(totals, weights)
-    has_weight = weights > 0 if is_over is None else (weights > 0) & ~is_over
-    has_diverged = step.state.loss_watch.check(means, has_weight, jump)
-    # A loss scale is not to blame for a loss that is not finite: it is computed before it is scaled.
-    return has_diverged if step.skip_nonfinite else has_diverged | ~tf.reduce_all(tf.math.is_finite(means))
-
-
-def _diagnosis(step: TrainStep, gradients: Sequence[Gradients]) -> tf.Tensor:
-    """Returns tallies and gradients of all updates for `diagnosis.explain`, if the step may be an error."""
-    if not step.may_fail:
-        return tf.zeros([0])
-    pieces = []
-    for update, of_update in zip(step.updates, gradients, strict=True):
-        segments, squares = tf.nest.map_structure(step._first, (of_update.segments, of_update.squares))
-        pieces += [step._first(of_update.tallies), update.packing.diagnosis(segments, squares)]
-    return tf.concat(pieces, 0)
 
 
 def _join_tallies(of_updates: Sequence[tf.Tensor], finite: tf.Tensor, may_skip: bool) -> tf.Tensor:
