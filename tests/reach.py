@@ -46,13 +46,17 @@ def reach(changed: Iterable[pathlib.Path]) -> tuple[set[pathlib.Path], set[pathl
     fast = {file for name in users for file in _tests_of(name)} | {file for file in files if modules & _named_by(file)}
     for name in (name for name in modules if not _tests_of(name)):
         fast.update(TESTS.joinpath(*name.split(".")[:-1]).rglob("test_*.py"))
-    shared = {path.stem for path in changed - files if TESTS in path.parents}
-    imported = {file: {name.split(".")[1] for name in imports_of(file) if name.startswith("tests.")} for file in files}
-    fast |= {file for file in files if "conftest" in shared or shared & imported[file]}
+    shared = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in changed - files if TESTS in path.parents
+    }
+    for file in files:
+        imported = {part for name in imports_of(file) for part in (name, name.rpartition(".")[0])}
+        if "tests.conftest" in shared or shared & imported:
+            fast.add(file)
     if any(path.suffix == ".md" or ROOT / "docs" in path.parents for path in changed):
         fast.add(TESTS / "test_documents.py")
     if any(ROOT / "experiments" in path.parents for path in changed):
-        whole.add(TESTS / "test_experiments.py")
+        whole.update((TESTS / "experiments").rglob("test_*.py"))
     return files & (whole | fast | set(ALWAYS)), files & whole
 
 
