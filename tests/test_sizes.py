@@ -16,10 +16,10 @@ MAX_FOLDER_FILES = 16
 
 # Lines of code, without docstrings, comments, imports and blank lines. A commit may lower a number, and raise none,
 # but for what moves from the loop into a part, by which the loop's number falls.
-MAX_LOOP_FILES, MAX_LOOP_LINES = 136, 17221  # the package without its parts
+MAX_LOOP_FILES, MAX_LOOP_LINES = 136, 17219  # the package without its parts
 MAX_PART_LINES = {
     "audit": 1107,
-    "bucket": 566,
+    "bucket": 563,
     "exports": 475,
     "launcher": 573,
     "mixtures": 380,
@@ -27,9 +27,9 @@ MAX_PART_LINES = {
     "recompute": 191,
     "records": 302,
     "replay": 557,
-    "sharding": 494,
+    "sharding": 490,
     "tables": 277,
-    "trackers": 151,
+    "trackers": 149,
 }
 
 # What is larger, and how large it is: make it smaller and lower the number, or remove the line.
