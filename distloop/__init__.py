@@ -13,67 +13,49 @@ from typing import TYPE_CHECKING, Any
 
 from distloop import installed
 
-# The module of each public name. A name is imported when it is first used, so that what needs no TensorFlow, such as
+# The public names of each module. A name is imported when it is first used, so that what needs no TensorFlow, such as
 # the launcher, starts at once.
-_MODULES = {
-    "Action": "training.action",
-    "ActivationHistograms": "actions.histograms",
-    "Audio": "monitoring.media",
-    "BatchTest": "audit.tuning",
-    "Config": "settings.config",
-    "Export": "exports.export_action",
-    "GradientStep": "training.gradient_step",
-    "OwnStep": "training.gradient_step",
-    "Replay": "replay.inspection",
-    "Histogram": "monitoring.media",
-    "History": "monitoring.curves",
-    "Images": "monitoring.media",
-    "LazyAdam": "tables.lazy",
-    "LazyAdamW": "tables.lazy",
-    "LazySGD": "tables.lazy",
-    "LossScaleOptimizer": "optimizers.loss_scale",
-    "MLflowWriter": "trackers.trackers",
-    "MemoryEstimate": "audit.memory_estimate",
-    "Mixture": "mixtures.mixtures",
-    "ModelSpec": "model.spec",
-    "PRCurve": "monitoring.media",
-    "RateTest": "audit.tuning",
-    "Report": "training.action",
-    "Evaluation": "actions.evaluate",
-    "SaveBest": "actions.save",
-    "when_better": "actions.save",
-    "StopEarly": "actions.stop_early",
-    "StopTraining": "training.action",
-    "Summary": "actions.summary",
-    "Text": "monitoring.media",
-    "Trainer": "trainer",
-    "Update": "model.spec",
-    "WandbWriter": "trackers.trackers",
-    "Writer": "monitoring.writers",
-    "WorstExamples": "actions.summary",
-    "autotune_batch": "audit.tuning",
-    "define_flags": "settings.flags",
-    "digest": "variables",
-    "estimate_memory": "audit.memory_estimate",
-    "find_learning_rate": "audit.tuning",
-    "from_callback": "actions.keras_callback",
-    "from_keras": "keras_models.compiled_model",
-    "gather_rows": "distributed.gathering",
-    "make_dataset": "data.make_dataset",
-    "make_schedule": "optimizers.learning_rates",
-    "open_records": "records.record_files",
-    "pack": "mixtures.packing",
-    "prepare": "distributed.strategies",
-    "read_metrics": "workdir.records",
-    "scale_learning_rate": "optimizers.learning_rates",
-    "secret_flag": "settings.flags",
-    "split": "pipeline.pipeline",
-    "stages": "pipeline.pipeline",
-    "summarize": "variables",
-    "supervised": "keras_models.supervised",
-    "synchronize": "distributed.gathering",
-    "weighted": "model.metrics",
+_NAMES = {
+    "actions.evaluate": "Evaluation",
+    "actions.save": "SaveBest when_better",
+    "actions.stop_early": "StopEarly",
+    "actions.summary": "Summary",
+    "audit.memory_estimate": "MemoryEstimate estimate_memory",
+    "audit.tuning": "BatchTest RateTest autotune_batch find_learning_rate",
+    "data.make_dataset": "make_dataset",
+    "distributed.gathering": "gather_rows synchronize",
+    "distributed.strategies": "prepare",
+    "examples.example_history": "ExampleHistory margin rank_mislabelled",
+    "examples.worst_examples": "WorstExamples",
+    "exports.export_action": "Export",
+    "histograms.histograms": "ActivationHistograms",
+    "keras_callbacks.keras_callback": "from_callback",
+    "keras_models.compiled_model": "from_keras",
+    "keras_models.supervised": "supervised",
+    "mixtures.mixtures": "Mixture",
+    "mixtures.packing": "pack",
+    "model.metrics": "weighted",
+    "model.spec": "ModelSpec Update",
+    "monitoring.curves": "History",
+    "monitoring.media": "Audio Histogram Images PRCurve Text",
+    "monitoring.writers": "Writer",
+    "optimizers.learning_rates": "make_schedule scale_learning_rate",
+    "optimizers.loss_scale": "LossScaleOptimizer",
+    "pipeline.pipeline": "split stages",
+    "records.record_files": "open_records",
+    "replay.inspection": "Replay",
+    "replay.rerun_faults": "RerunFaults",
+    "settings.config": "Config",
+    "settings.flags": "define_flags secret_flag",
+    "tables.lazy": "LazyAdam LazyAdamW LazySGD",
+    "trackers.trackers": "MLflowWriter WandbWriter",
+    "trainer": "Trainer",
+    "training.action": "Action Report StopTraining",
+    "step_fn.gradient_step": "GradientStep OwnStep",
+    "variables": "digest summarize",
+    "workdir.records": "read_metrics",
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __version__ = "0.3.0"
 
@@ -87,13 +69,10 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2" if os.path.exists("/proc/drive
 
 if TYPE_CHECKING:  # the same names for type checkers, which do not run the code below
     from distloop.actions.evaluate import Evaluation as Evaluation
-    from distloop.actions.histograms import ActivationHistograms as ActivationHistograms
-    from distloop.actions.keras_callback import from_callback as from_callback
     from distloop.actions.save import SaveBest as SaveBest
     from distloop.actions.save import when_better as when_better
     from distloop.actions.stop_early import StopEarly as StopEarly
     from distloop.actions.summary import Summary as Summary
-    from distloop.actions.summary import WorstExamples as WorstExamples
     from distloop.audit.memory_estimate import MemoryEstimate as MemoryEstimate
     from distloop.audit.memory_estimate import estimate_memory as estimate_memory
     from distloop.audit.tuning import BatchTest as BatchTest
@@ -104,7 +83,13 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not run the code
     from distloop.distributed.gathering import gather_rows as gather_rows
     from distloop.distributed.gathering import synchronize as synchronize
     from distloop.distributed.strategies import prepare as prepare
+    from distloop.examples.example_history import ExampleHistory as ExampleHistory
+    from distloop.examples.example_history import margin as margin
+    from distloop.examples.example_history import rank_mislabelled as rank_mislabelled
+    from distloop.examples.worst_examples import WorstExamples as WorstExamples
     from distloop.exports.export_action import Export as Export
+    from distloop.histograms.histograms import ActivationHistograms as ActivationHistograms
+    from distloop.keras_callbacks.keras_callback import from_callback as from_callback
     from distloop.keras_models.compiled_model import from_keras as from_keras
     from distloop.keras_models.supervised import supervised as supervised
     from distloop.mixtures.mixtures import Mixture as Mixture
@@ -126,9 +111,12 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not run the code
     from distloop.pipeline.pipeline import stages as stages
     from distloop.records.record_files import open_records as open_records
     from distloop.replay.inspection import Replay as Replay
+    from distloop.replay.rerun_faults import RerunFaults as RerunFaults
     from distloop.settings.config import Config as Config
     from distloop.settings.flags import define_flags as define_flags
     from distloop.settings.flags import secret_flag as secret_flag
+    from distloop.step_fn.gradient_step import GradientStep as GradientStep
+    from distloop.step_fn.gradient_step import OwnStep as OwnStep
     from distloop.tables.lazy import LazyAdam as LazyAdam
     from distloop.tables.lazy import LazyAdamW as LazyAdamW
     from distloop.tables.lazy import LazySGD as LazySGD
@@ -138,8 +126,6 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not run the code
     from distloop.training.action import Action as Action
     from distloop.training.action import Report as Report
     from distloop.training.action import StopTraining as StopTraining
-    from distloop.training.gradient_step import GradientStep as GradientStep
-    from distloop.training.gradient_step import OwnStep as OwnStep
     from distloop.variables import digest as digest
     from distloop.variables import summarize as summarize
     from distloop.workdir.records import read_metrics as read_metrics

@@ -43,6 +43,8 @@ class Leftover(NamedTuple):
 def replacing(path: str, suffix: str = "", verify: Callable[[], None] = lambda: None) -> Iterator[str]:
     """Replaces a file or directory by what is written to a temporary path beside it; after an error, keeps the old one.
 
+    A directory is replaced by a directory alone.
+
     Args:
         path: its parent directory exists by the end of the block.
         suffix: of the temporary path, for writers that go by it.
@@ -52,7 +54,7 @@ def replacing(path: str, suffix: str = "", verify: Callable[[], None] = lambda: 
         The temporary path, free to become a file or a directory. It is flushed to disk before it is renamed.
 
     Raises:
-        OSError: if it cannot be written or renamed.
+        OSError: if it cannot be written or renamed, or is a file, and a directory is at the path.
     """
     remove_leftovers(os.path.dirname(path) or ".", os.path.basename(path))
     with _temporary_name(path, f"tmp{suffix}") as temporary:
@@ -153,12 +155,6 @@ def remove(path: str) -> None:
     else:
         with contextlib.suppress(OSError):
             os.remove(path)
-
-
-def is_private(path: str) -> bool:
-    """Returns whether a file or directory is this user's, and nobody else may write to it."""
-    status = os.stat(path)
-    return status.st_uid == os.geteuid() and not status.st_mode & 0o022
 
 
 def identify_directory(path: str) -> str:
@@ -268,8 +264,8 @@ def process_fields(process: int) -> list[str]:
 def _rename(temporary: str, path: str) -> None:
     """Gives a temporary path its name, on the disk too, before what had the name is removed."""
     parent = os.path.dirname(path) or "."
-    if not os.path.isdir(path):
-        os.replace(temporary, path)
+    if not (os.path.isdir(path) and os.path.isdir(temporary)):
+        os.replace(temporary, path)  # an error, if it is a file in place of a directory
         sync(parent)
         return
     with _temporary_name(path, "old") as old:

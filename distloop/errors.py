@@ -36,6 +36,8 @@ TEXT_AS_NUMBER = (
     "leave the entry out of what the model and the loss read."
 )
 
+CANCELLED = "An operation failed, and TensorFlow names another that was cancelled: Config(eager=True) shows the first."
+
 _CARRIED = "distloop carries error "
 _MOST_CARRIED = 8
 _LABEL = re.compile(r"Received a label value of (-?\d+) which is outside the valid range of \[0, (\d+)\)")
@@ -47,6 +49,7 @@ _OF_OPERATIONS = (
     tf.errors.FailedPreconditionError,
     tf.errors.UnimplementedError,
     tf.errors.NotFoundError,
+    tf.errors.CancelledError,
 )
 
 _DISTLOOP = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -113,7 +116,8 @@ def first_line(error: BaseException) -> str:
     Of an error of the operating system it is the reason, without the number and without TensorFlow's temporary path.
     """
     message = error.message if isinstance(error, tf.errors.OpError) else str(error)
-    return _BEFORE_REASON.sub("", reason_of(message), count=1)[:200].rstrip(" .:") or type(error).__name__
+    reason = _BEFORE_REASON.sub("", reason_of(message), count=1)
+    return re.sub(r"(.{,200}(?!\S)|.{200}).*", r"\1", reason).rstrip(" .:") or type(error).__name__  # ends with a word
 
 
 def carry(error: Exception) -> RuntimeError:
@@ -182,6 +186,8 @@ def as_operation_error(error: tf.errors.OpError) -> tf.errors.OpError | None:
     message = error.message or ""
     if not isinstance(error, _OF_OPERATIONS) or not message.startswith(IN_GRAPH):
         return None
+    if isinstance(error, tf.errors.CancelledError):
+        return tf.errors.CancelledError(None, None, CANCELLED)
     # Of a Python function, as of `py_function` or a generator, there is Python's own traceback.
     of_python = message.partition("Traceback (most recent call last):")[2].partition("[[{{node")[0]
     of_operation = message.partition("Detected at node ")[2].partition("Detected at node ")[0]

@@ -14,7 +14,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import keras
 import numpy as np
@@ -39,6 +39,7 @@ _READS |= {"LookupTableFindV2", "LookupTableSizeV2", "LookupTableExportV2"}
 # TensorFlow's attribute of an operation that calls functions: the numbers of the inputs that these only read.
 _READ_ONLY_INPUTS = "_read_only_resource_inputs"
 
+_T = TypeVar("_T")
 MOST_TRACES = 5  # without a warning
 
 _NUM_PAIRS = 5  # readings of two clocks, the closest of which counts
@@ -86,6 +87,21 @@ def compiled(fn: Callable[..., Any], eager: bool = False, *, name: str = "functi
         return fn(*arguments)
 
     return graph_function(traced)
+
+
+def called_by_kind(run: Any, eager: bool) -> Callable[..., Any]:
+    """Returns a function that calls what `compiled` returned: the trace for its iterator and layout, without a search.
+
+    TensorFlow finds the trace from all arguments of a call, which takes 0.6 ms, as long as a pass over a small batch.
+    """
+    traces: dict[Any, Any] = {}
+
+    def call(iterator: Any, layout: Any, *numbers: tf.Tensor) -> Any:
+        if (kind := (iterator._type_spec, layout)) not in traces:
+            traces[kind] = run.get_concrete_function(iterator, layout, *numbers)
+        return (run if tf.config.functions_run_eagerly() else traces[kind])(iterator, layout, *numbers)
+
+    return run if eager else call
 
 
 class Traces:
@@ -195,13 +211,13 @@ class TimeLimit:
 
     def __init__(self, secs: tf.Tensor):
         """Starts the time; `secs` is a float64."""
-        self._began_at, self._limit = read_clock(), tf.square(tf.maximum(secs, 0.0))
+        self.began_at, self._limit = read_clock(), tf.square(tf.maximum(secs, 0.0))
 
-    def is_ahead(self) -> tf.Tensor:
-        """Computes whether the time is not over yet."""
+    def is_ahead(self, now: tf.Tensor | None = None) -> tf.Tensor:
+        """Computes whether the time is not over yet, as of a time; None: of this moment."""
         if not has_clock():
             return tf.constant(True)
-        return tf.math.squared_difference(read_clock(), self._began_at) < self._limit
+        return tf.math.squared_difference(read_clock() if now is None else now, self.began_at) < self._limit
 
 
 def graph_clock() -> Callable[[Any], np.ndarray]:
@@ -266,6 +282,16 @@ def _graphs_of(op: tf.Operation, attribute: str, seen: set[str]) -> Iterator[Any
             # TensorFlow shows the graph of a called function, with the lines of its code, by this method alone. The
             # functions of TensorFlow 1, as in its CTC loss, have none.
             yield getattr(op.graph._get_function(function.name), "graph", None)
+
+
+def reached(start: Iterable[_T], neighbours: Callable[[_T], Iterable[_T]]) -> Iterator[_T]:
+    """Yields tensors or operations, and all that are reached from one neighbour to the next, each once."""
+    seen, stack = set[int](), list(start)
+    while stack:
+        if id(each := stack.pop()) not in seen:
+            seen.add(id(each))
+            yield each
+            stack += neighbours(each)
 
 
 def assigned_resources(operations: Iterable[tf.Operation]) -> set[int]:

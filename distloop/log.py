@@ -7,10 +7,12 @@ It is Python's logger "distloop": a program sets its level or adds handlers with
 run prints about its progress belongs to `monitoring.console`.
 """
 
+import contextlib
 import errno
 import logging
 import re
 import sys
+import threading
 from collections.abc import Callable
 from typing import IO, Any
 
@@ -38,6 +40,18 @@ def print_line(text: str, file: IO[str] | None = None) -> None:
 def say(text: str) -> None:
     """Prints a message of distloop."""
     print_line(f"distloop: {printable(text)}")
+
+
+def say_soon(text: str, wait_secs: float = 1.0) -> None:
+    """Prints a message of distloop to stderr; returns after `wait_secs` if a console or pipe blocks."""
+
+    def write() -> None:
+        with contextlib.suppress(OSError, ValueError):  # stderr is closed
+            print(f"distloop: {printable(text)}", file=sys.stderr, flush=True)
+
+    writing = threading.Thread(target=write, name="distloop-output", daemon=True)
+    writing.start()
+    writing.join(wait_secs)
 
 
 def speaker(is_chief: bool, console: str) -> Callable[[str], None]:
@@ -70,6 +84,7 @@ def reason_of(message: str) -> str:
 
     In an error of a compiled function, the operations and the lines that made them come before the reason.
     """
+    message = re.sub(r"(?s)\A\s*in user code:\n.*?\n    (?=[\w.]+(:|\n|\Z))", "", message)  # AutoGraph's lines
     line, *others = message.strip().splitlines() or [""]
     if line.endswith(IN_GRAPH):
         first_of_several = re.search(r"^ +\(0\) [A-Z_]+: +(.*)", message, re.MULTILINE)

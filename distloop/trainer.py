@@ -12,7 +12,6 @@ import tensorflow as tf
 from typing_extensions import Unpack
 
 from distloop.actions.evaluate import Evaluation
-from distloop.checkpoints import sidecar
 from distloop.checkpoints.resume import RunCheckpoints
 from distloop.data.arrays import with_labels
 from distloop.data.source import Data, Passes, Source
@@ -20,9 +19,8 @@ from distloop.distributed import collectives, devices, strategies
 from distloop.errors import with_short_tracebacks
 from distloop.evaluation.evaluation import EvalLoop, make_evaluations
 from distloop.evaluation.prediction import Predictor
-from distloop.evaluation.prediction_files import write_outputs
 from distloop.installed import import_part
-from distloop.keras_models.compiled_model import weights_returned
+from distloop.keras_models.compiled_model import warn_of_changes, weights_returned
 from distloop.keras_models.fit_arguments import KerasArguments, explain_call, read_arguments
 from distloop.log import speaker
 from distloop.model import dtype_policy
@@ -30,7 +28,7 @@ from distloop.model.spec import ModelSpec, check_model_fn
 from distloop.monitoring.curves import History
 from distloop.monitoring.timing import Clock
 from distloop.monitoring.writers import Writer, check_writers
-from distloop.run.assembly import make_state, make_train_loop, make_training_source
+from distloop.run.assembly import make_state, make_train_loop, make_training_source, reading
 from distloop.run.fit import Fit
 from distloop.run.fit_call import FitCall, as_given, make_units, run_end
 from distloop.run.overview import ForwardPass
@@ -39,6 +37,10 @@ from distloop.training.action import Action, check_actions
 from distloop.training.loop import TrainLoop
 from distloop.urls import expand
 from distloop.workdir.directory import with_absolute_paths
+
+# Settings with which `fit` does something in place of training, and the module of a part that does it.
+_INSTEAD = dict.fromkeys(("audit", "autotune_batch", "memory"), "audit.tryouts")
+_INSTEAD |= dict.fromkeys(("evaluate", "predict"), "sidecar.finished_run")
 
 
 @functools.partial(with_short_tracebacks, explain_call=explain_call)
@@ -82,7 +84,7 @@ class Trainer:
         self._checkpoints = RunCheckpoints(self.state, config)
         collectives.report_steps(self.strategy, lambda: self.step)
         self._train_source: Source | None = None
-        self._passes = Passes(self.strategy, config.global_batch_size(self.strategy), self.state.replicas)
+        self._passes = Passes(self.strategy, reading(self.state, config))
         self._predictor = Predictor(self.state, eager=config.eager)
         self._eval_loop = EvalLoop(self.state, eager=config.eager, max_traces=config.max_traces)
         self._forward_pass = ForwardPass(self.state, config)
@@ -147,7 +149,7 @@ class Trainer:
             ValueError: if the data, the loss or an argument breaks a rule, or another process writes to the workdir.
             FloatingPointError: at the first step whose loss or gradient is not finite (`on_nonfinite="raise"`).
             OSError: if the last checkpoint could not be written.
-            SystemExit: with code 75 after an interruption; with `audit`, `memory` or `autotune_batch` without training.
+            SystemExit: with code 75 after an interruption; without training, with `audit`, `evaluate` and the like.
         """
         clock, data = Clock(), read_arguments(train, evals, keras_arguments, y)
         if (step := self.config.replay) and not self.has_replayed:
@@ -155,8 +157,8 @@ class Trainer:
             raise SystemExit(0)
         if self.has_replayed:
             raise ValueError("fit was called after replay, which has set the weights back: make another Trainer.")
-        if asked := next((name for name in ("audit", "autotune_batch", "memory") if getattr(self.config, name)), ""):
-            _tryouts(asked).run_instead(self, data)
+        if asked := next((name for name in _INSTEAD if getattr(self.config, name)), ""):
+            import_part(_INSTEAD[asked], asked).run_instead(self, data)
         check_actions(actions)
         check_writers(writers)
         source = self._train_source = make_training_source(data, self.state, self.config, self._train_source)
@@ -175,7 +177,7 @@ class Trainer:
         )
         result = Fit(call, self._checkpoints, self._forward_pass, lambda: self._train_loop).run()
         if self.config.fast_dev_run:
-            another_step = functools.partial(self._train_loop.train, source, self.step + 1, [])
+            another_step = source.gate(functools.partial(self._train_loop.train, source, self.step + 1, []))
             _tryouts("fast_dev_run").check_dry_run(self, source.data, evaluations, another_step, self._say)
         return result
 
@@ -217,8 +219,9 @@ class Trainer:
             ValueError: if there is no workdir, another process writes to it, or nothing was trained or restored.
             OSError: if it could not be written.
         """
-        with self._checkpoints.directory:
-            self._checkpoints.save()
+        warn_of_changes(self.state)
+        with self._checkpoints:
+            self._checkpoints.save_and_wait()
 
     def restore(self, path: str | None = None, *, which: str = "newest") -> None:
         """Restores a checkpoint: weights, optimizer, averages, counters, and the data position for the next `fit`.
@@ -230,6 +233,7 @@ class Trainer:
         Raises:
             ValueError: if there is none, it is damaged, or it belongs to another model or optimizer.
         """
+        warn_of_changes(self.state)
         with weights_returned(self.state, is_dry_run=self.config.fast_dev_run):
             self._checkpoints.restore(path, which)
 
@@ -251,14 +255,11 @@ class Trainer:
         return _tryouts("Trainer.audit").audit(self, dataset, y)
 
     def evaluate(self, dataset: Data, y: Any = None) -> dict[str, float]:
-        """Evaluates on one pass over a dataset, with the averaged weights if there are any; changes nothing.
+        """Returns name -> metric of one pass over a dataset, with averaged weights if there are any; changes nothing.
 
         Args:
             dataset: as for `fit`; finite.
             y: as for `fit`.
-
-        Returns:
-            Name -> metric over all examples.
 
         Raises:
             ValueError: if the data is endless, empty or breaks a rule.
@@ -286,16 +287,15 @@ class Trainer:
             ValueError: if there is no workdir, the name or the data breaks a rule, or a checkpoint is of another model.
             TimeoutError: if there was no new checkpoint for so long.
         """
-        sidecar.check(self.config, self.strategy, name)
-        evaluate = self._evaluation(dataset)
-        return sidecar.evaluate_checkpoints(
-            self._checkpoints, evaluate, self.config.workdir, name, poll_secs=poll_secs, timeout_secs=timeout_secs
-        )
+        following = import_part("sidecar.following", "evaluate_checkpoints")
+        following.check(self.config, self.strategy, name)
+        run = self._checkpoints, self._evaluation(dataset), self.config.workdir
+        return dict(following.evaluate_checkpoints(*run, name, poll_secs, timeout_secs))
 
     def predict(
         self, dataset: Data, *, signature: str | None = None, keep_dtypes: bool = False, batches: int = 0,
         path: str = ""
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """Predicts for every row of a dataset, in its order, with the averaged weights if there are any.
 
         Args:
@@ -313,8 +313,8 @@ class Trainer:
         """
         if path:
             stream = self.stream_predictions(dataset, signature=signature, keep_dtypes=keep_dtypes, batches=batches)
-            return write_outputs(path, stream, self.workers.is_chief)
-        source = self._build(self._passes.source(dataset, may_be_endless=batches > 0), metrics=False)
+            return import_part("sidecar.prediction_files", "path").write_outputs(path, stream, self.workers.is_chief)
+        source = self._build(self._passes.source(dataset, may_be_endless=batches != 0), metrics=False)
         return self._predictor.predict(source, signature, keep_dtypes, batches)
 
     def stream_predictions(
@@ -351,6 +351,7 @@ class Trainer:
             ValueError: if something else is at the path, no dataset was seen yet, or the file predicts otherwise.
         """
         devices.require_no_other_scope(self.strategy)
+        warn_of_changes(self.state)
         path = expand(path)
         if self.config.fast_dev_run:
             path = _tryouts("fast_dev_run").export_path(path, self.config, self._say)
@@ -367,11 +368,12 @@ class Trainer:
         Raises:
             ValueError: if the data breaks a rule, or a layer stays without variables.
         """
-        self._build(Source(with_labels(dataset, y), self.strategy, repeat=False, batch_size=self._passes.batch_size))
+        self._build(Source(with_labels(dataset, y), self.strategy, repeat=False, **self._passes.reading))
 
     def _build(self, source: Source, *, metrics: bool = True) -> Source:
         """Builds the model, and its Keras metrics if asked to, if they are not built yet; returns the data."""
         self._element_spec = source.info.element_spec
+        warn_of_changes(self.state)
         with dtype_policy.policy(self.config.precision):
             if not self.state.is_built:
                 self.state.build(source.first_rows())

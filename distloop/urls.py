@@ -9,13 +9,14 @@ a URL alone.
 """
 
 import atexit
-import functools
 import hashlib
 import os
 import re
 import shutil
 import tempfile
 from typing import Any
+
+from distloop.threads import once
 
 _PASSWORD = re.compile(r"(://[^/?#:\s]*):[^/?#\s]*@")  # of "scheme://user:password@host"
 _TOKEN = re.compile(r"(https?://)(?!\*\*\*@)[^/?#@:\s]+@", re.IGNORECASE)  # in place of a user, whose name it may be
@@ -137,7 +138,7 @@ def local_directory(workdir: str) -> str:
     return os.path.join(cache, "distloop", f"{name}-{hashlib.sha256(url.encode()).hexdigest()[:16]}")
 
 
-@functools.cache
+@once
 def _directory_of_process() -> str:
     """Returns a directory that is removed when this process ends."""
     path = tempfile.mkdtemp(prefix="distloop_")

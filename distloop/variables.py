@@ -17,6 +17,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.utils.naming import to_snake_case
 
 WEIGHT_FILES = (".npz", ".safetensors")  # suffixes of files with variables by portable names
 _IS_LEFT_OUT = "_distloop_is_left_out"  # an attribute of the variables that no update of a run trains
@@ -49,6 +50,21 @@ class ComposedVariable:
     shards: tuple[Any, ...]
     is_mirrored: bool = True
     is_here: bool = True
+    trainable: bool = False
+
+    def value(self) -> tf.Tensor:
+        """Returns the value, on the device of the caller."""
+        raise NotImplementedError
+
+    def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
+        """Returns the value."""
+        return self.value() if dtype is None else tf.cast(self.value(), dtype)
+
+    def __array__(self, dtype: Any = None) -> Any:
+        """Returns the value as an array; eagerly."""
+        return self.__tf_tensor__(dtype).numpy()
+
+    numpy = __array__
 
     def raw(self) -> dict[str, tf.Tensor]:
         """Returns what is stored beside the value, by name, without which a run does not go on with the same bits."""
@@ -179,18 +195,6 @@ def layers_by_path(model: Any) -> dict[str, keras.Layer]:
     return named
 
 
-def lookup_tables(model: Any) -> list[Any]:
-    """Returns the tables of a model's layers and modules, such as the vocabularies of `keras.layers.StringLookup`.
-
-    Args:
-        model: as for `named_variables`.
-    """
-    leaves = [leaf for _, leaf in walk(unwrap_model(model))]
-    layers = [layer for top in top_layers(model) for layer in top._flatten_layers()]
-    values = [*leaves, *(value for layer in layers for value in vars(layer).values())]
-    return [value for value in values if isinstance(value, tf.saved_model.experimental.TrackableResource)]
-
-
 def count_parameters(model: Any) -> dict[str, int]:
     """Returns the number of parameters of each top-level layer of a model, or of each of several models.
 
@@ -295,7 +299,7 @@ def portable_names(model: Any) -> dict[str, Any]:
     """
     variables = named_variables(model)
     layers = [layer for top in top_layers(model) for layer in top._flatten_layers()]
-    numbered = {_snake_case(type(layer).__name__) for layer in layers}
+    numbered = {to_snake_case(type(layer).__name__) for layer in layers}
     counted: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)  # (scope, kind) -> name -> portable name
     portable: dict[str, Any] = {}
     for path, variable in variables.items():
@@ -371,9 +375,3 @@ def is_seed(variable: Any) -> bool:
 def _is_parameter(variable: Any) -> bool:
     """Returns whether a variable belongs to the model's size: it is no state of a random stream or recurrent layer."""
     return not is_seed(variable) and not getattr(variable, "path", "").endswith("/rnn_state")
-
-
-def _snake_case(name: str) -> str:
-    """Returns the name that Keras derives from a class for its layers."""
-    name = re.sub("(.)([A-Z][a-z]+)", r"\1_\2", re.sub(r"\W+", "", name))
-    return re.sub("([a-z])([A-Z])", r"\1_\2", name).lower()

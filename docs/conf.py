@@ -82,15 +82,27 @@ def without_help(app: Sphinx, docname: str, source: list[str]) -> None:
 
 
 class NotebookParser(Parser):
-    """Reads the cells of a notebook, without their results, as a page of Markdown."""
+    """Reads the cells of a notebook, with their results, as a page of Markdown."""
 
     supported = ("ipynb",)
 
     def parse(self, inputstring: str, document: nodes.document) -> None:
         """Fills a document from the text of a notebook."""
-        cells = [(cell["cell_type"], "".join(cell["source"])) for cell in json.loads(inputstring)["cells"]]
-        texts = [text if kind == "markdown" else f"```python\n{text}\n```" for kind, text in cells]
+        texts = []
+        for cell in json.loads(inputstring)["cells"]:
+            text = "".join(cell["source"])
+            texts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
+            texts += map(shown_result, cell.get("outputs", ()))
         super().parse("\n\n".join(texts), document)
+
+
+def shown_result(output: dict[str, Any]) -> str:
+    """Returns a result of a cell in Markdown: a picture as it is, all else as text."""
+    data = output.get("data", {"text/plain": output.get("text", "")})
+    if "image/svg+xml" in data:
+        picture = re.sub(r"\n\s*\n", "\n", "".join(data["image/svg+xml"]))
+        return f"```{{raw}} html\n{picture[picture.index('<svg') :]}\n```"
+    return f"```text\n{''.join(data['text/plain']).strip()}\n```"
 
 
 def setup(app: Sphinx) -> None:

@@ -26,7 +26,7 @@ REFERENCE = sorted((DOCS / "reference").glob("*.md"))
 HEAD = """\
 # Settings
 
-Written by `make docs` from the help texts in the code; do not edit.
+<!-- Written by `make docs` from the help texts in the code; do not edit. -->
 
 Every setting is a field of `distloop.Config` and, after `distloop.define_flags()`, a flag of the same name. In order of
 precedence: what `fit` is given, then the command line, then the file of `--config`, then the program's defaults in
@@ -135,7 +135,7 @@ MAP_WIDTH, NAME_WIDTH = 120, 24
 
 
 def render_map(guide: str) -> str:
-    """Returns WORKSPACE.md with a line a folder and a line a file, each from the first line of its docstring."""
+    """Returns WORKSPACE.md with a line a folder, and a line a file where there are several, from their docstrings."""
     former = re.findall(r"^      (\w+)", MAP.search(guide)[0], re.M)
     paths = [*PACKAGE.glob("*.py"), *(path.parent for path in PACKAGE.glob("*/__init__.py"))]
     names = {path.stem: path for path in sorted(paths)}
@@ -144,8 +144,9 @@ def render_map(guide: str) -> str:
     for name in [*order, *(name for name in names if name not in order)]:
         path = names[name]
         if path.is_dir():
+            files = [file for file in sorted(path.glob("*.py")) if not file.stem.startswith("__")]
             lines.append(map_line(path / "__init__.py", f"{name}/", 6))
-            lines += [map_line(file, file.stem, 8) for file in sorted(path.glob("*.py")) if file.stem != "__init__"]
+            lines += [map_line(file, file.stem, 8) for file in (files if len(files) > 1 else ())]
         else:
             lines.append(map_line(path, name, 6))
     return MAP.sub(lambda _: "".join(lines), guide)

@@ -6,7 +6,7 @@
 
 TensorFlow takes as long to import as these programs take to run. It has no threads and no devices before its first
 operation, so a fork behaves like a new process: it has its own signals, exit codes and hooks. Only Python's steps after
-`atexit` are left out; tests of a process's end start a real one.
+`atexit` are left out; tests of a process's end start a real one. TensorFlow optimizes graphs there if it does here.
 """
 
 import atexit
@@ -23,6 +23,8 @@ import types
 import unittest.mock
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
+
+import tensorflow as tf
 
 from distloop import testing
 
@@ -45,7 +47,8 @@ class Program:
         """
         for path in {str(stdout), str(stderr)}:
             open(path, "w").close()
-        task = [str(argument) for argument in arguments], str(stdout), str(stderr), dict(env)
+        is_off = tf.config.optimizer.get_experimental_options()["disable_meta_optimizer"]
+        task = [str(argument) for argument in arguments], str(stdout), str(stderr), dict(env), is_off
         self._process = _FORKS.Process(target=_become, args=task)
         self._process.start()
         self.pid = self._process.pid
@@ -100,10 +103,10 @@ def run_in_workers(fn: Callable, workers: int, *arguments, **settings) -> list:
         return testing.run_in_workers(fn, workers, *arguments, **settings)
 
 
-def run_on_devices(fn: Callable, devices: int, *arguments) -> Any:
+def run_on_devices(fn: Callable, devices: int, *arguments, **settings) -> Any:
     """Does what `distloop.testing.run_on_devices` does, in a fork."""
     with unittest.mock.patch.object(testing, "subprocess", types.SimpleNamespace(run=_run_forks)):
-        return testing.run_on_devices(fn, devices, *arguments)
+        return testing.run_on_devices(fn, devices, *arguments, **settings)
 
 
 def _run_forks(command, *, env, timeout, **_):
@@ -112,8 +115,9 @@ def _run_forks(command, *, env, timeout, **_):
     return run(command[1:], env=env, timeout=timeout)
 
 
-def _become(arguments: list[str], stdout: str, stderr: str, env: dict[str, str]) -> None:
-    """Runs the program in this process, with its output in files."""
+def _become(arguments: list[str], stdout: str, stderr: str, env: dict[str, str], is_off: bool) -> None:
+    """Runs the program in this process, with its output in files, and graphs as they are if `is_off`."""
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": is_off})
     for path, number in ((stdout, 1), (stderr, 2)):
         file = os.open(path, os.O_WRONLY | os.O_APPEND)
         os.dup2(file, number)

@@ -64,6 +64,13 @@ def test_after_an_error_the_old_one_stays_alone(tmp_path):
     assert_alone(tmp_path, "old")
 
 
+def test_a_directory_is_not_replaced_by_a_file(tmp_path):
+    write(tmp_path / "model", "old")
+    with pytest.raises(IsADirectoryError), replacing(str(tmp_path / "model")) as temporary:
+        pathlib.Path(temporary).write_text("new")
+    assert_alone(tmp_path, "old")
+
+
 def test_a_suffix_ends_the_temporary_name(tmp_path):
     with replacing(str(tmp_path / "model.keras"), ".keras") as temporary:
         assert temporary.endswith(".tmp.keras")

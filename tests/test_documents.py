@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import http.server
 import importlib.util
 import inspect
 import json
@@ -12,14 +13,17 @@ import shlex
 import shutil
 import site
 import subprocess
+import threading
 import venv
 
 import pytest
 from absl import flags
 from absl.testing import flagsaver
+from PIL import Image
 
 import distloop
-from distloop import launch, report, testing
+from distloop import report, testing
+from distloop.launcher import launch_command
 from distloop.settings import config
 from distloop.workdir.records import ABOUT_THE_RUN
 from experiments import planning
@@ -33,14 +37,14 @@ DOCS = [*sorted((ROOT / "docs").glob("*.md")), *REFERENCE]
 BENCHMARKS = sorted((ROOT / "experiments" / "benchmarks").glob("*.md"))
 README = ROOT / "README.md"
 PAGES = [README, *(ROOT / name for name in ("WORKSPACE.md", "CHANGELOG.md")), *DOCS, *BENCHMARKS]
-LAUNCHER = {*launch._NUMBERS, "workers", "hosts", "ray"}
-OTHERS = LAUNCHER | {*planning.COSTS, *"gpu logical_gpus environment diff rows all help json".split()}
+LAUNCHER = {*launch_command._NUMBERS, "workers", "hosts", "ray"}
+OTHERS = LAUNCHER | {*planning.COSTS, *"gpu logical_gpus environment diff card tolerance rows all help json".split()}
 OTHERS |= {*"png csv workloads replicas logdir flagfile config".split()}
 
 LAWS = ["replicas", "microbatches", "order", "overflow", "boundaries", "settings", "resume"]
 LAWS += ["whole step", "rows", "durability", "state"]
 LAWS += ["elastic", "evaluation", "prediction", "chief", "bits", "position", "one writer", "elastic run", "sharding"]
-LAWS += ["sparse", "tokens", "gpu graph", "replay", "parts"]
+LAWS += ["sparse", "tokens", "gpu graph", "replay", "compiled loop", "shares", "processes", "parts"]
 
 
 def name_of(page):
@@ -71,6 +75,7 @@ def blocks_of(text, language):
 def shortened(program):
     """Returns the program with its number of steps cut to 2, on one device."""
     program = re.sub(r"\bConfig\((?=steps|epochs)", "Config(num_devices=1, ", program)
+    program = program.replace("num_devices=2, device_shares=[3, 1]", "num_devices=1, device_shares=[1]")
     program = program.replace("num_devices=2", "num_devices=1")
     program = re.sub(r"\bConfig\(device=\"cpu\"(?!, num_devices)", 'Config(device="cpu", num_devices=1', program)
     program = re.sub(r"\bsteps=[\d_]+", "steps=2", re.sub(r"\bepochs=\d+", "steps=2", program))
@@ -136,6 +141,56 @@ def test_the_file_of_the_first_hour_runs_with_flags(tmp_path):
     assert done.returncode == 0, done.stderr
     assert float(re.search(r"^accuracy (.+)$", done.stdout, re.M)[1]) > 0.4
     assert (tmp_path / "run" / "checkpoints" / "40").is_dir()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page, name", [("cookbook.md", "words.py"), ("data.md", "faces.py")])
+def test_a_file_with_worker_processes_prints_what_its_page_shows(page, name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (program,) = blocks(ROOT / "docs" / page, f"python no-run: a file of its own, {name}")
+    (tmp_path / name).write_text(program)
+    (tmp_path / "faces").mkdir()
+    for number in range(70):
+        Image.new("RGB", (80, 70), (number, 0, 0)).save(tmp_path / "faces" / f"{number}.png")
+    done = forked.run([tmp_path / name], env=os.environ, timeout=300)
+    assert done.stdout == {"words.py": "[[4, 4], [3, 8]]\n", "faces.py": "(64, 64, 64, 3)\n"}[name], done.stderr
+
+
+@pytest.mark.slow
+def test_the_message_of_the_cookbook_comes_to_a_server(tmp_path, monkeypatch):
+    received = []
+
+    class Receiver(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            received.append(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["text"])
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    monkeypatch.chdir(tmp_path)
+    first, recipe = (
+        next(block for block in blocks(ROOT / "docs" / "cookbook.md", "python") if mark in block)
+        for mark in ("def model_fn", "class Message")
+    )
+    with http.server.HTTPServer(("127.0.0.1", 0), Receiver) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("WEBHOOK", f"http://127.0.0.1:{server.server_port}/hook")
+        exec(compile(shortened(f"{first}\n{recipe}"), "cookbook.md", "exec"), names := {"__name__": "cookbook"})
+        assert len(received) == 1 and re.match(r"finished at step 2: \{.*'test/accuracy': ", received[0])
+
+        def fail(report):
+            raise OSError("no such disk")
+
+        fail.every = 1
+        trainer = distloop.Trainer(names["model_fn"], distloop.Config(num_devices=1, device="cpu", steps=3))
+        with pytest.raises(OSError):
+            trainer.fit(names["train"], actions=[fail, *names["messages"]])
+        assert received[1:] == ["failed: OSError: no such disk"]
+        server.shutdown()
+    trainer = distloop.Trainer(names["model_fn"], distloop.Config(num_devices=1, device="cpu", steps=1))
+    trainer.fit(names["train"], actions=names["messages"])  # the server is gone, and the run ends well
 
 
 @pytest.mark.slow
@@ -242,7 +297,7 @@ def test_every_public_name_is_in_the_reference_once_with_an_example():
     text = text_of_all(REFERENCE)
     programs = "".join(blocks_of(text, "python"))
     of_testing = [name for name, value in vars(testing).items() if inspect.isfunction(value) and name[0] != "_"]
-    of_testing = [name for name in of_testing if vars(testing)[name].__module__ == testing.__name__ and name != "main"]
+    of_testing = [name for name in of_testing if vars(testing)[name].__module__ == testing.__name__]
     names = [f"distloop.{name}" for name in distloop.__all__] + [f"distloop.testing.{name}" for name in of_testing]
     listed = re.findall(r"^\.\. auto(?:class|function|exception):: (distloop\.[\w.]+)", text, re.M)
     assert sorted(listed) == sorted(names)
@@ -300,6 +355,16 @@ def test_the_notebook_imports_distloop_before_keras():
     cells = json.loads(text_of(ROOT / "docs" / "notebook.ipynb"))["cells"]
     program = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
     assert imports_of(program)[0] == "distloop"
+
+
+def test_the_notebook_shows_the_display_and_the_plot_of_its_run():
+    text = text_of(ROOT / "docs" / "notebook.ipynb")
+    outputs = [out for cell in json.loads(text)["cells"] if cell["cell_type"] == "code" for out in cell["outputs"]]
+    shown = ["".join(out["data"]["text/plain"]) for out in outputs if out["output_type"] == "display_data"]
+    assert len(shown) == 1 and "step 20/200" in shown[0] and "Finished 200 steps" in shown[0]
+    assert [out for out in outputs if "image/svg+xml" in out.get("data", {})] == outputs[-1:]
+    assert [out for out in outputs if out.get("name") == "stderr" or out["output_type"] == "error"] == []
+    assert len(text) < 80_000 and not re.search(r"/(home|work|root|tmp)/", text)
 
 
 @pytest.mark.slow

@@ -238,6 +238,23 @@ def test_an_error_of_a_compiled_function_is_a_sentence_with_the_users_line(reaso
     assert str(error).startswith(f"A compiled function failed {place}: Incompatible shapes: [10] vs. [10,4]; Config")
 
 
+def test_an_operation_that_another_device_cancelled_is_no_cause():
+    reason = "RecvAsync is cancelled.\n\t [[{{node while/body/_1/while/cond/cond/output/_228/_22}}]]"
+    message = IN_GRAPH.format(distloop=os.path.dirname(errors.__file__), users="", reasons=reason)
+    error = errors.as_operation_error(tf.errors.CancelledError(None, None, message))
+    assert type(error) is tf.errors.CancelledError
+    assert str(error) == errors.CANCELLED
+
+
+@pytest.mark.slow
+def test_a_label_out_of_range_on_virtual_replicas_of_two_devices():
+    trainer = distloop.Trainer(classifier(), on(2, virtual_replicas=4))
+    bad = classification(16) | {"label": np.full(16, 8)}
+    for call in (lambda: trainer.evaluate(bad), lambda: trainer.fit(bad, steps=1)):
+        message = str(caught(call, (ValueError, tf.errors.CancelledError)))
+        assert message == errors.CANCELLED or message.startswith("A batch holds the label 8"), message
+
+
 def test_an_error_of_a_python_function_in_the_data_names_its_line():
     def fail(x):
         raise RuntimeError("boom")

@@ -46,6 +46,7 @@ def test_a_row_says_what_the_gpu_does_and_holds(tmp_path):
     assert 0 <= row["gpu_utilization"] <= 1
     assert row["gpu_memory_gb"] > 1  # what TensorFlow took at its start
     assert 0 < row["device_memory_gb"] < 1
+    assert row["gpu_watts"] > 10 and 10 < row["gpu_temperature"] < 110 and 0 < row["energy_kwh"] < 0.1
 
 
 def test_the_numbers_are_those_of_a_cpu():

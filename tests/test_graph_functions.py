@@ -180,3 +180,24 @@ def test_unknown_shapes_and_loops_are_not_counted():
 )
 def test_peaks_of_known_devices(device, is_half, expected):
     assert peak_of(device, is_half) == expected
+
+
+def test_a_trace_is_called_for_its_kind_of_iterator_and_layout():
+    traced = []
+
+    def total(iterator, layout, factor):
+        traced.append(layout)
+        return factor * sum(tf.nest.flatten(tf.nest.map_structure(tf.reduce_sum, next(iterator))))
+
+    call = graph_functions.called_by_kind(graph_functions.compiled(total), eager=False)
+    pair, named = (tf.ones([3]), tf.ones([3])), {"a": tf.ones([3]), "b": tf.zeros([3])}
+    for data, layout, expected in [(pair, 1, 12), (named, 1, 6), (pair, 2, 12), (pair, 1, 12), (named, 1, 6)]:
+        iterator = iter(tf.data.Dataset.from_tensors(data))
+        assert call(iterator, layout, tf.constant(2.0)).numpy() == expected
+    assert traced == [1, 1, 2]
+    tf.config.run_functions_eagerly(True)
+    try:
+        call(iter(tf.data.Dataset.from_tensors(pair)), 1, tf.constant(2.0))
+    finally:
+        tf.config.run_functions_eagerly(False)
+    assert len(traced) == 4

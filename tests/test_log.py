@@ -51,6 +51,10 @@ IN_GRAPH = (
     [
         ("", ""),
         ("ValueError: Give {{node a/b}} rows.\nmore", "ValueError: Give rows"),
+        (
+            'in user code:\n\n    File "a.py", line 4, in f  *\n        a: int\n\n    NameError: no b\n',
+            "NameError: no b",
+        ),
         (f"{IN_GRAPH}RuntimeError: boom\nTraceback (most recent call last):", "RuntimeError: boom"),
         (f"{IN_GRAPH}2 root error(s) found.\n  (0) UNKNOWN:  boom [Op:f_1]\n\t [[{NODE}]]\n  (1) UNKNOWN:  b", "boom"),
     ],

@@ -4,6 +4,8 @@ A row calls what makes the check. That each method of a Trainer checks before th
 """
 
 import functools
+import itertools
+import types
 
 import keras
 import numpy as np
@@ -14,7 +16,7 @@ import distloop
 from distloop.data.source import Passes
 from distloop.distributed.strategies import check_strategy
 from distloop.evaluation.evaluation import EvalLoop
-from distloop.evaluation.prediction import check_outputs
+from distloop.evaluation.prediction import Predictor, check_outputs
 from distloop.keras_models.fit_arguments import read_arguments
 from distloop.log import shown
 from distloop.model.broadcasts import refuse_pairs
@@ -25,11 +27,12 @@ from distloop.run import fit_call
 from distloop.run.assembly import make_step
 from distloop.training.action import check_actions
 from distloop.training.differentiation import tally_outputs
-from tests.problems import assert_equal, classification, mirrored, on, refused, weights
+from tests.problems import assert_equal, classification, every, mirrored, on, refused, weights
 
 RNG = np.random.default_rng(0)
 ROWS = {"x": RNG.normal(size=(12, 3)).astype(np.float32), "y": RNG.normal(size=(12, 2)).astype(np.float32)}
 ZEROS, SGD, ONE = np.zeros((8, 2), "float32"), keras.optimizers.SGD(), tf.distribute.get_strategy()
+PASSES = Passes(ONE, {"batch_size": 4})
 
 
 def row(name, call, *parts):
@@ -74,6 +77,9 @@ def setting(words, **values):
     )
 
 
+IN_PLACE = {"audit": True, "memory": True, "autotune_batch": True, "fast_dev_run": True}
+IN_PLACE |= {"replay": 20, "evaluate": "best", "predict": "out"}
+
 SETTINGS = [
     setting("steps=1.5 is not allowed: give a whole number, 0 or more", steps=1.5),
     setting("steps=True is not allowed: give a whole number", steps=True),
@@ -100,14 +106,43 @@ SETTINGS = [
     setting("steps=3 and epochs=4 were both given; a run has one length: set either to 0", steps=3, epochs=4),
     setting("clip_norm=1 and clip_value=2 were both given", clip_norm=1.0, clip_value=2),
     setting("overfit_batches=2 and limit_train_batches=3 were both given", overfit_batches=2, limit_train_batches=3),
-    setting("eager=True and jit_compile=True were both given", eager=True, jit_compile=True),
+    setting("eager=True and jit_compile=pass were both given", eager=True, jit_compile=True),
     setting("eager=True and locate_nonfinite=True were both given", eager=True, locate_nonfinite=True),
     setting("locate_nonfinite=True and on_nonfinite=skip were both", locate_nonfinite=True, on_nonfinite="skip"),
     setting("strategy=none and num_devices=2 contradict", strategy="none", num_devices=2),
+    *[
+        setting(
+            f"strategy=mirrored, num_stages=2 and num_devices={count} were given, which is one replica: give a larger",
+            **{"strategy": "mirrored", "num_stages": 2, "num_devices": count},
+        )
+        for count in (0, 2)
+    ],
     setting("on_divergence=rollback was given without a workdir", on_divergence="rollback"),
+    setting("keep_every=2 was given without a workdir, so no checkpoint would be kept: give a w", keep_every=2),
+    setting("histograms_every=1 epoch was given without a workdir, so the his", histograms_every="1 epoch"),
+    setting("evaluate=3 is not allowed: give 'newest', 'best' or the step of a checkpoint as a str", evaluate=3),
     setting("recompute='block_(' is no regular expression: give one that is found in", recompute="block_("),
+    *[
+        setting(f"device_shares={shown(value)} is not allowed: give whole numbers of 1 or more", device_shares=value)
+        for value in ([3, 0], [3, -1], [3, 1.0], [True, 1], "3:1", "3,,1", 3, None, [10**9], [[3], [1]], {3: 1})
+    ],
+    setting(
+        "device_shares=3,1 and virtual_replicas=4 were both given", device_shares=np.array([3, 1]), virtual_replicas=4
+    ),
+    setting("device_shares=3,1 and replica_batch_size=8 were both", device_shares="3,1", replica_batch_size=8),
     setting("batch_size=64 and replica_batch_size=32 were both given", batch_size=64, replica_batch_size=32),
     setting("batch_size=256 and replica_batch_size=32 were both given", batch_size=256, replica_batch_size=32),
+    setting("max_rollbacks=5 was given without on_divergence=rollback, so a run never goes back", max_rollbacks=5),
+    setting("loss_jump=2 was given without on_divergence=rollback, so a run never goes back: give on_", loss_jump=2),
+    setting("graph=always was given without a workdir, so the graph would be lost: give a workdir", graph="always"),
+    setting("eager=True and max_traces=3 were both given", eager=True, max_traces=3),
+    setting("eager=True and executor=serial were both given", eager=True, executor="serial"),
+    setting("executor=serial and jit_compile=loop were both given", executor="serial", jit_compile="loop"),
+    *(
+        setting("were both given; each takes the place of training: leave either out", workdir="run", **dict(pair))
+        for pair in itertools.combinations(IN_PLACE.items(), 2)
+        if dict(pair).keys() != {"evaluate", "predict"}
+    ),
 ]
 
 # The model, its optimizer and what is trained -------------------------------------------------------------------------
@@ -227,6 +262,7 @@ MODELS = [
 
 # Keras models, evaluations and steps --------------------------------------------------------------------------------
 
+
 def supervised(loss, batch):
     """Calls the loss_fn of `distloop.supervised` with a batch of arrays."""
     tensors = tf.nest.map_structure(tf.constant, batch)
@@ -252,6 +288,52 @@ class Secret(keras.metrics.Mean):
         super().__init__()
 
 
+class OwnDistiller(keras.distillation.Distiller):
+    """A Distiller with another loss."""
+
+    def compute_loss(self, *arguments, **settings):
+        return 2 * super().compute_loss(*arguments, **settings)
+
+
+def distiller(kind=keras.distillation.Distiller):
+    model = kind(net(), net(), keras.distillation.FeatureDistillation())
+    model.build((None, 3))
+    model.compile("sgd", "mse")
+    return model
+
+
+def of_several_optimizers(default=None):
+    model = net()
+    optimizers = keras.optimizers.OptimizerMap(default or keras.optimizers.SGD())
+    model.compile(keras.optimizers.MultiOptimizer(optimizers), "mse")
+    return model
+
+
+OF_NEW_KERAS = [
+    row(
+        "average_decay with ScheduleFreeAdamW",
+        lambda: TrainState(lambda: spec(optimizer=keras.optimizers.ScheduleFreeAdamW()), ONE, average_decay=0.9),
+        *("average_decay or average_from was given with ScheduleFreeAdamW", ": leave the setting out"),
+    ),
+    row(
+        "ScheduleFreeAdamW: no average",
+        lambda: state(None, keras.optimizers.ScheduleFreeAdamW(beta_1=0.0)),
+        *("ScheduleFreeAdamW(beta_1=0.0) was given, ", ": give 0.9"),
+    ),
+    row(
+        "MultiOptimizer: Nadam",
+        lambda: distloop.from_keras(of_several_optimizers(keras.optimizers.Nadam()))(),
+        *("A MultiOptimizer was given with Nadam, which does more", ": give it another one"),
+    ),
+    row(
+        "find_learning_rate: MultiOptimizer",
+        lambda: distloop.find_learning_rate(
+            distloop.Trainer(distloop.from_keras(of_several_optimizers()), on(1)), (ROWS["x"], ROWS["y"])
+        ),
+        *("find_learning_rate was given a model with a MultiOptimizer", ": compile the model with one"),
+    ),
+]
+
 PAIRS = "take (x, y)"
 
 KERAS = [
@@ -267,6 +349,19 @@ KERAS = [
         "supervised: labels of unknown rank",
         of_unknown_rank,
         *("the number of axes of y, ", ": set it, as in ", "tf.ensure_shape"),
+    ),
+    *(OF_NEW_KERAS if hasattr(keras.optimizers, "ScheduleFreeAdamW") else ()),
+    row(
+        "from_keras: a Distiller with sample weights",
+        lambda: distloop.from_keras(distiller())().loss_fn(
+            tf.nest.map_structure(tf.constant, (ROWS["x"], ROWS["y"], ROWS["y"][:, 0])), True
+        ),
+        *("'distiller' was given sample weights or class_weight, which Keras leaves out", ": give (x, y)"),
+    ),
+    row(
+        "from_keras: a Distiller with a compute_loss of its own",
+        lambda: distloop.from_keras(distiller(OwnDistiller))(),
+        *("has a compute_loss of its own, which distloop would not call", ": write a model_fn"),
     ),
     row("from_keras: no loss", without_a_loss, "no loss for any of its outputs: compile it with one"),
     row(
@@ -305,6 +400,11 @@ TRAINERS = [
         "more devices than there are",
         lambda: distloop.Trainer(spec, on(9)),
         *("num_devices=9", "call distloop.prepare(config) before the first tensor"),
+    ),
+    row(
+        "shares of three devices for two",
+        lambda: distloop.Trainer(spec, on(2, device_shares=[5, 2, 1])),
+        "device_shares=[5, 2, 1] was given for 2 replicas (CPU:0, CPU:1), and each has one share: give as many numbers",
     ),
     row("no gpu", lambda: distloop.Trainer(spec, on(1, device="gpu")), "device=gpu", "use device=auto or cpu"),
     row(
@@ -432,7 +532,7 @@ NOT_OF_ARRAYS = [
 
 
 def data(name, make, *parts):
-    return row(f"data: {name}", lambda: Passes(ONE, 4).source(make()), *parts)
+    return row(f"data: {name}", lambda: PASSES.source(make()), *parts)
 
 
 DATA = [
@@ -493,6 +593,8 @@ def actions(name, make, *parts):
 EXACTLY_ONE, WHOLE = "exactly one of them: give fit or replay steps=..., epochs=", "it takes a whole number, 1 or more"
 DURATION = "it takes a duration, such as '2 h', '3 epochs' or"
 NO_PERIOD = ("The action", "was given", "`every`", "set it")
+NOTE, RERUN = every(1, lambda report: None), distloop.RerunFaults()
+OF_TWO = types.SimpleNamespace(actions=[RERUN, distloop.RerunFaults()])
 
 FIT = [
     length("steps=0 and epochs=0", EXACTLY_ONE, "or set one in the config"),
@@ -513,13 +615,15 @@ FIT = [
     length("fit was given", steps=2**63),
     row(
         "fit: epochs of an endless dataset",
-        lambda: fit_call.make_units(Passes(ONE, 4).source(dataset().repeat(), may_be_endless=True), "2 epochs"),
+        lambda: fit_call.make_units(PASSES.source(dataset().repeat(), may_be_endless=True), "2 epochs"),
         *("epochs were given", "endless", "give steps instead"),
     ),
     evals("a dataset", dataset(), "evals", "dict"),
     evals("arrays", (np.eye(5), np.ones(5)), "evals=(array([[1., 0.", "dict"),
     actions("no every", lambda: [lambda report: None], *NO_PERIOD, "or give a Keras callback"),
     actions("no function", lambda: ["print"], *NO_PERIOD),
+    actions("one twice", lambda: [NOTE, NOTE], "was given twice", "give it once"),
+    row("two RerunFaults", lambda: RERUN.set_fit(OF_TWO, None, None), "Two RerunFaults were given", ": give one"),
     actions("one action", lambda: distloop.Summary("a", print), "actions=<", "actions=[action]"),
     actions("every=[]", lambda: [distloop.Export(print, "exports", every=[])], "has every=[]", "give"),
     *(
@@ -618,6 +722,7 @@ ODD = {
     "make_dataset(drop_remainder)": lambda: distloop.make_dataset(ZEROS, 2, drop_remainder="no"),
     "make_dataset(cache)": lambda: distloop.make_dataset(tf.data.Dataset.range(3), 2, cache="no"),
     "SaveBest(restore)": lambda: distloop.SaveBest("loss", restore="no"),
+    "ExampleHistory(values)": lambda: distloop.ExampleHistory("loss"),
     "StopEarly(restore_best)": lambda: distloop.StopEarly("loss", restore_best="no"),
     "when_better(metric)": lambda: distloop.when_better(3, print, mode="min"),
     "stages(recompute)": lambda: distloop.stages([net()], recompute="no"),
@@ -628,6 +733,13 @@ ODD = {
     "Trainer(config)": lambda: distloop.Trainer(net, {"steps": 3}),
     "prepare": lambda: distloop.prepare(3),
 }
+
+
+@functools.cache
+def predictor_of_one():
+    return Predictor(state())
+
+
 TAKE_A_NUMBER = {
     "make_schedule(steps)": lambda value: distloop.make_schedule(0.1, value),
     "make_schedule(peak)": lambda value: distloop.make_schedule(value, 10),
@@ -636,6 +748,8 @@ TAKE_A_NUMBER = {
     "scale_learning_rate": lambda value: distloop.scale_learning_rate(0.1, value),
     "Evaluation(every)": lambda value: distloop.Evaluation(ZEROS, every=value),
     "Evaluation(batches)": lambda value: distloop.Evaluation(ZEROS, batches=value),
+    "predict(batches)": lambda value: predictor_of_one().predict(None, limit=value),
+    "stream_predictions(batches)": lambda value: predictor_of_one().stream(None, limit=value),
     "SaveBest(keep)": lambda value: distloop.SaveBest("loss", keep=value),
     "StopEarly(patience)": lambda value: distloop.StopEarly("loss", patience=value),
     "StopEarly(min_delta)": lambda value: distloop.StopEarly("loss", min_delta=value),
@@ -645,8 +759,25 @@ TAKE_A_NUMBER = {
     "Mixture(weights)": lambda value: distloop.Mixture({"a": ZEROS, "b": ZEROS}, {"a": value, "b": 1}),
     "make_dataset(batch_size)": lambda value: distloop.make_dataset(ZEROS, value),
     "make_dataset(seed)": lambda value: distloop.make_dataset(ZEROS, 2, seed=value),
+    "make_dataset(shuffle)": lambda value: distloop.make_dataset(tf.data.Dataset.range(3), 2, shuffle=value),
+    "make_dataset(processes)": lambda value: distloop.make_dataset(ZEROS, 2, processes=value),
+    "WorstExamples(most)": lambda value: distloop.WorstExamples("test", ZEROS, most=value),
+    "WorstExamples(batch_size)": lambda value: distloop.WorstExamples("test", ZEROS, batch_size=value),
+    "ActivationHistograms(rows)": lambda value: distloop.ActivationHistograms(ZEROS, rows=value),
+    "Images(max)": lambda value: distloop.Images(np.zeros((1, 4, 4, 1), "float32"), max=value),
+    "Audio(rate)": lambda value: distloop.Audio(ZEROS, value),
+    "find_learning_rate(steps)": lambda value: distloop.find_learning_rate(None, ZEROS, steps=value),
+    "find_learning_rate(lowest)": lambda value: distloop.find_learning_rate(None, ZEROS, lowest=value),
+    "find_learning_rate(highest)": lambda value: distloop.find_learning_rate(None, ZEROS, highest=value),
+    "autotune_batch(memory_share)": lambda value: distloop.autotune_batch(OF_NOTHING, ZEROS, memory_share=value),
     "pack(length)": lambda value: distloop.pack([ZEROS[0]] * 4, value, lengths=[2] * 4),
     "from_callback(every)": lambda value: distloop.from_callback(keras.callbacks.Callback(), value),
+}
+OF_NOTHING = types.SimpleNamespace(state=None, config=None)  # a trainer
+WHOLE_NUMBERS = {
+    *("Evaluation(batches)", "predict(batches)", "stream_predictions(batches)", "SaveBest(keep)", "Export(keep)"),
+    *("make_dataset(batch_size)", "make_dataset(seed)", "make_dataset(processes)", "find_learning_rate(steps)"),
+    *("WorstExamples(most)", "WorstExamples(batch_size)", "ActivationHistograms(rows)", "Images(max)", "Audio(rate)"),
 }
 NO_NUMBERS = [10**400, 10**5_000, float("inf"), float("nan"), "1e400", 1j, None, [1]]
 
@@ -662,12 +793,25 @@ def other_arguments(name, give, called_with):
 
 
 ARGUMENTS = [
-    *(row(name, call, "given", "an integer" if "shuffle" in name else "give") for name, call in ODD.items()),
+    *(row(name, call, "given", "give") for name, call in ODD.items()),
     *(
         row(f"{name}, no number {i}", functools.partial(call, value), "given")
         for name, call in TAKE_A_NUMBER.items()
         for i, value in enumerate(NO_NUMBERS)
         if not (name == "Evaluation(every)" and value is None)  # as Config(eval_every) says
+    ),
+    *(
+        row(f"{name}={value!r}", functools.partial(TAKE_A_NUMBER[name], value), f"={value!r}; give a whole number, ")
+        for name in sorted(WHOLE_NUMBERS)
+        for value in (-1, 1.5, 2.0, True, np.float32(2), np.True_)
+    ),
+    *(
+        row(name, call, "given", "; give ", "a whole number, 0 or more")
+        for value in (-1, 1.5, "2")
+        for name, call in {
+            f"make_dataset(shuffle={value!r})": functools.partial(TAKE_A_NUMBER["make_dataset(shuffle)"], value),
+            f"a batch size from {value!r} on": lambda value=value: distloop.make_dataset(ZEROS, {0: 4, value: 2}),
+        }.items()
     ),
     other_arguments("model_fn", lambda fn: distloop.Trainer(fn, on(1)), "()"),
     other_arguments("The function given to from_keras", distloop.from_keras, "()"),

@@ -2,31 +2,58 @@
 
 import os
 import pathlib
-import runpy
 import sys
 
+import keras
 import pytest
 
 import distloop
 from tests import forked, without_part
-from tests.problems import classifier, mostly_wide, on
+from tests.problems import classification, classifier, mostly_wide, on
 
 PROGRAM = pathlib.Path(without_part.__file__)
+
+
+def distiller():
+    networks = [keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)]) for _ in range(2)]
+    model = keras.distillation.Distiller(*networks, keras.distillation.FeatureDistillation())
+    model.compile("sgd", "mse")
+    return model
+
+
+def of_several_optimizers():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)])
+    model.compile(keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(keras.optimizers.SGD())), "mse")
+    return model
+
 
 # Each part, and what a user does that needs it.
 PARTS = {
     "audit": lambda: distloop.Trainer(classifier(), on(1, fast_dev_run=True)),
-    "launcher": lambda: runpy.run_module("distloop.launch"),
+    "histograms": lambda: distloop.ActivationHistograms,
+    "keras_callbacks": lambda: distloop.from_callback,
+    "launcher": lambda: distloop.launch.main(["--workers=1", "program.py"]),
     "bucket": lambda: distloop.Trainer(classifier(), on(1, workdir="memory://runs/first")),
+    "distillation": lambda: distloop.from_keras(distiller)(),
     "exports": lambda: distloop.Trainer(classifier(), on(1)).export("model"),
+    "examples": lambda: distloop.ExampleHistory,
     "mixtures": lambda: distloop.Mixture,
+    "multi_optimizer": lambda: distloop.from_keras(of_several_optimizers)(),
     "pipeline": lambda: distloop.split,
+    "processes": lambda: distloop.make_dataset([{"x": 1.0}], 1, processes=2),
     "recompute": lambda: distloop.Trainer(classifier(), on(1, recompute="hidden")),
     "records": lambda: distloop.open_records,
     "replay": lambda: distloop.Replay,
+    "reports": lambda: distloop.report.main(["runs"]),
+    "schedule_free": lambda: distloop.Trainer(classifier(optimizer=keras.optimizers.ScheduleFreeAdamW), on(1)),
+    "step_fn": lambda: distloop.GradientStep,
     "tables": lambda: distloop.LazyAdam,
+    "sidecar": lambda: distloop.Trainer(classifier(), on(1, workdir="runs/a")).evaluate_checkpoints(classification(8)),
     "sharding": lambda: distloop.Trainer(classifier(), on(2, shard_optimizer=True)),
+    "testing": lambda: distloop.smoke.main([]),
     "trackers": lambda: distloop.WandbWriter,
+    "warm_start": lambda: distloop.Trainer(classifier(), on(1)).restore("model.npz"),
+    "xla": lambda: distloop.Trainer(classifier(), on(1, jit_compile="loop")).fit(classification(8), steps=1),
 }
 
 

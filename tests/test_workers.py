@@ -8,8 +8,8 @@ import textwrap
 import numpy as np
 import pytest
 
+from distloop.launcher.machine import choose_ports
 from distloop.workers import heartbeat
-from distloop.workers.environment import choose_ports
 from tests import forked, many_rows, worker_scenarios
 from tests.problems import assert_close, assert_equal, json_lines, mostly_wide
 from tests.worker_scenarios import SCENARIOS
@@ -19,10 +19,15 @@ pytestmark = pytest.mark.slow
 BY_NAME = {scenario.__name__: scenario for scenario in SCENARIOS}
 OF_BITS = [worker_scenarios.bits, worker_scenarios.bits_of_float16]  # two workers go on with runs of one process
 HALF_OF_POSITION = dict(ends_at=many_rows.PER_EPOCH - 3)
-ON_THREE_WORKERS = ["replicas", "sharded", "evaluation", "evaluation_in_one_batch", "shards", "position"]
+ON_THREE_WORKERS = ["replicas", "unequal_shares", "sharded", "evaluation", "evaluation_in_one_batch", "shards"]
+ON_THREE_WORKERS += ["position"]
 # `sharded` skips a step, too.
 WIDE = ["synchronized_norm", "two_updates", "elastic", "mixed_rows", "rollback", "equal_shards", "bits_of_float16"]
-WIDE += ["float16", "tables_in_microbatches", "evaluation_in_one_batch", "prediction_in_one_batch"]
+WIDE += ["float16", "tables_in_microbatches", "evaluation_in_one_batch", "prediction_in_one_batch", "resume"]
+# What they do does not depend on the devices of a worker, which has one for them, and two in `make wide`.
+ON_ONE_DEVICE = ["exchange", "refusals", "position", "stops", "interrupts", "interrupts_between_loops", "failures"]
+ON_ONE_DEVICE += ["by_time", "files"]
+LOCAL = ["differences", "failures"]  # their results are looked at by tests of their own
 
 
 @pytest.fixture(scope="module")
@@ -39,26 +44,30 @@ def alone(tmp_path_factory):
 
 
 def run_on_workers(workers, devices, out, *names):
-    """Runs scenarios on local workers; returns name -> a dict of arrays by worker, and the finished launcher."""
+    """Runs scenarios on local workers; returns name -> a dict of arrays by worker, and what the launcher printed."""
     program = ["-m", "tests.worker_scenarios", str(out), str(devices), *names]
     result = forked.launch([f"--workers={workers}", *program], env=os.environ, timeout=1200)
     assert result.returncode == 0, result.stdout[-1000:] + result.stderr[-4000:]
     loaded = lambda name: [dict(np.load(out / f"{name}.{index}.npz")) for index in range(workers)]  # noqa: E731
-    return {name: loaded(name) for name in names or BY_NAME}, result
+    return {name: loaded(name) for name in names}, result.stdout + result.stderr
 
 
 @pytest.fixture(scope="module")
 def on_workers(tmp_path_factory, pytestconfig):
-    """Results of scenarios on two workers with two devices each; of all in `make wide`."""
-    out = tmp_path_factory.mktemp("workers-2-2")
-    chosen = [name for name in BY_NAME if pytestconfig.getoption("wide") or name not in WIDE]
+    """Results of scenarios on two workers with two devices each, or with one; of all in `make wide`, with two."""
+    out, is_wide = tmp_path_factory.mktemp("workers-2-2"), pytestconfig.getoption("wide")
+    chosen = [name for name in BY_NAME if is_wide or name not in WIDE]
     if "elastic" in chosen:
         worker_scenarios.run(worker_scenarios.elastic, 1, out, steps=5)
     worker_scenarios.run(worker_scenarios.position, 1, out, **HALF_OF_POSITION)
     for scenario in [scenario for scenario in OF_BITS if scenario.__name__ in chosen]:
         worker_scenarios.run(scenario, 1, out, steps=4)
-    results, launcher = run_on_workers(2, 2, out, *chosen)
-    return results, out, launcher
+    on_two = [name for name in chosen if is_wide or name not in ON_ONE_DEVICE]
+    results, printed = run_on_workers(2, 2, out, *on_two)
+    if others := [name for name in chosen if name not in on_two]:
+        further, printed_then = run_on_workers(2, 1, out, *others)
+        results, printed = results | further, printed + printed_then
+    return results, out, printed
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +80,7 @@ def on_three_workers(tmp_path_factory):
 
 @pytest.fixture(params=[2, pytest.param(3, marks=pytest.mark.wide)])
 def results(request):
-    """Results of scenarios on two workers with two devices each, or on three with one."""
+    """Results of scenarios on two workers, or on three with one device each."""
     found = request.getfixturevalue("on_workers" if request.param == 2 else "on_three_workers")
     return found[0] if request.param == 2 else found
 
@@ -87,7 +96,7 @@ def assert_same_results(results, results_alone):
                 np.testing.assert_array_equal(shared[key], value, err_msg=key)
 
 
-@pytest.mark.parametrize("name", mostly_wide(BY_NAME, *(name for name in BY_NAME if name not in WIDE)))
+@pytest.mark.parametrize("name", mostly_wide(BY_NAME, *(name for name in BY_NAME if name not in WIDE + LOCAL)))
 def test_two_workers_of_two_devices_have_the_results_of_one_process(name, on_workers, alone):
     assert_same_results(on_workers[0][name], alone(name))
 
@@ -179,6 +188,7 @@ def test_workers_draw_different_dropout_masks(on_workers):
     assert len(keys) == 4
 
 
+@pytest.mark.wide  # `failures` does, too
 def test_a_run_of_several_workers_resumes_bit_for_bit(on_workers):
     for result in on_workers[0]["resume"]:
         assert not result["local/different"].size
@@ -250,11 +260,11 @@ def test_all_workers_run_as_many_steps_as_the_chiefs_clock_has_time_for(on_worke
 
 
 def test_sigterm_to_the_last_worker_in_an_evaluation_saves_and_stops_all(on_workers):
-    results, out, launcher = on_workers
+    results, out, printed = on_workers
     for result in results["interrupts"]:
         assert int(result["code"]) == 75 and int(result["step"]) == 8 and result["local/is_left"]
     assert os.listdir(out / "interrupts" / "checkpoints") == ["8"]
-    lines = (launcher.stdout + launcher.stderr).splitlines()
+    lines = printed.splitlines()
     assert "[worker 1] distloop: Stopping: saving after this step. Send SIGTERM again to quit now." in lines
     interrupted = "distloop: Interrupted by worker 1 at step 8, checkpoint saved. Run the same command to resume."
     assert f"[worker 0] {interrupted}" in lines
@@ -326,6 +336,7 @@ def test_a_row_holds_the_use_of_the_gpus_of_all_workers(on_workers):
     for result in on_workers[0]["exchange"]:
         numbers = json.loads(str(result["local/gpus"]))
         assert numbers.pop("gpu_utilization") == pytest.approx((0.5 + 0.5 + 0.6) / 3)
+        assert numbers.pop("energy_kwh") == pytest.approx(3 * 0.5)
         memory = {name: gb for name, gb in numbers.items() if name.endswith("/gpu_memory_gb")}
         gpus = {"worker_0/gpu_0": 10.0, "worker_1/gpu_0": 10.0, "worker_1/gpu_1": 11.0}
         assert memory == {f"{gpu}/gpu_memory_gb": gb for gpu, gb in gpus.items()} and numbers["gpu_memory_gb"] == 11.0
@@ -337,7 +348,7 @@ def test_steps_leak_no_threads(on_workers):
 
 
 def test_only_the_chief_prints_steps_and_each_worker_prints_its_shard(on_workers):
-    lines = on_workers[2].stdout.splitlines()
+    lines = on_workers[2].splitlines()
     assert [line for line in lines if line.startswith("[worker 0] step ")]
     assert not [line for line in lines if line.startswith("[worker 1] step ")]
     for index in range(2):

@@ -34,7 +34,7 @@ from distloop.training.compiled_loop import CompiledLoop
 from distloop.workdir import run_lock
 from distloop.workdir.records import OF_THE_MACHINE
 from distloop.workers import preemption
-from tests import many_rows, test_bits
+from tests import many_rows, test_bits, test_shares
 from tests.problems import classification, classifier, every, everything, of_unknown_length, optimize_graphs, weights
 from tests.sharding import test_sharding
 from tests.tables import test_tables
@@ -73,6 +73,19 @@ def replicas(make, workdir):
     with in_small_messages():
         metrics = trainer.fit(batches(), steps=12)
     return weights(trainer) | averages_of(trainer) | numbers(metrics)
+
+
+def unequal_shares(make, workdir):
+    """Replicas split batches unequally, of which each worker reads its part; the last one is odd."""
+    replicas = make(classifier()).strategy.num_replicas_in_sync
+    settings = dict(device_shares=[3, 1, 2, 1][:replicas], clip_norm=0.1, average_decay=0.9, microbatches=2)
+    trainer = make(classifier(is_weighted=True, l2=0.1), **settings)
+    trainer.fit(batches(shuffle=True), steps=12)
+    gathered = make(test_shares.tables, device_shares=[3, 1, 2, 1][:replicas])
+    gathered.fit(test_shares.table_rows(), steps=6)
+    results = {f"gathered/{path}": value for path, value in weights(gathered).items()}
+    results |= {"predictions": trainer.predict(batches(5)), **numbers(trainer.evaluate(batches(5)))}
+    return weights(trainer) | averages_of(trainer) | results
 
 
 def sharded(make, workdir):
@@ -333,7 +346,8 @@ def equal_shards(make, workdir):
 def stops(make, workdir):
     """The chief profiles steps 4 and 5, which every worker runs by themselves; the last worker alone ends the run.
 
-    All batches are smaller than the number of replicas. What is due at the end alone is called then, on every worker.
+    Each batch has one row, fewer than several workers have replicas. What is due at the end alone is called then, on
+    every worker.
     """
     trainer = make(classifier(), workdir=os.path.join(workdir, "stops"), profile="3:5", log_every=4)
 
@@ -353,9 +367,9 @@ def stops(make, workdir):
     def count(report):
         return {"workers": float(len(trainer.workers.gather(report.step)))}  # all workers must call it
 
-    evals = {"test": distloop.Evaluation(batches(2, 5), every=0)}
+    evals = {"test": distloop.Evaluation(batches(1, 3), every=0)}
     actions = [every(4, stop), every(0, count)]
-    last = trainer.fit(batches(2, 5), steps=40, evals=evals, actions=actions, writers=[Rows()])
+    last = trainer.fit(batches(1, 3), steps=40, evals=evals, actions=actions, writers=[Rows()])
     local = {"local/rows": np.array(Rows.steps), "local/workers": np.array(last["workers"])}
     return {"step": np.array(trainer.step), "test/loss": np.array(last["test/loss"]), **local, **weights(trainer)}
 
@@ -464,7 +478,7 @@ def failures(make, workdir):
         return values
 
     def model_fn():
-        spec = classifier(dropout=0.3, batch_norm="local")()
+        spec = classifier(dropout=0.3, batch_norm="local", metrics=True)()
 
         def loss_fn(batch, training):
             outputs = spec.loss_fn(batch, training)
@@ -472,11 +486,12 @@ def failures(make, workdir):
             pressed = tf.numpy_function(press, [tf.stop_gradient(outputs["loss"]), moved], tf.float32)
             return {**outputs, "loss": outputs["loss"] + 0.0 * tf.ensure_shape(pressed, outputs["loss"].shape)}
 
-        return distloop.ModelSpec(spec.model, spec.optimizer, loss_fn, predict_fn=spec.predict_fn)
+        settings = dict(predict_fn=spec.predict_fn, metrics=spec.metrics)
+        return distloop.ModelSpec(spec.model, spec.optimizer, loss_fn, **settings)
 
     def start(name):
         path = os.path.join(workdir, "failures", name)
-        trainer = make(model_fn, workdir=path, steps_per_loop=3, checkpoint_every=0)
+        trainer = make(model_fn, workdir=path, steps_per_loop=3, checkpoint_every=0, average_decay=0.9)
         evals = {"test": distloop.Evaluation(batches(), every=0, rows_fn=rows_fn)} if failing in ("", "rows_fn") else {}
         return trainer, lambda: trainer.fit(batches(shuffle=True), steps=12, evals=evals)
 
@@ -548,13 +563,21 @@ def messages_of_several_dtypes(strategy):
 
 def gpus_of_workers(trainer):
     """Returns what a row holds of the GPUs of all workers, of which each has one more than the one before."""
-    uses = [(0.5 + 0.1 * gpu, 10.0 + gpu) for gpu in range(trainer.workers.index + 1)]
+    calls = []
+
+    def gpu_use():  # a fake of the driver; from call to call each GPU takes half a kilowatt-hour
+        calls.append(None)
+        return [
+            {"gpu_utilization": 0.5 + 0.1 * gpu, "gpu_memory_gb": 10.0 + gpu, "energy_kwh": 0.5 * len(calls)}
+            for gpu in range(trainer.workers.index + 1)
+        ]
+
     with (
         unittest.mock.patch.object(strategies, "has_gpus", lambda strategy: True),
-        unittest.mock.patch.object(devices, "gpu_use", lambda: uses),
+        unittest.mock.patch.object(devices, "gpu_use", gpu_use),
     ):
         numbers = Utilization(strategy=trainer.strategy)(distloop.Report(10, 100, {}, state=None, time=5.0))
-    return {name: value for name, value in numbers.items() if "gpu" in name}
+    return {name: value for name, value in numbers.items() if "gpu" in name or name == "energy_kwh"}
 
 
 def exchange(make, workdir):
@@ -704,9 +727,9 @@ def bits_of(case, make, workdir, steps, **settings):
 
 
 SCENARIOS = [
-    exchange, differences, refusals, replicas, sharded, synchronized_norm, two_updates, tables, tables_in_microbatches,
-    float16, statistics_and_seeds, resume, elastic, tokens, position, mixed_rows, rollback, evaluation,
-    evaluation_in_one_batch, prediction, prediction_in_one_batch, shards, equal_shards, stops, interrupts,
+    exchange, differences, refusals, replicas, unequal_shares, sharded, synchronized_norm, two_updates, tables,
+    tables_in_microbatches, float16, statistics_and_seeds, resume, elastic, tokens, position, mixed_rows, rollback,
+    evaluation, evaluation_in_one_batch, prediction, prediction_in_one_batch, shards, equal_shards, stops, interrupts,
     interrupts_between_loops, failures, by_time, files, bits, bits_of_float16,
 ]  # fmt: skip
 

@@ -59,7 +59,7 @@ class RunStates:
             elif saved is not None and name in self._first:
                 member(action, "set_state")(copy.deepcopy(self._first[name]))
         absent = {name: state for name, state in states.items() if name not in named}
-        if absent and saved is not None:
+        if absent and saved is not None and is_written:
             log.warning(
                 "The checkpoint holds the state of %s, which is no action of this run: it is kept for a later start.",
                 ", ".join(map(repr, sorted(absent))),

@@ -18,7 +18,7 @@ from distloop.distributed import collectives, devices, strategies
 from distloop.model import memory
 from distloop.model.saved_state import ReplicaComparison
 from distloop.optimizers.gradient_noise import SQUARE, TRACE
-from distloop.training.action import Action, Report
+from distloop.training.action import Action, Report, RowAction
 from distloop.workdir import ledger
 from distloop.workdir.records import unix_time
 from distloop.workdir.run_lock import LockLost
@@ -27,15 +27,19 @@ from distloop.workers import environment
 _RECORD_SECS = 1.0  # the least time between two records of the progress
 SCALE = "gradient_noise_scale"
 _DECAY = 0.9  # of the moving averages of gradient noise, from one measurement to the next
+_OVER_GPUS: dict[str, Callable[[Sequence[float]], Any]] = {
+    "gpu_utilization": np.mean,
+    "gpu_memory_gb": max,
+    "gpu_watts": sum,
+    "gpu_temperature": max,
+    ledger.ENERGY: sum,
+}
 _MACHINE_SECS = 1.0  # the least time between two questions to the machine, which take longer than a small step
 
 
-class DataSeen(Action):
+class DataSeen(RowAction):
     """Reports the epochs of the data and, of a mixture, the examples of each source that the run has trained on."""
 
-    every = None
-    phase = "logging"
-    only_writes = True
     has_fixed_metrics = True
 
     def __init__(self, source: Source):
@@ -51,12 +55,8 @@ class DataSeen(Action):
         return {**numbers, **{f"{name}/examples_seen": float(count) for name, count in counts.items()}}
 
 
-class Goodput(Action):
-    """Writes `progress.json`, and reports the goodput over all starts of the run."""
-
-    every = None
-    phase = "logging"
-    only_writes = True
+class Goodput(RowAction):
+    """Writes `progress.json`, and reports the goodput and the energy of GPUs over all starts of the run."""
 
     def __init__(
         self, workdir: str, seconds: Callable[[], Mapping[str, float]], is_chief: bool, verify: Callable[[], None]
@@ -73,16 +73,19 @@ class Goodput(Action):
         self._start: dict[str, Any] = {}
         self._secs_before: Mapping[str, float] = {}  # of this process, when it went back to a checkpoint
         self._recorded_at = -math.inf
+        self._energy: dict[str, float] = {}  # over all starts, at the last call; empty: unknown
 
     def __call__(self, report: Report) -> dict[str, float]:
-        """Returns the goodput."""
+        """Returns the goodput, and the energy if it is known."""
         self._start = self._start or ledger.last_start(self._workdir)
         if not self._start:  # the disk is full
             return {}
+        if energy := ledger.energy_before(self._start) + report.metrics.get(ledger.ENERGY, 0.0):
+            self._energy = {ledger.ENERGY: energy}
         progress = self._progress(report.step)
         if time.monotonic() > self._recorded_at + _RECORD_SECS:
             self._record(progress)
-        return {"goodput": ledger.goodput(ledger.account(self._start, progress))}
+        return {"goodput": ledger.goodput(ledger.account(self._start, progress)), **self._energy}
 
     @contextlib.contextmanager
     def between_starts(self, step: int) -> Iterator[None]:
@@ -101,7 +104,7 @@ class Goodput(Action):
 
     def _progress(self, step: int) -> dict[str, Any]:
         secs = {name: secs - self._secs_before.get(name, 0.0) for name, secs in self._seconds().items()}
-        return {"time": unix_time(), "step": step, "secs": secs}
+        return {"time": unix_time(), "step": step, "secs": secs, **self._energy}
 
     def _record(self, progress: Mapping[str, Any]) -> None:
         if self._is_chief:
@@ -138,17 +141,15 @@ class MemoryUse(Action):
             ledger.write_memory(self._workdir, held)
 
 
-class Utilization(Action):
+class Utilization(RowAction):
     """Reports how busy devices are, peak memory and, of known operations, the floating-point operations per second.
 
-    `gpu_utilization` is the mean over all GPUs and `gpu_memory_gb` the largest; of several, those of each are reported
-    as `worker_1/gpu_0/gpu_utilization`, or `gpu_0/...` in a run of one worker. Without GPUs `cpu_utilization` is the
-    fraction of the first worker's cores that its process has used since the last report.
+    Over all GPUs, `gpu_utilization` is the mean, `gpu_memory_gb` and `gpu_temperature` are the largest, `gpu_watts` and
+    `energy_kwh` the sum. Of several GPUs, all but the energy are reported of each one, too, as
+    `worker_1/gpu_0/gpu_utilization`, or `gpu_0/...` in a run of one worker. Without a utilization of GPUs,
+    `cpu_utilization` is the fraction of the first worker's cores that its process has used since the last report.
     """
 
-    every = None
-    phase = "logging"
-    only_writes = True
     has_fixed_metrics = True
 
     def __init__(
@@ -172,6 +173,7 @@ class Utilization(Action):
         self._machine: dict[str, float] = {}
         self._asked_at = -math.inf
         self._cpu_secs, self._cpu_time = time.process_time(), time.monotonic()
+        self._uses_before = devices.gpu_use()
 
     def __call__(self, report: Report) -> dict[str, float]:
         """Returns the metrics; asks the machine at most once a second, and at the end."""
@@ -186,29 +188,32 @@ class Utilization(Action):
         return metrics
 
     def _device_use(self) -> dict[str, float]:
-        """Returns how busy the GPUs are, or else the CPU."""
-        of_workers = [devices.gpu_use()] if self._gather is None else self._gather(devices.gpu_use())
+        """Returns what the drivers of all GPUs report, or else how busy the CPU is."""
+        own = devices.gpu_use()
+        for use, before in zip(own, self._uses_before, strict=False):
+            energy = use.pop(ledger.ENERGY, math.nan) - before.get(ledger.ENERGY, math.nan)
+            use |= {ledger.ENERGY: energy} if energy >= 0 else {}
+        of_workers = [own] if self._gather is None else self._gather(own)
         uses = {(worker, gpu): use for worker, of in enumerate(of_workers) for gpu, use in enumerate(of)}
-        if not uses:
+        numbers = {
+            name: float(combine([use[name] for use in uses.values()]))
+            for name, combine in _OVER_GPUS.items()
+            if uses and all(name in use for use in uses.values())
+        }
+        if "gpu_utilization" not in numbers:
             secs, now = time.process_time(), time.monotonic()
             fraction = (secs - self._cpu_secs) / max(now - self._cpu_time, 1e-3) / environment.count_cores()
             self._cpu_secs, self._cpu_time = secs, now
-            return {"cpu_utilization": min(fraction, 1.0)}
-        numbers = {
-            "gpu_utilization": float(np.mean([busy for busy, _ in uses.values()])),
-            "gpu_memory_gb": max(gb for _, gb in uses.values()),
-        }
-        for (worker, gpu), (busy, gb) in uses.items() if len(uses) > 1 else ():
-            name = f"worker_{worker}/gpu_{gpu}" if len(of_workers) > 1 else f"gpu_{gpu}"
-            numbers |= {f"{name}/gpu_utilization": busy, f"{name}/gpu_memory_gb": gb}
+            numbers["cpu_utilization"] = min(fraction, 1.0)
+        for (worker, gpu), use in uses.items() if len(uses) > 1 else ():
+            prefix = f"worker_{worker}/gpu_{gpu}" if len(of_workers) > 1 else f"gpu_{gpu}"
+            numbers |= {f"{prefix}/{name}": number for name, number in use.items() if name != ledger.ENERGY}
         return numbers
 
 
-class GradientNoise(Action):
+class GradientNoise(RowAction):
     """Reports the gradient noise scale of each update, from moving averages of its two estimates."""
 
-    phase = "logging"
-    only_writes = True
     name = "GradientNoise"
 
     def __init__(self, every: int | str, updates: Sequence[str]):

@@ -56,25 +56,16 @@ class Evaluation:
     def __post_init__(self) -> None:
         if self.every is not None and durations.normalize(self.every) is None:
             raise ValueError(f"Evaluation was given every={shown(self.every)}: give {durations.ALLOWED}, or None.")
-        given: Any = self.batches
-        batches = durations.whole_number(given) if isinstance(given, numbers.Integral) else None
-        if batches is None or batches < 0:
-            raise ValueError(f"Evaluation was given batches={shown(self.batches)}; give a whole number, 0 for all.")
-        if self.loss_fn is not None and not callable(self.loss_fn):
-            raise ValueError(f"Evaluation was given loss_fn={self.loss_fn!r}; give a function of (batch, training).")
-        if self.rows_fn is not None and not callable(self.rows_fn):
-            raise ValueError(f"Evaluation was given rows_fn={self.rows_fn!r}; give a function of all rows.")
-        if self.predict_fn is not None and not callable(self.predict_fn):
-            raise ValueError(f"Evaluation was given predict_fn={self.predict_fn!r}; give a function of a batch.")
-        functions = {"loss_fn": ["batch", "training"], "rows_fn": ["rows"], "predict_fn": ["batch"]}
+        durations.require_integer("Evaluation", 0, batches=self.batches)
+        functions = {"loss_fn": "batch, training", "rows_fn": "rows", "predict_fn": "batch"}
         for name in (name for name in functions if getattr(self, name) is not None):
-            require_call(getattr(self, name), f"{name} of an Evaluation", *functions[name])
+            if not callable(fn := getattr(self, name)):
+                raise ValueError(f"Evaluation was given {name}={fn!r}; give a function of ({functions[name]}).")
+            require_call(fn, f"{name} of an Evaluation", *functions[name].split(", "))
         if self.predict_fn is not None and self.rows_fn is None:
             raise ValueError("Evaluation was given predict_fn without the rows_fn that takes its outputs: give both.")
         if self.metrics and self.loss_fn is None:
-            raise ValueError(
-                "Evaluation was given metrics without the loss_fn that returns their arguments: give both."
-            )
+            raise ValueError("Evaluation was given metrics without a loss_fn that returns their arguments: give both.")
 
 
 class Evaluate(Action):

@@ -6,10 +6,10 @@ from typing import Any
 
 from distloop.actions.evaluate import Evaluate
 from distloop.errors import require_bool
-from distloop.log import log, shown
+from distloop.log import log
 from distloop.monitoring.timing import SaveTimes
-from distloop.settings.durations import Plan, whole_number
-from distloop.training.action import Action, Report, Saves, member, name_of, phase_of
+from distloop.settings.durations import Plan, require_integer
+from distloop.training.action import Action, Report, RowAction, Saves, member, name_of, phase_of
 from distloop.workdir import records
 from distloop.workdir.records import closest, plain
 from distloop.workdir.run_files import better
@@ -43,7 +43,7 @@ def make_save(save: Callable[..., None], every: int | str, plan: Plan) -> Save:
     """Returns the action that saves a run.
 
     Args:
-        save: called with a report and the best steps, as `Saves` does.
+        save: called as `Saves` does.
         every: the duration between two saves.
         plan: of the run.
     """
@@ -51,12 +51,23 @@ def make_save(save: Callable[..., None], every: int | str, plan: Plan) -> Save:
     return Save(Saves(save), every if period.tokens else period.steps, period.secs)
 
 
-class SaveCosts(Action):
-    """Reports how long each save held training up, and how long its checkpoint took until it was complete."""
+class SaveToKeep(Action):
+    """Saves checkpoints that the run never deletes; the action before `Save`."""
 
-    every = None
-    phase = "logging"
-    only_writes = True
+    phase = "saving"
+
+    def __init__(self, saves: Saves, every: int | str, plan: Plan):
+        """Stores what saves, the duration between two such checkpoints, and the plan of the run."""
+        self._saves, self.every, self._plan = saves, every, plan
+
+    def __call__(self, report: Report) -> None:
+        """Saves, unless only the end of the run has come."""
+        if self._plan.is_due(self.every, report.step, math.inf):
+            self._saves.save(report, stays=True)
+
+
+class SaveCosts(RowAction):
+    """Reports how long each save held training up, and how long its checkpoint took until it was complete."""
 
     def __init__(self, times: SaveTimes):
         """Stores the times, of which `write` comes some time after `save_pause`."""
@@ -64,12 +75,8 @@ class SaveCosts(Action):
 
     def __call__(self, report: Report) -> dict[str, float]:
         """Returns the numbers, in the first row after a checkpoint is complete."""
-        times = self._times
-        if times.save_pause is None or times.write is None:
-            return {}
-        numbers = {"save_pause_secs": times.save_pause, "save_secs": times.save_pause + times.write}
-        times.save_pause = times.write = None
-        return numbers
+        secs = self._times.take("save_pause", "write")
+        return {"save_pause_secs": secs["save_pause"], "save_secs": sum(secs.values())} if secs else {}
 
 
 class SaveBest(Action):
@@ -98,7 +105,7 @@ class SaveBest(Action):
             ValueError: for another mode, a name that does not say what is better, or if `keep` is below 1.
         """
         refuse_positional("SaveBest", metric, others, "mode='max'")
-        check_keep("SaveBest", keep)
+        require_integer("SaveBest", 1, keep=keep)
         require_bool("SaveBest", restore=restore)
         self.name = f"SaveBest({metric})"
         self.metric = self.required_metric = metric
@@ -362,13 +369,3 @@ def refuse_positional(action_name: str, metric: Any, others: tuple[Any, ...], ex
             f"{action_name} was given {given}; it takes the metric's name, and the rest by name: "
             f"{action_name}('test/accuracy', {example})."
         )
-
-
-def check_keep(action_name: str, keep: int) -> None:
-    """Checks how many an action is to keep.
-
-    Raises:
-        ValueError: if `keep` is below 1.
-    """
-    if (whole_number(keep) or 0) < 1:
-        raise ValueError(f"keep={shown(keep)} was given to {action_name}; it keeps 1 at least.")

@@ -10,7 +10,7 @@ from distloop.actions.save import SaveBest, choose_mode, refuse_positional
 from distloop.distributed import collectives
 from distloop.errors import require_bool
 from distloop.log import shown
-from distloop.settings.durations import Plan, finite_number, whole_number
+from distloop.settings.durations import Plan, finite_number, require_integer
 from distloop.training.action import Action, Report, Saves, StopTraining
 from distloop.training.boundary import StopPoint
 
@@ -46,8 +46,7 @@ class StopEarly(Action):
             ValueError: for another mode, a name that does not say what is better, or a patience below 1.
         """
         refuse_positional("StopEarly", metric, others, "patience=5")
-        if (whole_number(patience) or 0) < 1:
-            raise ValueError(f"patience={shown(patience)} was given to StopEarly; it waits for 1 measurement at least.")
+        require_integer("StopEarly", 1, patience=patience)
         if (delta := finite_number(min_delta)) is None or delta < 0:
             raise ValueError(f"min_delta={shown(min_delta)} was given to StopEarly; give a number, 0 or more.")
         require_bool("StopEarly", restore_best=restore_best)
@@ -125,6 +124,7 @@ class SyncStop(StopPoint):
     """
 
     only_writes = True  # does nothing unless a user's action is due, so no boundary is needed for it
+    phase = "waiting for other workers"
 
     def __init__(self, strategy: tf.distribute.Strategy, actions: Sequence[Action], plan: Plan):
         """Stores the actions.

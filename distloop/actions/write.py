@@ -23,7 +23,7 @@ from distloop.atomic_files import make_directory, sync
 from distloop.log import log
 from distloop.monitoring.media import EncodedMedia
 from distloop.monitoring.tensorboard import SummaryWriter
-from distloop.training.action import Action, Report
+from distloop.training.action import Report, RowAction
 from distloop.workdir.records import drop_rows, format_row
 from distloop.workdir.run_lock import LockLost
 from distloop.workers.preemption import Interrupted
@@ -32,7 +32,7 @@ _BUFFER_SECS = 1.0  # the longest time that a row for files is buffered
 _MAX_ROWS = 10_000  # that are kept while a file cannot be written
 
 
-class Write(Action):
+class Write(RowAction):
     """Hands each boundary's metrics to writers: the console, `metrics.jsonl`, TensorBoard.
 
     The console gets its row at once. Rows for files are written together, at most a second later: writing each by
@@ -40,10 +40,6 @@ class Write(Action):
     one log line says so, training continues, and each flush tries again to write all rows since. Use it as a context
     manager: on exit it closes the writers, and TensorBoard's HParams page gets the run's status.
     """
-
-    every = None
-    phase = "logging"
-    only_writes = True
 
     def __init__(self, writers: Sequence[Any], verify: Callable[[], None] = lambda: None):
         """Stores the writers.

@@ -21,12 +21,12 @@ import tensorflow as tf
 from distloop.audit import checks
 from distloop.audit.checks import Audit, Finding, failure
 from distloop.audit.probe import REPLICAS, Measurement, Probe
-from distloop.audit.tracing import COLLECTIVES
+from distloop.audit.tracing import COLLECTIVES, preserved_random_state
 from distloop.data import shards
 from distloop.data.arrays import as_dataset, with_labels
 from distloop.data.iterators import fresh_copy
 from distloop.data.source import Data
-from distloop.distributed import collectives, devices
+from distloop.distributed import collectives
 from distloop.log import log
 from distloop.model.memory import explain_pass
 from distloop.model.saved_state import relative_difference
@@ -208,7 +208,7 @@ def audit(trainer: Trainer, dataset: Data, y: Any = None) -> Audit:
     config = trainer.config
     data = as_dataset(with_labels(dataset, y), config.global_batch_size(trainer.strategy), config.seed)
     trainer.build(fresh_copy(data))
-    with devices.preserved_random_state():
+    with preserved_random_state():
         probe = Probe(trainer.state, data, seed=config.seed, microbatches=config.microbatches)
         results = _results([checks.data_order], probe)
         obstacles = _results(FIRST_CHECKS, probe)

@@ -14,15 +14,14 @@ import platform
 import re
 import subprocess
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import tensorflow as tf
 
 import distloop
-from distloop.model.memory import query_gpus
 from distloop.settings import config
 from distloop.urls import without_credentials
 from distloop.workdir.records import show_bytes
-from distloop.workdir.run_files import Run
 from distloop.workers import environment
 
 _PACKAGES = ("tensorflow", "keras", "numpy", "protobuf", "ml-dtypes", "tensorboard", "ray", "grain", "nvidia-nccl-cu12")
@@ -30,7 +29,7 @@ _VARIABLES = re.compile(r"(TF|XLA|CUDA|NVIDIA|NCCL|KERAS|OMP|ONEDNN|DISTLOOP|SLU
 _SECRETS = re.compile(r"SECRET|TOKEN|PASSWORD|CREDENTIAL|KEY", re.IGNORECASE)
 
 
-def describe(runs: Sequence[Run]) -> str:
+def describe(runs: Sequence[Any]) -> str:
     """Returns lines of what a bug report needs, a name and a value each; of runs, the settings that are no defaults."""
     facts = [*_versions(), *_machine(), *_devices(), *_variables(), *_code()]
     facts += [fact for run in runs for fact in _settings(run)]
@@ -83,7 +82,7 @@ def _code() -> Iterator[tuple[str, str]]:
         yield "git commit", f"{commit.strip()}, files changed since: {len(changed.splitlines())}"
 
 
-def _settings(run: Run) -> Iterator[tuple[str, str]]:
+def _settings(run: Any) -> Iterator[tuple[str, str]]:
     """Yields the settings of a run that differ from the defaults; not the flags of its program."""
     yield "run", f"{run.status}, step {run.step}"
     defaults = {name: field.metadata["default"] for name, field in config.fields().items()}
@@ -101,3 +100,12 @@ def _without_names(text: str) -> str:
         if len(name) > 1:
             text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", instead, text)
     return text
+
+
+def query_gpus(what: str) -> list[str]:
+    """Returns what NVIDIA's tool answers for each GPU, such as its `driver_version`; nothing without GPUs."""
+    command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return []

@@ -7,30 +7,33 @@ The forward and backward pass of one replica is traced for its rows of the first
 work space of libraries such as cuDNN, memory that the allocator cannot use, and what XLA saves.
 """
 
+import contextlib
 import math
 import os
+import pathlib
 import re
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
-from distloop.audit.tracing import as_replica, compiled, reached
+from distloop.audit.bug_report import query_gpus
+from distloop.audit.tracing import as_replica, compiled
 from distloop.data import shards
 from distloop.data.source import Data, Source
 from distloop.distributed import collectives, strategies
-from distloop.graph_functions import BACKWARD_SCOPE, RECOMPUTED_SCOPE, called_graphs
+from distloop.graph_functions import BACKWARD_SCOPE, RECOMPUTED_SCOPE, called_graphs, reached
 from distloop.keras_models.fit_arguments import FitData, read_arguments
 from distloop.log import say
-from distloop.model import memory
 from distloop.model.memory import embedding_tables, held_by_device, known_bytes, variable_bytes
 from distloop.model.spec import Update
 from distloop.model.state import TrainState
 from distloop.optimizers.gradients import Rows, values_of
+from distloop.run.assembly import reading
 from distloop.settings.precision import BFLOAT16
 from distloop.trainer import Trainer
 from distloop.training.forward_backward import ForwardBackward
-from distloop.training.virtual_replicas import side_by_side
+from distloop.training.microbatches import side_by_side
 from distloop.workdir import ledger
 from distloop.workdir.records import show_bytes
 
@@ -165,8 +168,8 @@ def print_and_exit(trainer: Trainer, data: FitData) -> None:
 def _estimate(trainer: Trainer, data: FitData) -> MemoryEstimate:
     state, settings = trainer.state, trainer.config
     trainer.build(data.train)
-    batch_size = settings.global_batch_size(state.strategy)
-    source = Source(data.train, state.strategy, repeat=False, **data.source_settings(batch_size))
+    given = data.source_settings(settings.global_batch_size(state.strategy))
+    source = Source(data.train, state.strategy, repeat=False, **{**reading(state, settings), **given})
     rows = _rows_of_replica(source, state.strategy)
     count, held = int(shards.batch_size(rows)), held_by_device(state)
     batch = sum(variable_bytes(t) for t in tf.nest.flatten(rows, expand_composites=True) if t.dtype != tf.string)
@@ -194,7 +197,7 @@ def _estimate(trainer: Trainer, data: FitData) -> MemoryEstimate:
 def _rows_of_replica(source: Source, strategy: tf.distribute.Strategy) -> Any:
     """Returns the first batch's rows that one replica gets, the largest share."""
     rows = source.first_rows()
-    count = math.ceil(int(shards.batch_size(rows)) / source.layout.replicas_of(strategy))
+    count = max(source.layout.shard_sizes(source.layout.replicas_of(strategy), int(shards.batch_size(rows))))
     return tf.nest.map_structure(lambda t: t[:count], rows)
 
 
@@ -213,11 +216,11 @@ def _peak_of_update(state: TrainState, update: Update, rows: Any, microbatches: 
 
     def trace(rows: Any) -> Any:
         with as_replica(0, state.strategy.num_replicas_in_sync, set()):
-            factor = update_pass.loss_factor(tf.constant(float(count)))
-            segments, *others = update_pass.compute(rows, None, factor)
-        scaled = update_pass.packing.unpack_for(state.plain_optimizers[update.name], segments, tf.constant(1.0))
+            computed = update_pass.compute(rows, None, update_pass.loss_factor(tf.constant(float(count))))
+        optimizer, segments = state.plain_optimizers[update.name], computed.segments
+        scaled = update_pass.packing.unpack_for(optimizer, segments, tf.constant(1.0))
         sizes[:] = [sum(_bytes_of_gradient(g, num_microbatches) for g in gradients) for gradients in (segments, scaled)]
-        return segments, others
+        return computed
 
     peak = peak_of(compiled(trace, cut).graph)
     if update.gradient_fn is None:
@@ -239,9 +242,32 @@ def _bytes_of_gradient(gradient: Any, microbatches: int) -> int:
 def _available(strategy: tf.distribute.Strategy, held: int) -> int | None:
     """Returns the bytes for each replica, with those that its variables hold already; None: unknown."""
     if strategies.has_gpus(strategy):
-        size = memory.gpu_memory_gb()
+        size = gpu_memory_gb()
         return None if size is None else int(1e9 * size)
-    return int(1e9 * memory.available_gb()) // collectives.num_local_replicas(strategy) + held
+    return int(1e9 * available_gb()) // collectives.num_local_replicas(strategy) + held
+
+
+def gpu_memory_gb() -> float | None:
+    """Returns the memory of the smallest GPU of this machine, in GB (10^9 bytes), by NVIDIA's tool; None: unknown."""
+    sizes = [int(size) for size in query_gpus("memory.total") if size.isdecimal()]
+    return min(sizes) * 2**20 / 1e9 if sizes else None  # it counts in MiB
+
+
+def available_gb() -> float:
+    """Returns the host memory that a process can still allocate without swapping, in GB (10^9 bytes).
+
+    On Linux this is the kernel's estimate, or the rest of a container's limit (cgroup 2) if that is smaller; on other
+    systems half of the physical memory.
+    """
+    try:
+        lines = pathlib.Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    with contextlib.suppress(OSError, ValueError):  # no limit
+        limit, used = (int(pathlib.Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
+        available = min(available, limit - used)
+    return max(0, available) / 1e9
 
 
 def _show(size: int) -> str:
@@ -282,7 +308,7 @@ def peak_of(graph: Any) -> Peak:
 def _needed(graph: Any) -> list[tf.Operation]:
     """Returns the operations that a function runs, in order: TensorFlow leaves out those that no result needs."""
     results = [*(tensor.op for tensor in graph.outputs), *graph.control_outputs]
-    needed = reached(results, lambda op: [*(tensor.op for tensor in op.inputs), *op.control_inputs])
+    needed = set(reached(results, lambda op: [*(tensor.op for tensor in op.inputs), *op.control_inputs]))
     return [op for op in graph.get_operations() if op in needed]
 
 

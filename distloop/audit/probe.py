@@ -272,7 +272,7 @@ class Probe:
                 last.keep(batch)
             with unsaved_draws_refused(state):
                 outcome = step(batch, source.layout)
-            return outcome.failed, outcome.diagnosis
+            return outcome.failed, tf.concat(outcome.diagnosis, 0)
 
         return TracedStep(step, compiled(train, iterator), iterator, source, last)
 

@@ -7,15 +7,16 @@ This module does not know what the operations are searched for.
 """
 
 import contextlib
+import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
+import numpy as np
 import tensorflow as tf
+from tensorflow.python.eager import context
 
 from distloop.graph_functions import graph_function, with_called
-
-_T = TypeVar("_T")
 
 COLLECTIVES = {"all_reduce", "all_gather"}
 _HELD = 0.9  # a draw; Keras's dropout then drops nothing
@@ -109,17 +110,19 @@ def hold_draws(operations: Sequence[tf.Operation]) -> bool:
     return len(held) < len(drawing_operations(with_called(operations)))
 
 
-def reached(start: Iterable[_T], neighbours: Callable[[_T], Iterable[_T]]) -> set[_T]:
-    """Returns operations, or what stands for them, and all that are reached from one neighbour to the next."""
-    found: set[_T] = set()
-    stack = list(start)
-    while stack:
-        if (operation := stack.pop()) not in found:
-            found.add(operation)
-            stack += neighbours(operation)
-    return found
-
-
 def compiled(fn: Callable[..., Any], *arguments: Any) -> Any:
     """Returns a concrete function for the given arguments."""
     return graph_function(fn).get_concrete_function(*arguments)
+
+
+@contextlib.contextmanager
+def preserved_random_state() -> Iterator[None]:
+    """Restores the global random state of Python, NumPy and TensorFlow on exit."""
+    eager = context.context()  # private: TensorFlow's seed, and the generator of operation seeds, if there is one yet
+    python, numpy, tensorflow = random.getstate(), np.random.get_state(), (eager._seed, getattr(eager, "_rng", None))
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        eager._seed, eager._rng = tensorflow

@@ -16,19 +16,25 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from distloop.actions.built_in import Utilization
+from distloop.audit.memory_estimate import available_gb
 from distloop.data import shards
 from distloop.data.arrays import as_dataset
+from distloop.data.info import DataInfo
 from distloop.data.source import Data, Source
 from distloop.distributed import collectives, strategies
-from distloop.distributed.devices import HOST
-from distloop.log import speaker
+from distloop.distributed.devices import HOST, Replicas
+from distloop.log import shown, speaker
 from distloop.model import memory
 from distloop.model.saved_state import SavedState
 from distloop.model.state import TrainState
 from distloop.monitoring.tensorboard import SummaryWriter
+from distloop.monitoring.timing import show_percent
 from distloop.optimizers import learning_rates
 from distloop.optimizers.gradients import Clipping
+from distloop.run.assembly import reading
 from distloop.settings.config import Config
+from distloop.settings.durations import finite_number, require_integer
 from distloop.trainer import Trainer
 from distloop.training.action import Action, Report, StopTraining
 from distloop.training.loop import Diverged, Host, TrainLoop
@@ -62,13 +68,7 @@ class RateTest(NamedTuple):
 
 
 def find_learning_rate(
-    trainer: Trainer,
-    dataset: Data,
-    *,
-    lowest: float = 1e-7,
-    highest: float = 10.0,
-    steps: int = 100,
-    update: str = "",
+    trainer: Trainer, dataset: Data, *, lowest: float = 1e-7, highest: float = 10.0, steps: int = 100, update: str = ""
 ) -> RateTest:
     """Raises the learning rate from step to step until the loss explodes (Smith 2015, arXiv:1506.01186).
 
@@ -95,16 +95,20 @@ def find_learning_rate(
     Raises:
         ValueError: if the numbers contradict each other, there is no such update, or the data breaks a rule.
     """
-    if not 0 < lowest < highest < math.inf or steps < 2:
-        raise ValueError(
-            f"find_learning_rate was given lowest={lowest}, highest={highest} and steps={steps}; it needs "
-            "0 < lowest < highest and 2 steps at least."
-        )
+    require_integer("find_learning_rate", 2, steps=steps)
+    if not 0 < (finite_number(lowest) or 0) < (finite_number(highest) or 0):
+        given = f"find_learning_rate was given lowest={shown(lowest)} and highest={shown(highest)}"
+        raise ValueError(f"{given}; give numbers with 0 < lowest < highest.")
     state, settings = trainer.state, trainer.config
     if update not in state.plain_optimizers:
         raise ValueError(
             f"find_learning_rate was given update={update!r}; the model's updates are {list(state.plain_optimizers)}: "
             "name one of them."
+        )
+    if hasattr(state.plain_optimizers[update], "optimizers"):
+        raise ValueError(
+            "find_learning_rate was given a model with a MultiOptimizer, which has no one learning rate: compile the "
+            "model with one of the optimizers inside it for the search."
         )
     trainer.build(dataset)
     factor = (highest / lowest) ** (1 / (steps - 1))
@@ -135,11 +139,15 @@ class BatchTrial(NamedTuple):
         batch_size: examples in a step, over all replicas.
         examples_per_sec: of the step alone, without input.
         memory_gb: the peak so far, of the fullest GPU if there are GPUs, else of this process.
+        gpu_utilization: as in the rows of a run: the mean over the GPUs, by NVIDIA's driver; None: it reports none.
+        cpu_utilization: in its place, the fraction of the cores that this process has used.
     """
 
     batch_size: int
     examples_per_sec: float
     memory_gb: float
+    gpu_utilization: float | None = None
+    cpu_utilization: float | None = None
 
 
 class BatchTest(NamedTuple):
@@ -174,19 +182,19 @@ def autotune_batch(trainer: Trainer, dataset: Data, *, memory_share: float = 0.5
         ValueError: if there are several workers, the data breaks a rule, or its own batch does not fit.
     """
     state, settings = trainer.state, trainer.config
-    if not 0 < memory_share <= 1:
-        raise ValueError(f"memory_share={memory_share} was given to autotune_batch; give a number above 0, up to 1.")
+    if not 0 < (finite_number(memory_share) or 0) <= 1:
+        raise ValueError(f"memory_share={shown(memory_share)} was given to autotune_batch; give one above 0, up to 1.")
     if collectives.num_workers(state.strategy) > 1:
         raise ValueError(
             "autotune_batch was called on several workers, where one may run out of memory while the others wait: call "
             "it on one of them, and take its rows for each replica."
         )
     trainer.build(dataset)
-    source = Source(dataset, state.strategy, repeat=False, batch_size=settings.global_batch_size(state.strategy))
+    source = Source(dataset, state.strategy, repeat=False, **reading(state, settings))
     rows = source.first_rows()
     batch_size = int(shards.batch_size(rows))
-    max_rows = source.info.num_certain_rows
-    memory_before, max_memory = memory.peaks()["host_memory_gb"], memory_share * memory.available_gb()
+    max_rows = _num_certain_rows(source.info)
+    memory_before, max_memory = memory.peaks()["host_memory_gb"], memory_share * available_gb()
     say, reason = speaker(is_chief=True, console=settings.console), ""
     trials: list[BatchTrial] = []
     # Rates of 0: steps on the same batch again and again change no weight.
@@ -198,7 +206,7 @@ def autotune_batch(trainer: Trainer, dataset: Data, *, memory_share: float = 0.5
             except tf.errors.ResourceExhaustedError:
                 reason = f"a batch of {batch_size} does not fit"
                 break
-            say(_describe(trials[-1], state.strategy.num_replicas_in_sync))
+            say(_describe(trials[-1], state.replicas))
             batch_size *= 2
             if max_rows is not None and batch_size > max_rows:
                 reason = f"a batch of {batch_size} is more than the dataset has"
@@ -237,23 +245,20 @@ def _restored(state: TrainState, rates: Mapping[str, "_Sweep"]) -> Iterator[None
 
 def _make_training(
     state: TrainState, settings: Config, dataset: Any, log_every: int = 0, may_go_back: bool = False
-) -> Callable[..., dict[str, float]]:
+) -> Callable[..., Mapping[str, float]]:
     """Returns a function that trains some steps on a dataset, in a loop of its own: the run's loop keeps its traces."""
-    step = TrainStep(
-        state,
-        microbatches=settings.microbatches,
-        clipping=Clipping.from_settings(settings),
-        jit_compile=settings.jit_compile,
-    )
-    loop = TrainLoop(state, step, log_every=log_every, eager=settings.eager)
+    clipping = Clipping.from_settings(settings)
+    step = TrainStep(state, microbatches=settings.microbatches, clipping=clipping, jit_compile=settings.jit_compile)
+    loop = TrainLoop(state, step, eager=settings.eager)
     source = Source(
         *(dataset, state.strategy),
         microbatches=settings.microbatches,
-        replicas=state.replicas,
         may_go_back=may_go_back,
+        is_stacked=settings.jit_compile == "loop",
+        **reading(state, settings),
     )
-    host = Host(executor=strategies.choose_executor(state.strategy, settings.executor, None))
-    return lambda steps, actions=(): loop.train(source, int(state.step) + steps, actions, host)
+    host = Host(log_every=log_every, executor=strategies.choose_executor(state.strategy, settings.executor, None))
+    return source.gate(lambda steps, actions=(): loop.train(source, int(state.step) + steps, actions, host).reported)
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
@@ -308,14 +313,15 @@ class _Sweep(keras.optimizers.schedules.LearningRateSchedule):
 
 def _measure(state: TrainState, settings: Config, rows: Any, batch_size: int) -> BatchTrial:
     """Measures how fast a model trains on rows; raises ResourceExhaustedError if a device runs out of memory."""
-    positions = tf.range(batch_size) % shards.batch_size(rows)
     with tf.device(HOST):
-        batch = tf.nest.map_structure(lambda t: tf.gather(t, positions), rows)
+        batch = tf.nest.map_structure(lambda t: tf.gather(t, tf.range(batch_size) % shards.batch_size(rows)), rows)
     train = _make_training(state, settings, tf.data.Dataset.from_tensors(batch))
     steps = int(_MEASURED_SECS * train(_WARM_UP_STEPS)["steps_per_sec"])
+    utilization = Utilization()
     speed = train(min(max(_WARM_UP_STEPS, steps), _MAX_STEPS))["examples_per_sec"]
-    levels = memory.peaks()
-    return BatchTrial(batch_size, speed, levels.get("device_memory_gb", levels["host_memory_gb"]))
+    use = utilization(Report(step=0, until=0, metrics={}, state=state))
+    memory_gb = use.get("device_memory_gb", use["host_memory_gb"])
+    return BatchTrial(batch_size, speed, memory_gb, use.get("gpu_utilization"), use.get("cpu_utilization"))
 
 
 def _is_getting_faster(trials: Sequence[BatchTrial]) -> bool:
@@ -330,9 +336,12 @@ def _suggest(trials: Sequence[BatchTrial]) -> int:
     return next(trial.batch_size for trial in trials if trial.examples_per_sec * _LEAST_SPEEDUP >= fastest)
 
 
-def _describe(trial: BatchTrial, num_replicas: int) -> str:
-    split = f" = {trial.batch_size / num_replicas:g} on each of {num_replicas} replicas" if num_replicas > 1 else ""
-    return f"batch {trial.batch_size}{split}: {trial.examples_per_sec:,.0f} examples/s, {trial.memory_gb:.2f} GB"
+def _describe(trial: BatchTrial, replicas: Replicas) -> str:
+    each = f"{trial.batch_size / replicas.devices:g} on each of {replicas.devices} replicas"
+    split = f" by {replicas.setting}" if replicas.ratios else f" = {each}" if replicas.devices > 1 else ""
+    used = {"GPUs": trial.gpu_utilization, "cores": trial.cpu_utilization}
+    busy = "".join(f"{name} {show_percent(fraction)} busy, " for name, fraction in used.items() if fraction is not None)
+    return f"batch {trial.batch_size}{split}: {trial.examples_per_sec:,.0f} examples/s, {busy}{trial.memory_gb:.2f} GB"
 
 
 def _advise(suggestion: int, current: int, reason: str) -> str:
@@ -357,3 +366,11 @@ def _report(result: RateTest, settings: Config) -> None:
             for rate, loss, smoothed in zip(result.rates, result.losses, result.smoothed, strict=True):
                 numbers = {"learning_rate/loss": float(loss), "learning_rate/smoothed_loss": float(smoothed)}
                 writer.write(round(100 * math.log10(rate)), numbers)
+
+
+def _num_certain_rows(info: DataInfo) -> int | None:
+    """Returns the least number of rows of a pass, whose last batch may be smaller; None: endless or unknown."""
+    if info.batch_size is None or info.num_batches is None or info.is_endless:
+        return None
+    last_batch = info.batch_size if shards.static_batch_size(info.element_spec) is not None else 1
+    return (int(info.num_batches) - 1) * info.batch_size + last_batch

@@ -16,7 +16,7 @@ import os
 import socket
 from collections.abc import Iterator
 
-from distloop.atomic_files import is_private, remove, replacing
+from distloop.atomic_files import remove, replacing
 from distloop.bucket import tree
 from distloop.bucket.remote_directory import RemoteDirectory, RemoteError
 from distloop.bucket.upload import Upload, listed
@@ -156,7 +156,7 @@ def _is_current(root: str, directory: RemoteDirectory) -> bool:
     Raises:
         ValueError: if others may write to it, or the bucket has nothing of what was uploaded from there.
     """
-    if os.path.isdir(root) and not is_private(root):
+    if os.path.isdir(root) and not _is_private(root):
         raise ValueError(
             f"{root!r}, which stands for {directory.url!r} on this machine, belongs to another user, or others may "
             "write to it: remove it, or give XDG_CACHE_HOME a directory of your own."
@@ -175,3 +175,9 @@ def _is_current(root: str, directory: RemoteDirectory) -> bool:
             "begin anew, the whole directory."
         )
     return True
+
+
+def _is_private(path: str) -> bool:
+    """Returns whether a file or directory is this user's, and nobody else may write to it."""
+    status = os.stat(path)
+    return status.st_uid == os.geteuid() and not status.st_mode & 0o022

@@ -37,7 +37,7 @@ _TEMPORARY = re.compile(r"(/\d+)\.\d+-[0-9a-f]{8}\.(tmp|old)\Z")  # of a checkpo
 _SKIPPED = re.compile(
     r"\..*|run\.lock.*|staging\.json|.*\.[0-9a-f]{8}\.tmp|.*\.\d{1,9}(-[0-9a-f]{8})?\.(tmp|old)(\.\w+)?"
 )
-_REPORTED = ("config.json", ROWS, "incidents.jsonl", ledger.STARTS, ledger.PROGRESS, ledger.MEMORY)
+_REPORTED = ("config.json", "flags.txt", ROWS, "incidents.jsonl", ledger.STARTS, ledger.PROGRESS, ledger.MEMORY)
 _MANIFEST = re.compile(rf"(^|/){CHECKPOINTS}/[0-9]{{1,18}}/{re.escape(MANIFEST)}\Z")
 
 Stamp: TypeAlias = tuple[int, int]  # size and time (nanoseconds) of a file, by which a change is seen
@@ -248,6 +248,8 @@ def fetched(path: str, *, best: bool = False) -> Iterator[str]:
     folder, _, name = path.rstrip("/").rpartition("/")
     if not folder or not is_path(name):
         raise RemoteError("it names no file or directory")
+    if path.startswith("hf://") and folder.count("/") < 3:
+        raise ValueError(f"it names a repository and no file in it, as {path.rstrip('/')}/model.safetensors does")
     with tempfile.TemporaryDirectory(prefix="distloop_") as root:
         copied, directory = os.path.join(root, name), RemoteDirectory(path)
         is_file = name.endswith((".npz", ".safetensors", ".keras", ".weights.h5"))

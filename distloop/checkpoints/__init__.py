@@ -1,4 +1,4 @@
-"""Checkpoints: saving, resuming, rollback, warm start.
+"""Checkpoints: saving, resuming, rollback.
 
 Read first: `store`, `checkpoint`, `resume`.
 """

@@ -9,17 +9,18 @@ The chief chooses. This module does not know what is restored from a checkpoint,
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import tensorflow as tf
 
 from distloop.checkpoints.checkpoint import Saved, is_checkpoint, load
-from distloop.checkpoints.store import Checkpoints, in_workdir, set_aside
+from distloop.checkpoints.store import Checkpoints, in_workdir
 from distloop.distributed import collectives
 from distloop.log import log
 from distloop.model.state import TrainState
 from distloop.monitoring.writers import RunFile
+from distloop.settings.config import Config
 from distloop.training.action import Action, member
 from distloop.training.loop import Diverged
 
@@ -144,7 +145,7 @@ class Rollback:
         self._blamed: list[int] = []
         self.num_tries = 0
 
-    def choose(self, step: int, batch: int, skipped: Set[int]) -> tuple[int, Set[int]] | None:
+    def choose(self, step: int, batch: int, skipped: Set[int], right: int | None = None) -> tuple[int, Set[int]] | None:
         """Chooses the batch to leave out after a failure, which is the one that failed.
 
         If one batch after another fails, the weights may be at fault: the last try leaves out the batch that they
@@ -154,35 +155,28 @@ class Rollback:
             step: that failed.
             batch: that it failed on, counted from 0.
             skipped: the batches that are left out already.
+            right: `right_until` of the failure; where it is given, no other batch is left out.
 
         Returns:
-            The batch, and all batches to leave out; None after the last try.
+            The batch before which to go back, and all batches to leave out; None after the last try.
         """
         if step > self._furthest_step:
             self._furthest_step, self._blamed = step, []
         self.num_tries = len(self._blamed)
         if self.num_tries >= self._max_tries:
             return None
-        if 0 < self.num_tries == self._max_tries - 1:
+        if right is None and 0 < self.num_tries == self._max_tries - 1:
             batch = next((earlier for earlier in reversed(range(batch)) if earlier not in skipped), 0)
             skipped = skipped - set(self._blamed)
         self._blamed.append(batch)
-        return batch, skipped | {batch}
+        return (batch, skipped | {batch}) if right is None else (right, skipped)
 
 
 def gave_up(diverged: Diverged, tries: int, workdir: str) -> Diverged:
     """Returns the error of a run that goes back no more."""
     times = f"{tries} times" if tries else "not once"
-    return Diverged(
-        f"{diverged} The run went back {times} and came no further: {workdir}/incidents.jsonl says what was tried.",
-        diverged.step,
-        diverged.batch,
-    )
-
-
-def names(checkpoints: Checkpoints) -> list[str]:
-    """Returns the names of all checkpoints, with those that were renamed as the run has gone back to an earlier one."""
-    return [*map(str, checkpoints.steps), *map(os.path.basename, set_aside(checkpoints.directory))]
+    words = f"The run went back {times} and came no further: {workdir}/incidents.jsonl says what was tried."
+    return Diverged(f"{diverged} {words}", diverged.step, diverged.batch)
 
 
 def has_later(strategy: tf.distribute.Strategy, checkpoints: Checkpoints, step: int) -> bool:
@@ -205,6 +199,22 @@ def require_same_replicas(saved: Saved, state: TrainState) -> Saved:
             "from these weights with init_from."
         )
     return saved
+
+
+def jit_compile_of(settings: Mapping[str, Any]) -> str:
+    """Returns what XLA compiled in a run with recorded settings, as `Config.jit_compile`; older runs record a bool."""
+    return Config(jit_compile=settings.get("jit_compile", "none")).jit_compile
+
+
+def describe_change(saved: Saved, config: Config) -> str:
+    """Returns a clause if XLA compiles something else than in the run of a checkpoint; empty: it does not."""
+    before, now = jit_compile_of(saved.metadata.get("config", {})), config.jit_compile
+    if before == now:
+        return ""
+    return (
+        f"; jit_compile was {before} until here, and is {now}: from here on, last bits differ from those of a run that "
+        "goes on as it began" + ", and so do random numbers, as of dropout" * ("loop" in (before, now))
+    )
 
 
 def would_be_replaced(workdir: str, newest: int) -> ValueError:

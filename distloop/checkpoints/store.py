@@ -13,7 +13,6 @@ back, are renamed before. This module does not know what the values mean; see `c
 import contextlib
 import itertools
 import json
-import math
 import os
 import re
 import threading
@@ -41,10 +40,11 @@ Watch = Callable[[str], contextlib.AbstractContextManager[Any]]
 
 
 class _Seen(NamedTuple):
-    """What was found when a checkpoint was checked: `_sizes_and_times` of its files, and whether it was complete."""
+    """What was found when a checkpoint was checked."""
 
-    files: list[tuple[str, int, int]]
+    files: list[tuple[str, int, int]]  # `_sizes_and_times`
     is_complete: bool
+    stays: bool  # whether it is never deleted
 
 
 class Checkpoints:
@@ -104,7 +104,7 @@ class Checkpoints:
         Raises:
             OSError: if the directory or a manifest cannot be read.
         """
-        return next((step for step in reversed(self.steps) if _is_complete(self._path(step), step)), -1)
+        return next((step for step in reversed(self.steps) if _check(self._path(step), step).is_complete), -1)
 
     @property
     def best_steps(self) -> dict[str, list[int]]:
@@ -138,14 +138,14 @@ class Checkpoints:
         Args:
             step: of the values; an existing checkpoint of this step is replaced.
             values: tensors that will not change.
-            metadata: a dict that JSON can represent.
+            metadata: a dict that JSON can represent; a checkpoint in which "stays" is true is never deleted.
             best_steps: by metric, the steps to keep once the checkpoint is complete; those of other metrics stay.
         """
         self.join()
         metadata = json.loads(json.dumps(metadata))  # a copy, with the checksum of what the file will hold
 
         def write() -> None:
-            began_at = time.monotonic()
+            began_at, self._failure = time.monotonic(), None
             try:
                 with self._watch(f"saving the checkpoint of step {step}"):
                     self._write(step, values, metadata, best_steps or {})
@@ -154,7 +154,7 @@ class Checkpoints:
                 sentence = "The checkpoint of step %d could not be written (%s); training goes on; earlier ones stay."
                 log.error(sentence, step, first_line(error))
                 return
-            self._failure, self._times.write = None, time.monotonic() - began_at
+            self._times.record(write=time.monotonic() - began_at)
             try:
                 with self._watch("deleting old checkpoints"):
                     self._prune()
@@ -248,10 +248,12 @@ class Checkpoints:
         self._verify()
         make_directory(self.directory)
         remove_leftovers(self.directory)
+        if os.path.isdir(self._path(step)) and _check(self._path(step), step).stays:
+            metadata = {**metadata, "stays": True}  # also if it is saved again without the setting
         with replacing(self._path(step), verify=self._verify) as temporary:
             write_files(temporary, step, values, metadata)
             self._rename_later(step, _ABANDONED)
-        self.seen[step] = _Seen(_sizes_and_times(self._path(step)), True)
+        self.seen[step] = _Seen(_sizes_and_times(self._path(step)), True, bool(metadata.get("stays")))
         listed = self.best_steps
         best = _best_there({**listed, **best}, listed, self.steps)
         if best != listed:
@@ -272,7 +274,7 @@ class Checkpoints:
             log.warning(sentence, ", ".join(map(str, later)), end)
 
     def _prune(self) -> None:
-        """Deletes all but the newest complete checkpoints and the best, and those of which the run diverged."""
+        """Deletes the superfluous checkpoints, and those of which the run diverged."""
         for path in itertools.chain(superfluous(self, self._keep), set_aside(self.directory, _DIVERGED)):
             delete(path, verify=self._verify)
 
@@ -289,7 +291,9 @@ def in_workdir(workdir: str, keep: int = 3, **settings: Any) -> Checkpoints:
 
 
 def superfluous(checkpoints: Checkpoints, keep: int) -> Iterator[str]:
-    """Yields the paths of all checkpoints but the `keep` newest complete ones, damaged later ones, and the best.
+    """Yields the paths of the checkpoints that a run no longer needs.
+
+    It needs the `keep` newest complete ones, the damaged later ones, the best, and those that stay.
 
     Raises:
         OSError: if the directory or a manifest cannot be read.
@@ -298,15 +302,15 @@ def superfluous(checkpoints: Checkpoints, keep: int) -> Iterator[str]:
     num_complete, seen = 0, checkpoints.seen
     for i, step in enumerate(reversed(checkpoints.steps)):
         path = os.path.join(checkpoints.directory, str(step))
-        if num_complete == keep:
-            if step not in best:
-                seen.pop(step, None)
-                yield path
+        if (is_old := num_complete == keep) and step in best:
             continue
         files = _sizes_and_times(path) if i < _CHECKED_AGAIN or step not in seen else seen[step].files
         if step not in seen or seen[step].files != files:
-            seen[step] = _Seen(files, _is_complete(path, step))
-        num_complete += seen[step].is_complete
+            seen[step] = _check(path, step)
+        num_complete += not is_old and seen[step].is_complete
+        if is_old and not seen[step].stays:
+            del seen[step]
+            yield path
 
 
 def set_aside(directory: str, *ends: str) -> list[str]:
@@ -325,60 +329,15 @@ def _sizes_and_times(path: str) -> list[tuple[str, int, int]]:
     try:
         with os.scandir(path) as entries:
             return sorted((entry.name, entry.stat().st_size, entry.stat().st_mtime_ns) for entry in entries)
-    except OSError:  # `_is_complete` says what that means
+    except OSError:  # `_check` says what that means
         return []
 
 
-def _is_complete(path: str, step: int) -> bool:
-    """Returns whether a checkpoint has its files; the bytes of the values are not read."""
+def _check(path: str, step: int) -> _Seen:
+    """Checks whether a checkpoint has its files; the bytes of the values are not read."""
+    files = _sizes_and_times(path)
     try:
-        return bool(patiently(lambda: read_manifest(path), path)["step"] == step)
+        manifest = patiently(lambda: read_manifest(path), path)
     except DamagedError:
-        return False
-
-
-def follow(checkpoints: Checkpoints, done: Collection[int], poll_secs: float, timeout_secs: float) -> Iterator[Saved]:
-    """Yields each checkpoint that another process writes, until the last one of its run.
-
-    Checkpoints that are deleted before they are read are skipped: the run keeps its newest only. So are steps that are
-    done. With `timeout_secs=0` there is no limit to the time between two checkpoints.
-
-    Raises:
-        TimeoutError: if no checkpoint came in that time.
-        OSError: if one cannot be read.
-    """
-    seen = set(done)
-    last_time = time.monotonic()
-    while True:
-        steps = checkpoints.steps
-        new = [step for step in steps if step not in seen]
-        for step in new:
-            seen.add(step)
-            try:
-                yield checkpoints.load(step)
-            except (DamagedError, OSError) as error:
-                if step not in checkpoints.steps:
-                    continue
-                if not isinstance(error, DamagedError):
-                    raise
-                log.error("%s It is skipped.", error)
-            finally:
-                last_time = time.monotonic()  # what is done with a checkpoint is no waiting
-        if not new:
-            if steps and _is_last(os.path.join(checkpoints.directory, str(steps[-1])), steps[-1]):
-                return
-            if timeout_secs and time.monotonic() - last_time > timeout_secs:
-                raise TimeoutError(
-                    f"No checkpoint came to {checkpoints.directory!r} for {timeout_secs:g} seconds, and the newest is "
-                    "not the last of its run: has that ended? Wait longer with timeout_secs."
-                )
-            time.sleep(poll_secs)
-
-
-def _is_last(path: str, step: int) -> bool:
-    """Returns whether a checkpoint is the last one of its run."""
-    try:
-        metadata = read_manifest(path)["notes"]
-    except (OSError, ValueError, KeyError):
-        return False
-    return bool(metadata["stop_reason"]) or step >= (metadata["until"] or math.inf)
+        return _Seen(files, is_complete=False, stays=False)
+    return _Seen(files, manifest["step"] == step, stays=bool(manifest["notes"].get("stays")))

@@ -13,8 +13,8 @@ import numpy as np
 import tensorflow as tf
 
 from distloop.data.columns import is_on_disk
-from distloop.data.examples import as_example, is_rectangular
 from distloop.data.make_dataset import make_dataset
+from distloop.data.python_rows import as_example, is_rectangular
 
 Arrays: TypeAlias = np.ndarray | Mapping[str, Any] | Sequence[Any]  # one or a structure of them, [N, ...]
 

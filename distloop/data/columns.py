@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from distloop.data.python_rows import unmasked
+
 DIGITS = 8  # of a column's digest
 _NUM_DIGESTED = 32  # rows of which a digest is made, spread over the array
 _FULL_DIGEST_BYTES = 64 * 2**20  # an array in memory is digested whole up to this size, in some 50 ms, and beyond it
@@ -31,20 +33,6 @@ def is_on_disk(array: Any) -> bool:
     # What is in memory can be shared by DLPack; a column of pandas is indexed by labels.
     in_memory = isinstance(array, np.ndarray) or hasattr(array, "__dlpack__") or hasattr(array, "iloc")
     return is_array and isinstance(getattr(array, "dtype", None), np.dtype) and not in_memory
-
-
-def unmasked(values: Any) -> Any:
-    """Returns values as they are.
-
-    Raises:
-        ValueError: if some are masked, as in `numpy.ma` and netCDF4.
-    """
-    if np.ma.is_masked(values):
-        raise ValueError(
-            f"An array of {np.size(values)} values, {np.ma.count_masked(values)} of which are masked, was given, and "
-            "their mask would be dropped: give array.filled(value), and the mask as an entry of its own or as weights."
-        )
-    return values
 
 
 class DiskColumn:

@@ -1,6 +1,5 @@
-"""Examples as structures of NumPy arrays, with common types and shapes, and their padding.
+"""Common types and shapes of examples, which are structures of NumPy arrays, and their padding.
 
-    example = as_example({"ids": [1, 2, 3], "name": "a"})
     spec = common_spec("the rows", [example, other])        # "ids": int64 [None]
 
 It does not know where examples come from.
@@ -12,36 +11,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from distloop.data.columns import unmasked
 from distloop.errors import require
 
-_SCALARS = (str, bytes, int, float, np.generic)
 _TOO_LONG = (
     "An example is longer than the longest of its batch in the lengths given to make_dataset: lengths are those of the "
     "examples that are trained on, after map_fn."
 )
-
-
-def as_example(example: Any) -> Any:
-    """Returns an example with NumPy arrays as leaves: of numbers, texts, lists of them, and others' tensors.
-
-    A list of numbers or texts, or of such lists of one length, is an array; a tuple and a dict are structures. As in
-    TensorFlow, a Python float is a float32.
-    """
-    if isinstance(example, Mapping):
-        return {name: as_example(entry) for name, entry in example.items()}
-    if isinstance(example, tuple) or (isinstance(example, list) and not is_rectangular(example)):
-        entries = [as_example(entry) for entry in example]
-        return type(example)(*entries) if hasattr(example, "_fields") else tuple(entries)
-    if isinstance(example, (str, bytes)):
-        return np.array(example, object)  # NumPy's own texts lose zeros at their end
-    if hasattr(example, "detach"):  # PyTorch's tensors, which may have a gradient or be on another device
-        return np.asarray(example.detach().cpu())
-    array = np.asarray(unmasked(example))
-    if array.dtype.kind in "US":
-        return np.array(example, object) if isinstance(example, list) else array.astype(object)
-    is_of_python = isinstance(example, (list, float))
-    return array.astype(np.float32) if is_of_python and array.dtype == np.float64 else array
 
 
 def common_spec(name: str, examples: list[Any]) -> Any:
@@ -83,15 +58,6 @@ def describe(example: Any) -> str:
     if isinstance(example, Mapping):
         return "{" + ", ".join(f"{name!r}: {describe(entry)}" for name, entry in example.items()) + "}"
     return "(" + ", ".join(describe(entry) for entry in example) + ")"
-
-
-def is_rectangular(values: list[Any]) -> bool:
-    """Returns whether a list holds numbers or texts, or such lists of one length."""
-    if all(isinstance(value, _SCALARS) for value in values):
-        return True
-    if not all(isinstance(value, list) and is_rectangular(value) for value in values):
-        return False
-    return len({np.shape(value) for value in values}) == 1
 
 
 def pad_row(entry: tf.Tensor, spec: tf.TensorSpec, width: tf.Tensor) -> tf.Tensor:

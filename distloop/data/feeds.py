@@ -19,12 +19,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from distloop.data.columns import unmasked
 from distloop.data.examples import common_spec, describe
+from distloop.data.order import Access
 from distloop.data.py_dataset import PyDatasetBatches, mark_as_trained_on
+from distloop.data.python_rows import unmasked
 from distloop.data.rows import ENDLESS
 from distloop.errors import EMPTY_DATASET, carry
 from distloop.log import log
+from distloop.threads import Gate
 
 READ_AGAIN = "a resumed run reads it again up to its position, which is exact if it gives the same batches each time"
 
@@ -39,11 +41,10 @@ class Feed:
         element_spec: of a batch before `map_batch`; an axis in which the first two batches differ is free.
         batch_size: rows of a batch, if the first two batches agree; else None.
         resume: a sentence: how a run that is resumed gets to its position.
-        seeks: whether it does so without reading what comes before.
-        goes_on: whether it does so by itself, as it seeks or cannot start again.
+        access: how the data gets to a position.
         against_waiting: what to try where steps wait for the data.
         map_batch: changes each batch, as `Dataset.map` does; None: nothing does.
-        oldest_position: returns the first batch whose state may still be asked for.
+        gate: at which the threads wait that read the data.
     """
 
     against_waiting = (
@@ -58,8 +59,7 @@ class Feed:
         peek: Callable[[], list[tuple[Any, Any]]] | None = None,
         *,
         resume: str = READ_AGAIN,
-        seeks: bool = False,
-        restarts: bool = True,
+        access: Access = Access.AGAIN,
         orders_itself: Any = None,
     ):
         """Reads the first two batches.
@@ -70,8 +70,7 @@ class Feed:
             num_batches: of one pass; inf: endless; None: unknown.
             peek: returns up to two batches, and the states after them, which are read again; None: the first ones are.
             resume: as the attribute.
-            seeks: as the attribute; data with states does.
-            restarts: whether the data can be read more than once.
+            access: how the data gets to a position; data with states seeks.
             orders_itself: the data, if its order depends on what was read of it before; else None.
 
         Raises:
@@ -81,24 +80,23 @@ class Feed:
         if not peeked:
             raise ValueError(EMPTY_DATASET)
         batches = [as_arrays(batch) for batch, _ in peeked]
-        self._read, self._num_batches, self._restarts = read, num_batches, restarts
+        self._read, self._num_batches = read, num_batches
         self._orders_itself, self._was_trained_on = orders_itself, False
         self.map_batch: Callable[..., Any] | None = None
+        self.gate = Gate()
         self._first_batch = batches[0]
         self.element_spec = _element_spec(batches)
         sizes = {array.shape[0] if array.ndim else None for batch in batches for array in tf.nest.flatten(batch)}
         self.batch_size = sizes.pop() if len(sizes) == 1 else None
         has_states = peeked[0][1] is not None
-        self.seeks = seeks or has_states
-        self.goes_on = self.seeks or not restarts
+        self.access = Access.SEEKS if has_states else access
         self.resume = "a resumed run is at its position at once, by the iterator's state" if has_states else resume
-        self.oldest_position: Callable[[], int] = lambda: 0
         self._states: dict[int, Any] = {}  # by the number of batches before it
         self._oldest = 0
 
     def require_restart(self) -> None:
         """Raises a ValueError if the data can be read only once."""
-        if not self._restarts:
+        if self.access is Access.ONCE:
             raise ValueError(
                 "The data given is an iterator, which cannot be read again from an earlier batch (as several "
                 "evaluations, on_divergence=rollback and find_learning_rate have to): give the function that makes it, "
@@ -137,6 +135,12 @@ class Feed:
         """Returns the state of the data after so many batches, as JSON can hold it; None: it has none."""
         return self._states.get(num_batches)
 
+    def forget(self, num_batches: int) -> None:
+        """Forgets the states of the data before so many batches, which nothing asks for any more."""
+        while self._oldest < num_batches:
+            self._states.pop(self._oldest, None)
+            self._oldest += 1
+
     def begin_training(self) -> None:
         """Notes that a run trains on the data; call it before any batch is read for training."""
         self._was_trained_on = self._orders_itself is not None and mark_as_trained_on(self._orders_itself)
@@ -154,15 +158,12 @@ class Feed:
         self._states, self._oldest = {first: state}, first
         for number, (batch, after) in enumerate(self._read(first, state, repeat), first + 1):
             self._states[number] = after
-            while self._oldest < self.oldest_position():
-                self._states.pop(self._oldest, None)
-                self._oldest += 1
             yield batch, after
 
     def _dataset(self, read: Callable[[], Iterator[tuple[Any, Any]]]) -> tf.data.Dataset:
         def generate() -> Iterator[Any]:
             try:
-                for batch, _ in read():
+                for batch, _ in self.gate.through(read()):
                     yield as_arrays(batch)
             except Exception as error:  # of the user's code: TensorFlow would pass on its text alone
                 raise carry(error) from error
@@ -196,9 +197,9 @@ def make_feed(
     """
     if isinstance(data, keras.utils.PyDataset):
         batches = PyDatasetBatches(data, shuffle_seed, limit)
-        own_order = data if batches.orders_itself else None
+        own = data if batches.orders_itself else None
         at = "a resumed run calls the hooks of each epoch before its position, and is at its position at once"
-        feed = Feed(batches.read, batches.num_batches, batches.peek, resume=at, seeks=True, orders_itself=own_order)
+        feed = Feed(batches.read, batches.num_batches, batches.peek, resume=at, access=Access.SEEKS, orders_itself=own)
     elif isinstance(data, (tf.data.Dataset, *_NO_BATCHES)) or not hasattr(data, "__iter__"):
         return None
     elif not hasattr(data, "__next__"):
@@ -315,12 +316,12 @@ def _feed_of_iterator(iterator: Iterator[Any]) -> Feed:
             )
 
     def peek() -> list[tuple[Any, Any]]:
-        progress.peeked += itertools.islice(iterator, max(0, _NUM_PEEKED - len(progress.peeked)))
-        if progress.num_taken and not progress.peeked:
+        if progress.num_taken:
             raise was_read
+        progress.peeked += itertools.islice(iterator, max(0, _NUM_PEEKED - len(progress.peeked)))
         return [(batch, None) for batch in progress.peeked]
 
-    return Feed(read, None, peek, restarts=False)
+    return Feed(read, None, peek, access=Access.ONCE)
 
 
 def as_arrays(batch: Any) -> Any:

@@ -14,7 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from distloop.data.shards import BatchLayout, shard_bounds, static_batch_size
+from distloop.data.shards import BatchLayout, static_batch_size
 from distloop.distributed import collectives, strategies
 from distloop.distributed.devices import Replicas
 from distloop.errors import EMPTY_DATASET
@@ -43,7 +43,6 @@ class DataInfo:
         layout: what tracing needs to know about the batches.
         num_batches: of one pass, the longest over all workers' shards; inf: endless; None: unknown.
         num_missing_batches: by which this worker's shard is shorter than the longest one.
-        min_rows: one for each microbatch of each (virtual) replica; a batch with fewer rows is padded.
         batch_size: of a whole batch, of this worker's shard if the data is sharded; None if unknown, or if TensorFlow
             splits the batches.
         replica_batch_sizes: the rows of a whole batch that each replica takes, virtual ones if there are any, of this
@@ -54,7 +53,6 @@ class DataInfo:
     layout: BatchLayout
     num_batches: float | None
     num_missing_batches: int
-    min_rows: int
     batch_size: int | None
     replica_batch_sizes: tuple[int, ...]
 
@@ -62,14 +60,6 @@ class DataInfo:
     def is_endless(self) -> bool:
         """Whether a pass over the data never ends."""
         return self.num_batches == math.inf
-
-    @property
-    def num_certain_rows(self) -> int | None:
-        """The least number of rows of a pass, whose last batch may be smaller; None: endless or unknown."""
-        if self.batch_size is None or self.num_batches is None or self.is_endless:
-            return None
-        last_batch = self.batch_size if static_batch_size(self.element_spec) is not None else 1
-        return (int(self.num_batches) - 1) * self.batch_size + last_batch
 
 
 def inspect(
@@ -96,7 +86,7 @@ def inspect(
             workers that should read the same do not, or if batches depend on the devices and must not.
     """
     replicas = replicas or Replicas(strategy.num_replicas_in_sync)
-    if replicas.same_bits and is_sharded:
+    if (replicas.same_bits or replicas.ratios) and is_sharded:
         raise ValueError(
             f"{replicas.setting} was given with a shard for each worker, whose batches depend on the devices: give "
             "the plain dataset of global batches, which distloop splits."
@@ -105,22 +95,22 @@ def inspect(
     num_batches, num_missing = cardinality(dataset), 0
     if num_batches == 0:
         raise ValueError(EMPTY_DATASET)
-    layout = BatchLayout(is_padded=False, is_sharded=is_sharded, per_device=replicas.per_device)
+    layout = BatchLayout(False, is_sharded, per_device=replicas.per_device, ratios=replicas.ratios)
     shards = layout.replicas_of(strategy) * layout.per_device
-    min_rows = shards * microbatches
+    layout = layout._replace(min_rows=(min_rows := shards * microbatches))
     static_size = static_batch_size(dataset.element_spec)
     is_padded = min_rows > 1 and (static_size is None or static_size < min_rows)
     if is_sharded:
         num_batches, num_missing = _compare_shards(count_batches(dataset), strategy)
         is_padded = any(collectives.gather(strategy, is_padded or num_missing > 0))
     batch_size = batch_size or _find_batch_size(dataset)
-    sizes = () if batch_size is None else _replica_batch_sizes(batch_size, shards, min_rows)
+    sizes = () if batch_size is None else _replica_batch_sizes(batch_size, shards, layout)
     padded_rows = min_rows if is_padded and static_size is None else 0
     facts = {"the batch size": batch_size, "the batches of a pass": num_batches, "a batch": dataset.element_spec}
     layout.check_same(strategy, "read a dataset", facts)
     most = _max_replica_rows(sizes, layout, padded_rows, strategy)
     layout = layout._replace(is_padded=is_padded, max_replica_rows=most)
-    return DataInfo(dataset.element_spec, layout, num_batches, num_missing, min_rows, batch_size, sizes)
+    return DataInfo(dataset.element_spec, layout, num_batches, num_missing, batch_size, sizes)
 
 
 def cardinality(data: Any) -> float | None:
@@ -176,19 +166,15 @@ def _find_batch_size(dataset: Any) -> int | None:
     """Returns the rows of a whole batch without reading any, or None; the last batch may have fewer."""
     if (static_size := static_batch_size(dataset.element_spec)) is not None:
         return static_size
-    while dataset is not None:
-        if (batch_size := getattr(dataset, "_batch_size", None)) is not None:
-            return int(batch_size)
-        if type(dataset).__name__.lstrip("_") not in _KEEP_BATCHES:
-            return None
+    while getattr(dataset, "_batch_size", None) is None and type(dataset).__name__.lstrip("_") in _KEEP_BATCHES:
         (dataset,) = dataset._inputs()
-    return None
+    return None if (batch_size := getattr(dataset, "_batch_size", None)) is None else int(batch_size)
 
 
-def _replica_batch_sizes(batch_size: int, replicas: int, min_rows: int) -> tuple[int, ...]:
+def _replica_batch_sizes(batch_size: int, replicas: int, layout: BatchLayout) -> tuple[int, ...]:
     """Returns how many rows of a whole batch each replica takes; padding comes last and does not count."""
-    rows = batch_size if batch_size >= min_rows else math.lcm(batch_size, min_rows)
-    bounds = (shard_bounds(replica, replicas, rows) for replica in range(replicas))
+    rows = batch_size if batch_size >= layout.min_rows else math.lcm(batch_size, layout.min_rows)
+    bounds = (layout.bounds(replica, replicas, rows) for replica in range(replicas))
     return tuple(min(batch_size, end) - min(batch_size, start) for start, end in bounds)
 
 
@@ -210,8 +196,10 @@ def _max_replica_rows(
         return None
     each = layout.per_device
     most = max((sum(sizes[i : i + each]) for i in range(0, len(sizes), each)), default=0)
+    if layout.ratios:  # of a smaller batch, a replica may take a row more
+        most = max(most, math.ceil(sum(sizes) * max(layout.ratios) / sum(layout.ratios)))
     for rows in range(1, min(padded_rows, sum(sizes))):  # the first replica may take all of them, before their copies
-        most = max(most, min(rows, math.lcm(rows, padded_rows) * each // len(sizes)))
+        most = max(most, min(rows, each * max(layout.shard_sizes(len(sizes), math.lcm(rows, padded_rows)))))
     rows_by_worker = layout.gather_sizes(strategy, most)
     return None if 0 in rows_by_worker else max(rows_by_worker)
 

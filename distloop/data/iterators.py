@@ -1,4 +1,4 @@
-"""Dataset iterators: deletes iterators in a thread, skips batches in pieces, copies datasets that shuffle.
+"""Dataset iterators: deletes iterators in a thread, skips batches in pieces, copies datasets.
 
     iterator = iterate(dataset)              # in place of iter(dataset)
     fast_forward = FastForward(iterator, 300)
@@ -16,7 +16,6 @@ second whether the run is to stop, and stop together. Data by number has no need
 
 import atexit
 import dataclasses
-import functools
 import queue
 import threading
 import time
@@ -33,6 +32,7 @@ from distloop.distributed.devices import HOST
 from distloop.errors import raise_as_user_error
 from distloop.graph_functions import NO_LIMIT_SECS, TimeLimit, graph_function
 from distloop.log import log
+from distloop.threads import once
 from distloop.workers.preemption import SAVES, Interrupted, StopRequests
 
 _IGNORE_EXTERNAL_STATE = 1  # a policy of tf.data: a Python function's state is not copied
@@ -48,6 +48,7 @@ _RELEASE_SECS = 0.2  # after which the caller has released every object of a del
 _EXIT_SECS = 1.0  # the longest that the end of the process waits for deletions
 _MOST_ENDED = 50  # iterators that are not yet deleted
 _ROOM_SECS = 60.0  # the longest that a new one waits for a deletion
+
 
 _is_exiting = threading.Event()
 
@@ -65,7 +66,7 @@ def iterate(dataset: Any) -> Any:
     return iterator
 
 
-@functools.cache
+@once
 def _deletions() -> "_Deletions":
     atexit.register(_finish)
     return _Deletions(_MOST_ENDED)

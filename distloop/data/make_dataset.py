@@ -18,11 +18,11 @@ from distloop.data.info import cardinality
 from distloop.data.numbered import NumberedDataset
 from distloop.data.order import Order
 from distloop.data.rows import ArrayRows, SourceRows, is_arrays
-from distloop.errors import require_bool, require_call
+from distloop.errors import first_line, require_bool, require_call
 from distloop.graph_functions import DRAWS_FROM_KERNEL, graph_function, with_called
 from distloop.installed import import_part
-from distloop.log import log, shown
-from distloop.settings.durations import whole_number
+from distloop.log import log
+from distloop.settings.durations import require_integer
 
 _PARALLEL_ROWS = 16
 
@@ -40,6 +40,7 @@ def make_dataset(
     drop_remainder: bool = False,
     lengths: Sequence[int] | np.ndarray | None = None,
     pad_to: Sequence[int] = (),
+    processes: int = 0,
 ) -> tf.data.Dataset:
     """Returns a dataset of global batches, from arrays, from a source by number, or from a dataset of examples.
 
@@ -58,43 +59,47 @@ def make_dataset(
         seed: of the order and of `map_fn`, from 0 up to 2**31.
         map_fn: a function of an example and a seed, int64 [2], that returns the example to train on. The seed
             belongs to row and epoch. A function of TensorFlow's operations runs in parallel inside tf.data; one that
-            cannot be traced runs in Python, in threads.
+            cannot be traced runs in Python, in threads or in processes.
         cache: whether the examples of a `tf.data.Dataset` stay in memory after the first pass.
         drop_remainder: whether to leave out the odd last batch; training on it is exact, so there is no need.
         lengths: of the examples of a source, [N], to batch those of like lengths. Axes whose size differs from example
             to example are padded with zeros to the longest of their batch.
         pad_to: lengths to which batches are padded instead, each to the next one, so that steps see few shapes.
+        processes: worker processes that read the rows of a source, and apply a `map_fn` that runs in Python; 0: threads
+            do. The batches are the same. Each process has a copy of the source, which is pickled.
 
     Returns:
         The dataset: shuffled, mapped, batched, prefetched.
 
     Raises:
         ValueError: if a size or the seed is no integer, arrays differ in length, the source has no rows or is none of
-            these, `map_fn` draws random numbers that do not come from its seed, `lengths` do not fit the source, or
-            `shuffle=True` is given with a dataset of unknown length.
+            these, `map_fn` draws random numbers that do not come from its seed, `lengths` do not fit the source,
+            `shuffle=True` is given with a dataset of unknown length, or `processes` is given with a source or `map_fn`
+            that cannot be pickled, or where Python reads no rows.
     """
     sizes = by_batch(batch_size, "batch_size") if isinstance(batch_size, Mapping) else {0: batch_size}
-    sizes = {batch: _as_int(size, "batch_size") for batch, size in sizes.items()}
-    seed = _as_int(seed, "seed")
+    for size in sizes.values():
+        require_integer("make_dataset", 1, batch_size=size)
+    require_integer("make_dataset", 0, seed=seed, processes=processes)
     require_bool("make_dataset", cache=cache, drop_remainder=drop_remainder)
-    shuffle = bool(shuffle) if isinstance(shuffle, (bool, np.bool_)) else _as_int(shuffle, "shuffle")
-    if min(sizes.values()) < 1:
-        raise ValueError(f"batch_size={shown(batch_size)} was given; a batch has one row at least.")
-    if not 0 <= seed < 2**31:
-        raise ValueError(f"seed={shown(seed)} was given; a seed of the order is from 0 up to 2**31 - 1.")
+    if not (is_bool := isinstance(shuffle, (bool, np.bool_))):
+        require_integer("make_dataset", 0, "True, False or ", shuffle=shuffle)
+    if seed >= 2**31:
+        raise ValueError(f"seed={seed} was given; a seed of the order is from 0 up to 2**31 - 1.")
+    shuffle = bool(shuffle) if is_bool else int(shuffle)
+    sizes, seed = {batch: int(size) for batch, size in sizes.items()}, int(seed)  # which JSON can hold
     if isinstance(source, tf.data.Dataset):
-        if map_fn is not None or len(sizes) > 1 or lengths is not None:
+        if map_fn is not None or len(sizes) > 1 or lengths is not None or processes:
             raise ValueError(
-                "map_fn, lengths or a batch_size that changes were given with a tf.data.Dataset, whose examples have "
-                "no number: use Dataset.map, or give arrays, or a source by number."
+                "map_fn, lengths, processes or a batch_size that changes were given with a tf.data.Dataset, whose "
+                "examples have no number: use Dataset.map, or give arrays, or a source by number."
             )
         return _batches_of_examples(source, sizes[0], shuffle, seed, cache, drop_remainder)
     if cache:
-        raise ValueError(
-            "cache=True is for a tf.data.Dataset; examples by number are read from their source each time."
-        )
+        raise ValueError("cache=True is for a tf.data.Dataset; rows by number are read from their source each time.")
     row_lengths = None if lengths is None else np.asarray(lengths)
     reader, apply = _make_reader(source, map_fn, row_lengths)
+    _use_processes(reader, int(processes))
     _require_one_shape(reader.spec if apply is None else apply.spec, row_lengths, is_mapped=apply is not None)
     order: Any = Order(
         num_rows=len(reader), batch_size=sizes[0], seed=seed, is_shuffled=bool(shuffle), drop_remainder=drop_remainder
@@ -115,21 +120,15 @@ def by_batch(values: Mapping[int, Any], what: str) -> dict[int, Any]:
     """Returns values by the batch from which on they hold, in the order of the batches.
 
     Raises:
-        ValueError: if the first batch is not 0.
+        ValueError: if one is no number of a batch, or the first batch is not 0.
     """
+    for batch in values:
+        require_integer(f"The dict of {what}", 0, batch=batch)
     if sorted(values)[:1] != [0]:
         raise ValueError(
             f"{what} from batch {', '.join(map(str, sorted(values))) or 'none'} on were given; the first batch is 0."
         )
     return {int(batch): values[batch] for batch in sorted(values)}
-
-
-def _as_int(value: Any, name: str) -> int:
-    """Returns an integer of any kind, such as NumPy's, as one of Python's, which JSON can hold."""
-    number = None if isinstance(value, float) else whole_number(value)
-    if number is None:
-        raise ValueError(f"{name}={shown(value)} was given; it takes an integer, such as {name}=64.")
-    return number
 
 
 def _require_one_shape(spec: Any, lengths: np.ndarray | None, *, is_mapped: bool) -> None:
@@ -170,8 +169,24 @@ def _make_reader(
     try:
         return reader, trace(map_fn, reader.spec)
     except NotTraceable as error:
-        log.warning("map_fn runs in Python, in threads, as TensorFlow cannot trace it (%s).", error)
+        log.warning("map_fn runs in Python, as TensorFlow cannot trace it (%s).", error)
         return SourceRows(source if isinstance(reader, SourceRows) else reader, map_fn, extremes), None
+
+
+def _use_processes(reader: ArrayRows | SourceRows, count: int) -> None:
+    """Lets worker processes read the rows of a reader.
+
+    Raises:
+        ValueError: if there is nothing for them to do.
+    """
+    if not count:
+        return
+    if isinstance(reader, ArrayRows):
+        raise ValueError(
+            f"processes={count} was given with arrays, which TensorFlow reads, and without a map_fn that runs in "
+            "Python: leave processes out."
+        )
+    reader.use_processes(count)
 
 
 def _batches_of_examples(
@@ -244,7 +259,7 @@ def trace(map_fn: ExampleMap, example_spec: Any) -> TracedMap:
     try:
         traced = function.get_concrete_function(example_spec, tf.TensorSpec([2], tf.int64))
     except Exception as error:
-        raise NotTraceable(str(error).strip().partition("\n")[0]) from error
+        raise NotTraceable(first_line(error)) from error
     operations = with_called(traced.graph.get_operations())
     draws = [op.type for op in operations if DRAWS_FROM_KERNEL.fullmatch(op.type)]
     if draws or states != _states_of_python():

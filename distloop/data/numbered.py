@@ -6,18 +6,21 @@
 `WorkerRows` says which rows of a batch a worker reads.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
-from distloop.data.order import Order, example_seeds, require_same_data
+from distloop.data.order import Access, Order, example_seeds, require_same_data
 from distloop.data.rows import ArrayRows
-from distloop.data.shards import shard_bounds
+from distloop.data.shards import pad, shard_bounds
+from distloop.distributed.devices import HOST
+from distloop.monitoring.profiler import FIRST_MAP
 
+_ANONYMOUS = "cd2c89b7-88b7-44c8-ad83-06c2a9158347"  # TensorFlow's name of a variable that ends with its last handle
 _ORDER_VERSION = 1  # of `Order`'s permutation, in checkpoints
 _MOST_EPOCHS = 2**31
 _do_not_convert = tf.autograph.experimental.do_not_convert  # AutoGraph would write a file for each function
@@ -32,12 +35,78 @@ class WorkerRows(NamedTuple):
     worker: int
     num_workers: int
     min_rows: int
+    ratios: tuple[int, ...] = ()  # of each replica in a batch; empty: equal ones
 
     def bounds(self, size: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns the first row of a batch to read, and the one after the last, int64 []."""
-        first, end = shard_bounds(self.worker, self.num_workers, size)
+        first, end = shard_bounds(self.worker, self.num_workers, size, self.ratios, self.min_rows)
         is_small = size < self.min_rows
         return tf.where(is_small, tf.zeros_like(size), first), tf.where(is_small, size, end)
+
+
+class RowIteratorSpec(tf.TypeSpec):
+    """The type of a `RowIterator`: the spec of a batch, and the rows to which a smaller one is padded; 0: none is."""
+
+    value_type = property(lambda self: RowIterator)
+
+    def __init__(self, batch: Any, min_rows: int):
+        """Stores the arguments."""
+        self.batch, self.min_rows = batch, min_rows
+
+    def _serialize(self) -> Any:
+        return self.batch, self.min_rows
+
+    @property
+    def _component_specs(self) -> list[tf.TensorSpec]:
+        columns = [tf.TensorSpec([None, *spec.shape[1:]], spec.dtype) for spec in tf.nest.flatten(self.batch)]
+        return [*columns, *[tf.TensorSpec([], tf.int64)] * 2, tf.TensorSpec([], tf.resource)]
+
+    def _to_components(self, value: "RowIterator") -> list[tf.Tensor]:
+        return value.components
+
+    def _from_components(self, components: list[tf.Tensor]) -> "RowIterator":
+        return RowIterator(self, components)
+
+
+class RowIterator(tf.__internal__.CompositeTensor):
+    """An iterator over batches of arrays in memory, in their order, without a pipeline of tf.data.
+
+    A `tf.function` takes it as it takes an iterator of tf.data, and is traced once for arrays of any length.
+
+    Attributes:
+        element_spec: of a batch, without padding.
+        components: the arrays and numbers that it consists of.
+    """
+
+    _type_spec: Any = None  # by which TensorFlow recognizes what is in `components`
+
+    def __init__(self, spec: RowIteratorSpec, components: list[tf.Tensor]):
+        """Stores the arguments; nothing is copied.
+
+        Args:
+            spec: of the batches.
+            components: the arrays, `[N, ...]`; then int64 []: the examples of a batch, and how many of the N rows are
+                read, the first ones; then the resource of a variable, int64 []: the first row of the next batch.
+        """
+        self._type_spec, self.element_spec, self.components = spec, spec.batch, components
+
+    def has_next(self) -> tf.Tensor:
+        """Computes whether there is another batch."""
+        return self._first_row() < self.components[-2]
+
+    def __next__(self) -> Any:
+        """Computes the next batch, padded where it may have to be; there has to be one."""
+        with tf.device(HOST):
+            *columns, size, num_rows, position = self.components
+            start, specs = self._first_row(), tf.nest.flatten(self.element_spec)
+            tf.raw_ops.AssignAddVariableOp(resource=position, value=size)
+            end = tf.minimum(start + size, num_rows)
+            entries = [tf.ensure_shape(c[start:end], spec.shape) for c, spec in zip(columns, specs, strict=True)]
+            rows = tf.nest.pack_sequence_as(self.element_spec, entries)
+            return pad(rows, min_rows)[:2] if (min_rows := self._type_spec.min_rows) else rows
+
+    def _first_row(self) -> tf.Tensor:
+        return tf.ensure_shape(tf.raw_ops.ReadVariableOp(resource=self.components[-1], dtype=tf.int64), [])
 
 
 class NumberedDataset(tf.data.Dataset):
@@ -52,16 +121,15 @@ class NumberedDataset(tf.data.Dataset):
         mixes_rows: whether a function over batches may make a row from others of its batch.
         worker_rows: the rows that this worker reads; None: all.
         resume: empty, as there is nothing to say of it: a resumed run is at its position at once.
-        seeks: whether it does so without reading what comes before.
-        goes_on: whether it does so by itself.
+        access: how it gets to a position.
         against_waiting: what to try where steps wait for the data.
     """
 
     resume = ""
-    seeks = goes_on = True
+    access = Access.SEEKS
     against_waiting = (
-        "less work in map_fn or the source's __getitem__, a smaller dtype of the arrays, such as uint8 or float16, "
-        "which the model casts, or a faster disk"
+        "less work in map_fn or the source's __getitem__, more worker processes for it (make_dataset's processes), a "
+        "smaller dtype of the arrays, such as uint8 or float16, which the model casts, or a faster disk"
     )
 
     def __init__(
@@ -102,13 +170,22 @@ class NumberedDataset(tf.data.Dataset):
             worker_rows: the rows to read, if functions over batches need no others; None: all.
         """
         per_epoch = self.order.batches_per_epoch
-        if self._is_in_order() and not repeat and worker_rows is None and not first % per_epoch:
-            has_rest = self.order.static_size is None
-            dataset = self._reader.in_order(self._batch_size, per_epoch, has_rest=has_rest)
-            if dataset.element_spec == self._batch_spec:
-                return dataset.prefetch(tf.data.AUTOTUNE)
         end = per_epoch * (_MOST_EPOCHS if repeat else first // per_epoch + 1)
         return self._read(tf.data.Dataset.range(first, end), worker_rows)
+
+    def row_iterator(self, min_rows: int) -> RowIterator | None:
+        """Returns an iterator over one epoch of arrays in memory, in their order; None: it is of other data.
+
+        Args:
+            min_rows: to which smaller batches are padded; 0: they are not.
+        """
+        if not self._is_in_order():
+            return None
+        size, count = self.order.batch_size, self.order.batches_per_epoch
+        sizes = [tf.constant(number, tf.int64) for number in (size, min(self.order.num_rows, size * count))]
+        position = tf.raw_ops.VarHandleOp(dtype=tf.int64, shape=[], shared_name=_ANONYMOUS)  # no scope mirrors it
+        tf.raw_ops.AssignVariableOp(resource=position, value=tf.constant(0, tf.int64))
+        return RowIterator(RowIteratorSpec(self._batch_spec, min_rows), [*self._reader.columns, *sizes, position])
 
     def dataset(self, first: int = 0, state: Any = None, *, repeat: bool = True) -> tf.data.Dataset:
         """Returns a dataset of this worker's rows that begins at a batch, counted from 0 over all epochs."""
@@ -130,11 +207,20 @@ class NumberedDataset(tf.data.Dataset):
         of_epoch, counts = self.order.seen(per_epoch if num_again else 0), self.order.seen(num_batches)
         return {name: num_again * of_epoch[name] + n for name, n in counts.items()} if len(counts) > 1 else {}
 
-    def examples_of(self, batch: int) -> np.ndarray:
-        """Returns the numbers of the examples in a batch, `[b]`, from its number over all epochs; reads nothing."""
-        number = batch % self.order.batches_per_epoch if self._is_one_epoch else batch
-        rows: np.ndarray = self.order.rows(tf.constant(number, tf.int64))[0].numpy()
-        return rows
+    def examples_of(self, batch: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the numbers of the examples in a batch and the epochs of each, `[b]`, from 0; reads nothing.
+
+        A source of a mixture has its own epochs. The batch is given by its number over all epochs.
+        """
+        passes, number = divmod(batch, self.order.batches_per_epoch) if self._is_one_epoch else (0, batch)
+        rows, epochs = self.order.rows(tf.constant(number, tf.int64))
+        return rows.numpy(), epochs.numpy() + passes
+
+    def stage_secs(self, of_pipeline: Mapping[str, float]) -> dict[str, float]:
+        """Returns the seconds of each stage of the input, from those of tf.data's operations."""
+        rest = self._reader.unmeasured if self._apply is None else "map_fn"
+        own: dict[str, float] = self._reader.stage_secs.of(of_pipeline.get(FIRST_MAP, 0.0), rest)
+        return {name: secs for name, secs in of_pipeline.items() if name != FIRST_MAP} | own
 
     def first_rows(self) -> Any:
         """Returns the first batch."""
@@ -187,7 +273,7 @@ class NumberedDataset(tf.data.Dataset):
         if not isinstance(count, (int, np.integer)) or count < 1:
             return super().take(count, name=name)
         limit = min(int(count), self.order.limit) if self.order.limit else int(count)
-        return self._with(order=replace(self.order, limit=limit))
+        return self._with(order=dataclasses.replace(self.order, limit=limit))
 
     def __iter__(self) -> Iterator[Any]:
         """Returns an iterator over the next epoch."""

@@ -17,7 +17,17 @@ import tensorflow as tf
 from distloop.data.arrays import are_arrays, as_dataset
 from distloop.data.feeds import Feed, make_feed
 from distloop.data.numbered import NumberedDataset
+from distloop.data.shards import batch_size, pack_element, static_batch_size
+from distloop.errors import require
+from distloop.log import log
+from distloop.threads import Gate, once
 
+_do_not_convert = tf.autograph.experimental.do_not_convert
+_EMPTY_BATCH = (
+    "A batch has no rows, and empty_batches=refuse was given: let the dataset give none, as by Dataset.filter, or give "
+    "empty_batches=ignore, which leaves them out."
+)
+DROPS_EMPTY = ("ignore", "warn")  # the values of `Config.empty_batches` by which batches without rows are left out
 EACH_AN_ARRAY = "arrays or lists of numbers, [N, ...], alone or in a dict, tuple or list"
 
 
@@ -39,6 +49,11 @@ class OpenedData(NamedTuple):
     takes_context: bool  # whether it was made by a function of a `worker_context`
     begins_anywhere: bool  # whether the feed gives the dataset from any batch on
 
+    @property
+    def gate(self) -> Gate:
+        """At which threads wait that read the data; of other data than a feed's, none does."""
+        return self.feed.gate if isinstance(self.feed, Feed) else Gate()
+
 
 def open_data(
     data: Any,
@@ -50,6 +65,7 @@ def open_data(
     map_batch: Callable[..., Any] | None = None,
     limit: int = 0,
     is_cached: bool = False,
+    empty_batches: str = "step",
 ) -> OpenedData:
     """Opens arrays, a dataset, or batches that Python makes, which a function may make for a worker.
 
@@ -62,6 +78,8 @@ def open_data(
         map_batch: changes each row of a batch by itself; called as by `Dataset.map`; None: nothing does.
         limit: the most batches in a pass; 0: all.
         is_cached: whether each pass repeats the batches of the first one.
+        empty_batches: as `Config.empty_batches`; batches without rows that are left out do not count, but for the
+            `limit` of a `PyDataset`.
 
     Raises:
         ValueError: if it is none of these.
@@ -77,7 +95,7 @@ def open_data(
             "The data given is a DistributedDataset, which TensorFlow has split: give the dataset before it was "
             "distributed, or a function of a tf.distribute.InputContext."
         )
-    map_batch = map_batch and tf.autograph.experimental.do_not_convert(map_batch)
+    map_batch = map_batch and _do_not_convert(map_batch)
     if isinstance(data, NumberedDataset):
         data = data if map_batch is None else data.map_rows(map_batch)
         data = data.take(limit) if limit else data
@@ -96,9 +114,40 @@ def open_data(
             "PyDataset, a generator, a Grain dataset or a DataLoader: give a list of batches as lambda: iter(batches), "
             "and a list of examples to distloop.make_dataset(examples, batch_size)."
         )
+    dataset = with_empty_batches(dataset, empty_batches)
     dataset = dataset.take(limit) if limit else dataset
     dataset = dataset.cache() if is_cached else dataset
     return OpenedData(dataset, feed, takes_context, begins_anywhere=feed is not None and not (limit or is_cached))
+
+
+def with_empty_batches(dataset: tf.data.Dataset, treated: str) -> tf.data.Dataset:
+    """Returns a dataset whose batches without rows are treated as `Config.empty_batches` says."""
+    spec = dataset.element_spec
+    ranks = {getattr(entry, "shape", tf.TensorShape([])).rank for entry in tf.nest.flatten(spec)}
+    if treated == "step" or 0 in ranks or static_batch_size(spec):  # `inspect` refuses entries without rows
+        return dataset
+
+    def has_rows(*batch: Any) -> tf.Tensor:
+        return tf.reduce_max([batch_size(entry) for entry in tf.nest.flatten(batch)]) > 0
+
+    def has_rows_or_warns(*batch: Any) -> tf.Tensor:
+        return tf.cond(has_rows(*batch), lambda: True, lambda: tf.numpy_function(_warn_of_empty, [], tf.bool))
+
+    def refuse(*batch: Any) -> Any:
+        require(has_rows(*batch), _EMPTY_BATCH)
+        return pack_element(batch, spec)
+
+    if treated == "refuse":
+        return dataset.map(_do_not_convert(refuse))
+    kept = dataset.filter(_do_not_convert(has_rows_or_warns if treated == "warn" else has_rows))
+    # Dataset.repeat declares it endless; other than assert_cardinality, it does not fail where there is no batch.
+    return kept.repeat() if dataset.cardinality() == tf.data.INFINITE_CARDINALITY else kept
+
+
+@once
+def _warn_of_empty() -> bool:
+    log.warning("A batch without rows is left out, as all others will be: empty_batches=warn was given.")
+    return False
 
 
 def _odd_entry(data: Any) -> str:

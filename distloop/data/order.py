@@ -12,9 +12,10 @@ depend on its batches, so its position is exact.
 """
 
 import dataclasses
+import enum
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import tensorflow as tf
 
@@ -24,6 +25,12 @@ _SHUFFLE_KEY = 498247692  # the first part of a seed, which TensorFlow's own ind
 # Of the cipher. With the 4 of tf.random.experimental.index_shuffle, neighbours in the order correlate (0.11 over
 # 200,000 of 10 million rows, where chance gives 0.002); from 8 on, chance alone is left. 16 take 0.5 us a row.
 _ROUNDS = 16
+
+# How data gets to a position: it SEEKS, by the number of a batch or a state of its own; it is read AGAIN from its
+# beginning; or it can be read ONCE, so that it gets to later positions alone.
+Access = enum.Enum("Access", "SEEKS AGAIN ONCE")
+
+Position: TypeAlias = dict[str, Any]  # as JSON can hold it: "batches", "skipped", what they depend on, maybe a "state"
 
 CONTENT = "content"  # the digest of arrays in memory, which may change while the order of their rows stays
 _OTHER_VALUES = (
@@ -190,7 +197,7 @@ def convert_batches(position: Mapping[str, Any], facts: Mapping[str, Any]) -> Ma
     order of the examples does not depend on the batches.
 
     Args:
-        position: as `Source.save_position` returned it; of an older version, without facts, it is returned as it is.
+        position: as `Source.position` returned it; of an older version, without facts, it is returned as it is.
         facts: of the data now, from `facts_of`.
 
     Raises:
@@ -278,9 +285,7 @@ def require_same_data(
             log.warning(_OTHER_VALUES, position[CONTENT], facts[CONTENT])
         return
     if "order" not in position:
-        raise _is_other_data(
-            "the checkpoint is of other data, such as a tf.data.Dataset, or of arrays in an older order"
-        )
+        raise _is_other_data("the checkpoint is of other data, such as a tf.data.Dataset, or arrays in an older order")
     if name == "fingerprint" and position.get(name) and describe_change is not None:
         raise _is_other_data(describe_change(position[name]))
     before, after = (f"no {name}" if (v := side.get(name)) is None else words[name] % v for side in (position, facts))

@@ -6,10 +6,12 @@
 It does not know in which order the rows are read.
 """
 
+import collections
 import concurrent.futures
 import dataclasses
 import functools
 import itertools
+import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -18,11 +20,14 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from distloop.data.columns import DIGITS, DiskColumn, content_of, is_on_disk, unmasked
-from distloop.data.examples import as_example, common_spec, describe, pad_rows
+from distloop.data.columns import DIGITS, DiskColumn, content_of, is_on_disk
+from distloop.data.examples import common_spec, describe, pad_rows
 from distloop.data.order import CONTENT
+from distloop.data.python_rows import ReadRows, RowReader, unmasked
 from distloop.distributed.devices import HOST
 from distloop.errors import carry
+from distloop.installed import import_part
+from distloop.threads import once
 
 ENDLESS = 2**60  # a length that stands for no end, as Grain's `repeat` gives
 _NUM_PEEKED = 8  # rows that are inspected before, spread over the source
@@ -45,17 +50,39 @@ class Uneven:
         return tf.ensure_shape(tf.reshape(self.values[end - tf.reduce_prod(shape) : end], shape), self.spec.shape)
 
 
+class StageSecs:
+    """The seconds of each stage in which rows become a batch, as Python has measured them in several threads."""
+
+    def __init__(self) -> None:
+        """Begins without a stage."""
+        self._lock, self._secs = threading.Lock(), collections.defaultdict[str, float](float)
+
+    def add(self, **secs: float) -> None:
+        """Adds seconds by stage."""
+        with self._lock:
+            for stage, more in secs.items():
+                self._secs[stage] += more
+
+    def of(self, secs: float, rest: str) -> dict[str, float]:
+        """Returns the seconds by stage, given those of all stages and the one that Python has not measured."""
+        known = dict(self._secs)
+        return {**known, rest: known.get(rest, 0.0) + max(0.0, secs - sum(known.values()))}
+
+
 class ArrayRows:
     """Rows of arrays: those in memory become tensors of the host, those on disk are read row by row.
 
     Attributes:
+        columns: each array as a tensor of the host, or as a `DiskColumn`.
         spec: of one row, a structure of `tf.TensorSpec`.
         is_in_memory: whether none is on disk.
         fingerprint: a text that is the same for the same arrays on disk; empty: all are in memory.
         uses_seeds: whether an example depends on its seed.
+        stage_secs: of rows that are read from disk.
+        unmeasured: the stage of other rows.
     """
 
-    uses_seeds = False
+    uses_seeds, unmeasured = False, "reading"
 
     def __init__(self, arrays: Any):
         """Copies arrays in memory into tensors of the host.
@@ -73,15 +100,16 @@ class ArrayRows:
                 "[N, ...]: repeat it with np.full(N, number), or leave it out."
             )
         with tf.device(HOST):
-            self._columns = [_column(array) for array in tf.nest.flatten(structure)]
-        lengths = {len(column) for column in self._columns}
+            self.columns = [_column(array) for array in tf.nest.flatten(structure)]
+        lengths = {len(column) for column in self.columns}
         if len(lengths) != 1 or 0 in lengths:
-            raise ValueError(f"Arrays of {sorted(lengths)} rows were given; they need the same number, 1 at least.")
-        self._num_rows = lengths.pop()
-        self._on_disk = [column for column in self._columns if isinstance(column, DiskColumn)]
+            empty = "an array is empty, and " if 0 in lengths else ""
+            raise ValueError(f"Arrays of {sorted(lengths)} rows were given; {empty}they need the same number, not 0.")
+        self._num_rows, self.stage_secs = lengths.pop(), StageSecs()
+        self._on_disk = [column for column in self.columns if isinstance(column, DiskColumn)]
         self._pack = functools.partial(tf.nest.pack_sequence_as, structure)
         self.is_in_memory = not self._on_disk
-        specs = [c.spec if isinstance(c, DiskColumn) else tf.TensorSpec(c.shape[1:], c.dtype) for c in self._columns]
+        specs = [c.spec if isinstance(c, DiskColumn) else tf.TensorSpec(c.shape[1:], c.dtype) for c in self.columns]
         self.spec = self._pack(specs)
         self.fingerprint = ":".join(column.digest for column in self._on_disk)
 
@@ -89,7 +117,7 @@ class ArrayRows:
     def facts(self) -> dict[str, Any]:
         """What a position depends on beside the number of rows: the fingerprint, and what arrays in memory hold."""
         facts = {"fingerprint": self.fingerprint} if self._on_disk else {}
-        return facts if len(self._on_disk) == len(self._columns) else {**facts, CONTENT: content_of(self._columns)}
+        return facts if len(self._on_disk) == len(self.columns) else {**facts, CONTENT: content_of(self.columns)}
 
     def __len__(self) -> int:
         return self._num_rows
@@ -97,7 +125,7 @@ class ArrayRows:
     def __getitem__(self, row: int) -> Any:
         """Returns one row, for a function of Python."""
         rows = np.array([row])
-        return self._pack([c.read(rows)[0] if isinstance(c, DiskColumn) else c[row].numpy() for c in self._columns])
+        return self._pack([c.read(rows)[0] if isinstance(c, DiskColumn) else c[row].numpy() for c in self.columns])
 
     def describe_change(self, fingerprint: str) -> str:
         """Returns how the arrays on disk differ from those of a fingerprint, as a part of a sentence."""
@@ -120,31 +148,16 @@ class ArrayRows:
         for column, entry in zip(self._on_disk, from_disk, strict=True):
             entry.set_shape([None, *column.spec.shape])
         entries = iter(from_disk)
-        return self._pack([next(entries) if isinstance(c, DiskColumn) else tf.gather(c, rows) for c in self._columns])
-
-    def in_order(self, batch_size: int, num_batches: int, *, has_rest: bool) -> tf.data.Dataset:
-        """Returns batches of the rows in their order; no function is traced. All rows have to be in memory.
-
-        Args:
-            batch_size: rows of a batch.
-            num_batches: how many.
-            has_rest: whether the last one may have fewer rows.
-        """
-        num_full = min(num_batches, self._num_rows // batch_size)
-        end = num_full * batch_size
-        with tf.device(HOST):
-            batches = [tf.reshape(c[:end], [num_full, batch_size, *c.shape[1:]]) for c in self._columns]
-            dataset = tf.data.Dataset.from_tensor_slices(self._pack(batches))
-            if not has_rest:
-                return dataset
-            rest = tf.data.Dataset.from_tensors(self._pack([c[end : end + batch_size - 1] for c in self._columns]))
-            return dataset.concatenate(rest.take(num_batches - num_full))
+        return self._pack([next(entries) if isinstance(c, DiskColumn) else tf.gather(c, rows) for c in self.columns])
 
     def _read(self, rows: np.ndarray) -> list[np.ndarray]:
+        began_at = time.perf_counter()
         try:
             return [column.read(rows) for column in self._on_disk]
         except Exception as error:  # TensorFlow would pass on its text alone
             raise carry(error) from error
+        finally:
+            self.stage_secs.add(reading=time.perf_counter() - began_at)
 
 
 class SourceRows:
@@ -155,7 +168,11 @@ class SourceRows:
         facts: what the order depends on beside the number of rows: the source's fingerprint, if it has one.
         uses_seeds: whether an example depends on its seed.
         describe_change: returns how the source differs from that of a fingerprint; None: it cannot.
+        stage_secs: of reading.
+        unmeasured: the stage to which other seconds belong.
     """
+
+    unmeasured = "batching"
 
     def __init__(
         self, source: Any, change: Callable[[Any, np.ndarray], Any] | None = None, rows_to_inspect: Sequence[int] = ()
@@ -173,10 +190,10 @@ class SourceRows:
             ValueError: if the source is empty, or its rows are no structures of arrays, numbers and texts.
         """
         self._source = source
-        self._change = change
-        self.uses_seeds = change is not None
         self._name = type(source).__name__
-        self._row_name = getattr(source, "row_name", lambda number: f"Row {number} of the {self._name} given")
+        self._reader = RowReader(source, change, self._name)
+        self._processes: Any = None
+        self.uses_seeds, self.stage_secs = change is not None, StageSecs()
         self._num_rows = len(source)
         if not self._num_rows:
             raise ValueError(f"The {self._name} given has 0 rows; training needs one at least: check what it reads.")
@@ -250,7 +267,7 @@ class SourceRows:
         for row, array in zip(rows, column, strict=True):
             if not _holds(np.dtype(dtype), array) or not spec.shape.is_compatible_with(array.shape):
                 raise ValueError(
-                    f"{self._row_name(row)} has an entry of {array.dtype.name} {list(array.shape)} where "
+                    f"{self._reader.row_name(row)} has an entry of {array.dtype.name} {list(array.shape)} where "
                     f"the first rows have {spec.dtype.name} {spec.shape.as_list()}: rows share their types, and their "
                     "shapes too unless a map_fn brings them to one."
                 )
@@ -272,47 +289,39 @@ class SourceRows:
                 tf.nest.assert_same_structure(self._structure, example)
             except (TypeError, ValueError) as error:
                 raise ValueError(
-                    f"{self._row_name(row)} is {describe(example)}, where the first one is "
+                    f"{self._reader.row_name(row)} is {describe(example)}, where the first one is "
                     f"{describe(self._structure)}: all rows have the same entries."
                 ) from error
         return examples
 
     def _examples(self, rows: np.ndarray, seeds: np.ndarray | None) -> list[Any]:
         """Returns the examples of some rows, structures of arrays, in their order."""
-        seeds = np.zeros([len(rows), 2], np.int64) if seeds is None else seeds
+        began_at = time.perf_counter()
+        pieces = self._pieces(rows, np.zeros([len(rows), 2], np.int64) if seeds is None else seeds)
+        secs = time.perf_counter() - began_at
+        sums = np.sum([piece[1:] for piece in pieces], 0)  # of all threads or processes
+        reading, map_fn, copying = (sums * secs / max(sums.sum(), 1e-9)).tolist()
+        self.stage_secs.add(reading=reading, map_fn=map_fn, copying=copying)
+        return list(itertools.chain.from_iterable(piece.examples for piece in pieces))
+
+    def _pieces(self, rows: np.ndarray, seeds: np.ndarray) -> list[ReadRows]:
+        """Returns the examples of some rows, in pieces that threads or processes have read."""
+        if self._processes is not None:
+            return list(self._processes.read(rows, seeds))
         if not getattr(self, "_is_slow", False) or len(rows) < 2:
-            return self._examples_of(rows, seeds)
+            return [self._reader.read(rows, seeds)]
         count = min(_THREADS, len(rows))
-        pieces = _threads().map(self._examples_of, np.array_split(rows, count), np.array_split(seeds, count))
-        return list(itertools.chain.from_iterable(pieces))
+        return list(_threads().map(self._reader.read, np.array_split(rows, count), np.array_split(seeds, count)))
 
-    def _examples_of(self, rows: np.ndarray, seeds: np.ndarray) -> list[Any]:
-        numbers = rows.tolist()
-        try:
-            examples = read_rows(self._source, numbers)
-        except Exception as error:
-            raise self._unreadable(numbers, error) from error
-        if self._change is None:
-            return [as_example(example) for example in examples]
-        return [self._changed(*each) for each in zip(numbers, examples, seeds, strict=True)]
+    def use_processes(self, count: int) -> None:
+        """Lets worker processes read rows from now on; those of arrays are read here, and changed there.
 
-    def _unreadable(self, numbers: list[int], error: Exception) -> ValueError:
-        """Returns the error about rows that cannot be read together, with the first one that cannot be read alone."""
-        what = f"One of the rows {numbers} of the {self._name} given"
-        for number in numbers:
-            try:
-                self._source[number]
-            except Exception as of_row:
-                what, error = self._row_name(number), of_row
-                break
-        return ValueError(f"{what} could not be read ({type(error).__name__}: {error}).")
-
-    def _changed(self, number: int, example: Any, seed: np.ndarray) -> Any:
-        assert self._change is not None
-        try:
-            return as_example(self._change(as_example(example), seed))
-        except Exception as error:
-            raise ValueError(f"map_fn failed on row {number} ({type(error).__name__}: {error}).") from error
+        Raises:
+            ValueError: if the source or the function cannot be pickled.
+        """
+        processes = import_part("processes.row_processes", "processes")
+        is_fetched_here = isinstance(self._source, ArrayRows)
+        self._processes = processes.RowProcesses(self._reader, count, is_fetched_here=is_fetched_here)
 
 
 def is_arrays(source: Any) -> bool:
@@ -321,19 +330,6 @@ def is_arrays(source: Any) -> bool:
     return is_structure or (
         isinstance(source, list) and bool(source) and all(hasattr(array, "__array__") for array in source)
     )
-
-
-def read_rows(source: Any, numbers: Sequence[int]) -> Sequence[Any]:
-    """Returns some rows of a source, read together where it can."""
-    if not hasattr(source, "__getitems__"):
-        return [source[number] for number in numbers]
-    rows: Sequence[Any] = source.__getitems__(numbers)
-    if len(rows) != len(numbers):
-        raise ValueError(
-            f"__getitems__ of the {type(source).__name__} given returned {len(rows)} examples for {len(numbers)} rows: "
-            "let it return a list with one for each."
-        )
-    return rows
 
 
 def spread(count: int) -> np.ndarray:
@@ -352,7 +348,7 @@ def _holds(dtype: np.dtype, array: np.ndarray) -> bool:
     return bool(np.all(np.isinf(cast) <= np.isinf(array)) if dtype.kind == "f" else np.array_equal(cast, array))
 
 
-@functools.cache
+@once
 def _threads() -> concurrent.futures.ThreadPoolExecutor:
     return concurrent.futures.ThreadPoolExecutor(_THREADS, "distloop-rows")
 

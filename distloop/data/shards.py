@@ -3,15 +3,16 @@
     batch = next_batch(iterator, source.layout)               # in the compiled loop, on the host
     rows, row_weights = take_shard(batch, source.layout)      # on each replica
 
-Replica r of R takes the rows from `r * B // R` up to `(r + 1) * B // R`: as even as whole rows allow. Nothing is added,
-so synchronized BatchNormalization sees the same rows on any number of replicas. Only a batch too small to give every
-replica and microbatch a row is padded with whole copies of itself, at weight 0. Virtual replicas split a batch as
-replicas do: a device computes its own ones, one after the other.
+Replica r of R takes the rows from `r * B // R` up to `(r + 1) * B // R`: as even as whole rows allow, or in the ratios
+of `Config.device_shares`. Nothing is added, so synchronized BatchNormalization sees the same rows on any number of
+replicas. Only a batch too small to give every replica and microbatch a row is padded with whole copies of itself, at
+weight 0. Virtual replicas split a batch as replicas do: a device computes its own ones, one after the other.
 """
 
 import contextlib
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -37,14 +38,28 @@ class BatchLayout(NamedTuple):
     max_replica_rows: int | None = None  # of any batch, on any worker, if known; for collectives
     per_device: int = 1  # the virtual replicas that each device computes, as `Replicas.per_device`
     is_cut: bool = False  # whether each replica has its own rows, as from `RowsAhead`
+    min_rows: int = 1  # one for each microbatch of each (virtual) replica; a batch with fewer rows is padded
+    ratios: tuple[int, ...] = ()  # of each replica in a batch; empty: equal ones
 
     def replicas_of(self, strategy: tf.distribute.Strategy) -> int:
         """Returns how many replicas of a strategy split a batch: all, or this worker's of its own batch."""
         return collectives.num_local_replicas(strategy) if self.is_sharded else strategy.num_replicas_in_sync
 
-    def batch_of(self, rows: Any, min_rows: int) -> Batch:
+    def batch_of(self, rows: Any) -> Batch:
         """Returns the batch of some rows that are not from the iterator, padded as those are."""
-        return pad(rows, min_rows) if self.is_padded else Batch(rows, None)
+        return pad(rows, self.min_rows) if self.is_padded else Batch(rows, None)
+
+    def known_size(self, element_spec: Any) -> int | None:
+        """Returns how many rows of each batch count, given the spec of the iterator; None: batches differ."""
+        return None if self.is_padded else static_batch_size(element_spec)
+
+    def bounds(self, index: Any, shards: int, rows: Any) -> tuple[Any, Any]:
+        """Returns the first row of a shard and the one after its last, as `shard_bounds`."""
+        return shard_bounds(index, shards, rows, self.ratios, self.min_rows)
+
+    def shard_sizes(self, shards: int, rows: int) -> list[int]:
+        """Returns the number of rows of each shard, padding included."""
+        return [end - start for start, end in (self.bounds(i, shards, rows) for i in range(shards))]
 
     def gather_sizes(self, strategy: tf.distribute.Strategy, size: int) -> list[int]:
         """Returns the sizes of the batches that a step takes: of each worker's own one, or of the global one."""
@@ -178,8 +193,8 @@ def next_batch(iterator: Any, layout: BatchLayout) -> Batch:
     """Returns the iterator's next batch; call it in a `tf.function`, outside `strategy.run`."""
     spec = iterator.element_spec
     leaves = tf.nest.flatten(spec)
-    if not all(isinstance(leaf, tf.TensorSpec) for leaf in leaves):
-        return _as_batch(next(iterator), layout)
+    if not isinstance(iterator, tf.data.Iterator) or not all(isinstance(leaf, tf.TensorSpec) for leaf in leaves):
+        return as_batch(next(iterator), layout)
     # `next` switches to another thread and back, 40 us of a small step; this operation waits in its own thread. It
     # cannot block the pipeline, which has a private thread pool (`source.Source`).
     tensors = tf.raw_ops.IteratorGetNextSync(
@@ -187,7 +202,7 @@ def next_batch(iterator: Any, layout: BatchLayout) -> Batch:
         output_types=[leaf.dtype for leaf in leaves],
         output_shapes=[leaf.shape for leaf in leaves],
     )
-    return _as_batch(tf.nest.pack_sequence_as(spec, tensors), layout)
+    return as_batch(tf.nest.pack_sequence_as(spec, tensors), layout)
 
 
 def no_rows(iterator: Any, layout: BatchLayout) -> Batch:
@@ -196,16 +211,19 @@ def no_rows(iterator: Any, layout: BatchLayout) -> Batch:
         tf.fill([size or 0 for size in spec.shape], tf.zeros([], spec.dtype))
         for spec in tf.nest.flatten(iterator.element_spec)
     ]
-    return _as_batch(tf.nest.pack_sequence_as(iterator.element_spec, zeros), layout)
+    return as_batch(tf.nest.pack_sequence_as(iterator.element_spec, zeros), layout)
 
 
 def next_batch_if_any(iterator: Any, layout: BatchLayout) -> tuple[tf.Tensor, Callable[[], Batch]]:
     """Returns whether the iterator had another batch, and a function that returns it."""
+    if not isinstance(iterator, tf.data.Iterator):  # a `RowIterator`
+        return iterator.has_next(), lambda: next_batch(iterator, layout)
     optional = iterator.get_next_as_optional()
-    return optional.has_value(), lambda: _as_batch(optional.get_value(), layout)
+    return optional.has_value(), lambda: as_batch(optional.get_value(), layout)
 
 
-def _as_batch(element: Any, layout: BatchLayout) -> Batch:
+def as_batch(element: Any, layout: BatchLayout) -> Batch:
+    """Returns the batch that an element of an iterator is."""
     return Batch(*element) if layout.is_padded else Batch(element, None)
 
 
@@ -217,9 +235,29 @@ def count_examples(batch: Batch) -> tf.Tensor:
     return tf.convert_to_tensor(_total(batch) if batch.size is None else batch.size)
 
 
-def shard_bounds(index: Any, shards: int, rows: Any) -> tuple[Any, Any]:
-    """Returns the first row of a shard and the one after its last: `rows` cut as evenly as whole rows allow."""
-    return index * rows // shards, (index + 1) * rows // shards
+def shard_bounds(index: Any, shards: int, rows: Any, ratios: Sequence[int] = (), min_rows: int = 1) -> tuple[Any, Any]:
+    """Returns the first row of a shard and the one after its last: `rows` cut as evenly as whole rows allow.
+
+    Args:
+        index: of the shard.
+        shards: how many there are.
+        rows: how many are cut, an int or a scalar.
+        ratios: in which the rows are cut instead, one for each replica; a shard is of several replicas if there are
+            fewer shards.
+        min_rows: from which on no replica has less than its part of `min_rows`, however small its share is.
+    """
+    if not ratios:
+        return index * rows // shards, (index + 1) * rows // shards
+    is_known = isinstance(rows, int)
+    total, larger, smaller = (rows, max, min) if is_known else (tf.cast(rows, tf.int64), tf.maximum, tf.minimum)
+    least = smaller(total // len(ratios), min_rows // len(ratios))
+    ends = [0 * total]
+    for others, sum_of_ratios in zip(range(len(ratios) - 1, -1, -1), itertools.accumulate(ratios), strict=True):
+        end = larger(total * sum_of_ratios // sum(ratios), ends[-1] + least)
+        ends.append(smaller(end, total - others * least))
+    first, each = int(tf.get_static_value(index)), len(ratios) // shards
+    start, end = ends[first * each], ends[(first + 1) * each]
+    return (start, end) if is_known else (tf.cast(start, rows.dtype), tf.cast(end, rows.dtype))
 
 
 def take_shard(
@@ -250,18 +288,19 @@ def take_shard(
         return rows, None
     with _on_host(context.strategy):
         total = _total(batch)
-        shard_start, shard_end = shard_bounds(replica, replicas, total)
+        shard_start, shard_end = layout.bounds(replica, replicas, total)
         start, end = shard_bounds(microbatch, microbatches, shard_end - shard_start)
         start, end = shard_start + start, shard_start + end
         weights = None if size is None else tf.cast(tf.range(start, end) < size, tf.float32)
-        own = shard_bounds(replica // each, replicas // each, total)[0] if layout.is_cut else 0
+        own = layout.bounds(replica // each, replicas // each, total)[0] if layout.is_cut else 0
     with contextlib.nullcontext() if layout.is_cut else _on_host(context.strategy):
         is_own = layout.is_cut and each * microbatches == 1
         shard = rows if is_own else tf.nest.map_structure(lambda t: t[start - own : end - own], rows)
-    is_even = isinstance(total, int) and total % (replicas * microbatches) == 0
-    cut_size = total // (replicas * microbatches) if is_even else None
-    if cut_size is not None:  # the bounds may be tensors, of which TensorFlow does not know the difference
-        for tensor in tf.nest.flatten(shard):
+    sizes = layout.shard_sizes(replicas, total) if isinstance(total, int) else []
+    are_known = bool(layout.ratios) or len(set(sizes)) == 1  # else the replica's own one is not, while tracing
+    if sizes and are_known and not any(size % microbatches for size in sizes):
+        cut_size = (shard_end - shard_start if layout.ratios else sizes[0]) // microbatches
+        for tensor in tf.nest.flatten(shard):  # TensorFlow does not know the difference of two bounds that are tensors
             tensor.set_shape([cut_size, *tensor.shape[1:]])
     return shard, weights
 
@@ -294,12 +333,6 @@ def _total(batch: Batch) -> tf.Tensor | int:
     return batch_size(batch.rows) if batch.total is None else batch.total
 
 
-def shard_size(batch: Batch, layout: BatchLayout) -> tf.Tensor | int:
-    """Returns the number of rows of this replica's shard without padding; call it in replica context."""
-    rows, weights = take_shard(batch, layout)
-    return batch_size(rows) if weights is None else tf.reduce_sum(weights)
-
-
 def batch_size(rows: Any) -> tf.Tensor | int:
     """Returns B: an int if it is known while tracing, else a scalar."""
     first = tf.nest.flatten(rows)[0]
@@ -312,6 +345,11 @@ def static_batch_size(element_spec: Any) -> int | None:
     """Returns B if the element spec holds it, else None."""
     sizes = {spec.shape[0] for spec in tf.nest.flatten(element_spec)}
     return sizes.pop() if len(sizes) == 1 else None
+
+
+def pack_element(arguments: tuple[Any, ...], spec: Any) -> Any:
+    """Returns a dataset's element from the arguments over which `Dataset.map` has spread it."""
+    return arguments if isinstance(spec, tuple) and not hasattr(spec, "_fields") else arguments[0]
 
 
 def check_rows(rows: Any) -> Any:

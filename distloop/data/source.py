@@ -3,8 +3,7 @@
     source = Source(dataset, strategy, microbatches=1)
     batch = next_batch(source.iterator(), source.layout)
 
-One iterator on the host gives the global batches. Each replica slices its rows by its own id (`shards.take_shard`), so
-the rows keep their order on any number of replicas.
+One iterator on the host gives the global batches, of which each replica slices its rows (`shards.take_shard`).
 """
 
 import dataclasses
@@ -22,14 +21,16 @@ from distloop.data.columns import content_of
 from distloop.data.feeds import READ_AGAIN, Feed
 from distloop.data.info import DataInfo, are_rows_alike, can_be_inspected, count_batches, inspect
 from distloop.data.iterators import FastForward, fresh_copy, iterate
-from distloop.data.numbered import NumberedDataset, WorkerRows
-from distloop.data.opening import open_data
-from distloop.data.order import CONTENT, convert_batches, facts_of
-from distloop.data.shards import check_rows, pad, static_batch_size
+from distloop.data.numbered import NumberedDataset, RowIterator, WorkerRows
+from distloop.data.opening import DROPS_EMPTY, open_data, with_empty_batches
+from distloop.data.order import CONTENT, Access, Position, convert_batches, facts_of
+from distloop.data.shards import check_rows, pack_element, pad, static_batch_size
 from distloop.distributed import collectives
 from distloop.distributed.devices import HOST, Replicas, require_no_other_scope
 from distloop.errors import EMPTY_DATASET
+from distloop.installed import import_part
 from distloop.log import log
+from distloop.monitoring.profiler import pipeline_secs
 from distloop.workers import environment
 
 Data: TypeAlias = (
@@ -55,7 +56,7 @@ class Source:
         info: what is known about the data.
         layout: what tracing needs to know about the batches.
         batches_taken: how many batches the iterator has given since the first one.
-        is_lost: whether it may have given others, too, as a loop failed; `restore_position` finds it again.
+        is_lost: whether it may have given others, too, as a loop failed; `go_to` finds it again.
         skipped_batches: the numbers, from 0, of batches to leave out of training.
         asked_for: the arguments of `fit` that it serves, to recognize them.
         steps_per_epoch: the batches of an epoch that were asked for; None: those of a pass.
@@ -63,9 +64,10 @@ class Source:
         strategy: whose replicas split each batch.
         against_waiting: what to try where steps wait for the data; empty for a `tf.data.Dataset`.
         resume: how a resumed run gets to its position in batches that Python makes; empty for other data.
-        seeks: whether it does so without reading the batches before its position.
+        access: how the data gets to a position.
         depends_on_workers: whether its batches are others with another number of workers.
         fast_forward: reads the batches between the iterator and its position.
+        gate: entered by each call that reads the data.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Source:
         may_go_back: bool = False,
         steps_per_epoch: int | None = None,
         asked_for: tuple[Any, ...] = (),
+        is_stacked: bool = False,
         **reading: Any,
     ):
         """Checks the data; reads it only to count the batches of a worker's shard. All workers call it.
@@ -93,6 +96,7 @@ class Source:
             may_go_back: whether a position may be restored after a read; a copy of the dataset is read, shuffled alike.
             steps_per_epoch: as the attribute.
             asked_for: as the attribute.
+            is_stacked: whether batches are taken from stacks of several, by `stack` in place of `iterator`.
             **reading: how it is read, as for `open_data`.
 
         Raises:
@@ -104,29 +108,31 @@ class Source:
         self.skipped_batches: set[int] = set()
         self._num_workers, self._worker = collectives.num_workers(strategy), collectives.worker_index(strategy)
         self._repeat, self._may_go_back, self._reading = repeat, may_go_back, reading
+        self._microbatches, self._replicas, self._is_stacked = microbatches, replicas, is_stacked
         self.has_class_weights = reading.get("map_batch") is not None
-        self._microbatches, self._replicas = microbatches, replicas
         self._read(data)
 
     def _read(self, data: Data) -> None:
         """Opens the data, and finds out what is known about it."""
         self.data = data
         opened = open_data(data, self._num_workers, self._worker, **self._reading)
-        self._dataset, self.feed = opened.dataset, opened.feed
+        self._dataset, self.feed, self.gate = opened.dataset, opened.feed, opened.gate
+        self.gate.keep_readings(self, self._repeat)
         self._count_batches = functools.cache(functools.partial(count_batches, self._dataset))  # draws shuffle seeds
-        if isinstance(self.feed, Feed):
-            self.feed.oldest_position = lambda: self.batches_taken
-            if self._may_go_back:
-                self.feed.require_restart()
-        self._is_sharded = opened.takes_context and self._num_workers > 1
-        self._lay_out()
+        if isinstance(self.feed, Feed) and self._may_go_back:
+            self.feed.require_restart()
         self.depends_on_workers = opened.takes_context
+        self._lay_out()
         starts_anywhere = opened.begins_anywhere and not self.info.num_missing_batches
+        self._empty_batches = self._reading.get("empty_batches", "step")
+        counts_all = not (isinstance(self.feed, Feed) and self._empty_batches in DROPS_EMPTY)
         self._starting_feed = self.feed if starts_anywhere else None
         if self._repeat and isinstance(self._starting_feed, Feed):
             self._starting_feed.begin_training()
-        self.seeks = self._starting_feed is not None and self._starting_feed.seeks
-        self.resume = "" if self.feed is None else self.feed.resume if starts_anywhere else READ_AGAIN
+        access = Access.AGAIN if self.feed is None else self.feed.access
+        self.access = access if (starts_anywhere and counts_all) or access is Access.ONCE else Access.AGAIN
+        self.resume = "" if self.feed is None else self.feed.resume if starts_anywhere and counts_all else READ_AGAIN
+        self._seeks = counts_all and access is not Access.AGAIN  # else batches up to a position are read again
         self.against_waiting = "" if self.feed is None else self.feed.against_waiting
 
     def refresh(self, data: Data) -> None:
@@ -135,7 +141,7 @@ class Source:
         Args:
             data: that the source was made from.
         """
-        position = self.save_position()
+        position = self.position()
         content = position.pop(CONTENT, None)
         if content is None or (arrays := as_arrays(data)) is None:
             return
@@ -146,7 +152,7 @@ class Source:
             "order, with the values of now."
         )
         self._read(data)
-        self.restore_position(position)
+        self.go_to(position)
 
     def _lay_out(self) -> None:
         """Finds out which rows each replica computes; the next iterator begins with the first batch."""
@@ -155,26 +161,30 @@ class Source:
             self.strategy,
             microbatches=self._microbatches,
             replicas=self._replicas,
-            is_sharded=self._is_sharded,
+            is_sharded=self.depends_on_workers and self._num_workers > 1,
             batch_size=None if self.feed is None else self.feed.batch_size,
         )
         self.layout = self.info.layout
         self._iterator: Any = None
+        self._stacks: Any = None  # of which batches are taken
+        if self._is_stacked:
+            xla_loop = import_part("xla.xla_loop", "jit_compile=loop")
+            self._stacks = xla_loop.Stacks(self.info.element_spec, self.info.batch_size)
         self.fast_forward = FastForward(None, 0)
         self._full_pipeline: tf.data.Dataset | None = None  # from the first batch
         if isinstance(self.feed, NumberedDataset) and self._num_workers > 1 and not self.layout.is_sharded:
-            self.feed.read_only(WorkerRows(self._worker, self._num_workers, self.info.min_rows))
-
-    @property
-    def reads_own_rows(self) -> bool:
-        """Whether this worker reads the rows of its own replicas alone."""
-        return isinstance(self.feed, NumberedDataset) and self.feed.worker_rows is not None
+            self.feed.read_only(WorkerRows(self._worker, self._num_workers, self.layout.min_rows, self.layout.ratios))
 
     def count_batches(self) -> float | None:
         """Returns the batches in one pass; counts them once where a `tf.data` dataset does not know. None: unknown."""
         if self.info.num_batches is not None or self.feed is not None:
             return self.info.num_batches  # a generator of unknown length may never end
         return self._count_batches()
+
+    def stage_secs(self) -> dict[str, float]:
+        """Returns the seconds that threads have worked on each stage of the input since its iterator began."""
+        secs = pipeline_secs(self._iterator)
+        return self.feed.stage_secs(secs) if isinstance(self.feed, NumberedDataset) else secs
 
     def require_batch(self) -> None:
         """Raises a ValueError if a dataset of unknown length has no batch, where a look at it changes nothing."""
@@ -198,15 +208,27 @@ class Source:
         """Returns the iterator, at the position where the last loop left it."""
         if self._iterator is None:
             self._iterator = self.new_iterator()
-        elif self.is_lost and (self.feed is None or self.seeks or not self.feed.goes_on):  # since another `fit`
-            self.restore_position(self.save_position())
+        elif self.is_lost and self.access is not Access.ONCE:  # since another `fit`
+            self.go_to(self.position())
         self.fast_forward.skip()
         return self._iterator
 
     def new_iterator(self) -> Any:
         """Returns a new iterator at the first batch; the position in the data stays."""
         with tf.device(HOST):
-            return iterate(self._pipeline_from_start())
+            if self._stacks is not None:
+                return iterate(self._stacks.dataset(self._pipeline_from_start()))
+            return self._row_iterator() or iterate(self._pipeline_from_start())
+
+    def stack(self, number: int) -> Any:
+        """Returns the stack that holds a batch, by its number: the next batch, or one that was not yet taken."""
+        return self._stacks.at(self.iterator(), number)
+
+    def _row_iterator(self) -> RowIterator | None:
+        """Returns an iterator over one pass of arrays in memory; None: other data, or none that ends."""
+        if self._repeat or not isinstance(self._starting_feed, NumberedDataset):
+            return None
+        return self._starting_feed.row_iterator(self.layout.min_rows if self.layout.is_padded else 0)
 
     def _pipeline_from_start(self) -> tf.data.Dataset:
         """Returns the pipeline from the first batch on; tracing it takes longer than a short pass."""
@@ -216,57 +238,73 @@ class Source:
 
     def iterator_spec(self) -> tf.TypeSpec:
         """Returns the type of `new_iterator`, to trace with."""
-        return tf.data.IteratorSpec(self._pipeline_from_start().element_spec)
+        rows = self._row_iterator()
+        return tf.data.IteratorSpec(self._pipeline_from_start().element_spec) if rows is None else rows._type_spec
 
     def start_loop(self) -> int | None:
         """Takes the batches to skip here, before a loop; returns the most that it may take, None: any number."""
         while self.batches_taken in self.skipped_batches:
-            next(self.iterator())
+            if self._stacks is None:
+                next(self.iterator())
             self.batches_taken += 1
         return min((b - self.batches_taken for b in self.skipped_batches if b > self.batches_taken), default=None)
 
-    def lose_position(self, num_taken: int) -> None:
-        """Notes that a loop failed after some batches, so that the iterator may be further."""
-        self.batches_taken += num_taken
-        self.is_lost = True
+    def count(self, num_batches: int, *, is_lost: bool = False) -> None:
+        """Counts batches that a loop has taken; if the loop has failed, the iterator may be further, and is lost."""
+        self.batches_taken += num_batches
+        self.is_lost |= is_lost
+        if isinstance(self.feed, Feed):
+            self.feed.forget(self.batches_taken)
 
-    def save_position(self) -> dict[str, Any]:
-        """Returns the position in the data for JSON: the number of batches taken and the batches to skip.
+    def leave_out(self, batches: Iterable[int]) -> None:
+        """Leaves out these batches alone, by their numbers from 0."""
+        self.skipped_batches = set(batches)
 
-        TensorFlow's own state of an iterator is not used: if a pipeline prefetches and shuffles each epoch anew, later
-        epochs came in another order in 12 to 22 of 38 restores.
+    def position(self) -> Position:
+        """Returns the position in the data: the number of batches taken, the batches to skip, and what they depend on.
+
+        TensorFlow's own state of an iterator is not used: in 12 to 22 of 38 restores, later epochs had another order.
         """
-        position: dict[str, Any] = {"batches": self.batches_taken, "skipped": sorted(self.skipped_batches)}
+        position: Position = {"batches": self.batches_taken, "skipped": sorted(self.skipped_batches)}
         position |= self._facts(position)
         # A worker that reads its own shard has a state of its own, and the checkpoint is the chief's.
-        if self.seeks and isinstance(self.feed, Feed) and not self.layout.is_sharded:
+        if self.access is Access.SEEKS and isinstance(self.feed, Feed) and not self.layout.is_sharded:
             state = self.feed.state_at(self.batches_taken)
             position |= {} if state is None else {"state": state}
         return position
 
-    def restore_position(self, position: Mapping[str, Any]) -> None:
-        """Reads the same data up to the position of `save_position`, on any number of replicas."""
-        convert = self.feed.convert if isinstance(self.feed, NumberedDataset) else convert_batches
-        position = convert(position, self._facts(position))
+    def go_to(self, position: Position) -> None:
+        """Reads the same data up to a position, on any number of replicas."""
+        position = self.convert(position)
         self._may_go_back |= self._iterator is not None
         self.batches_taken = taken = position["batches"]
         if taken and self._iterator is None and isinstance(self.feed, Feed) and "state" not in position:
             self.feed.require_first_run()
-        self.is_lost = False
-        self.skipped_batches = set(position["skipped"])
+        self.is_lost, self.skipped_batches = False, set(position["skipped"])
+        self.gate.end()
         with tf.device(HOST):
             pipeline, num_to_skip = self._pipeline_at(taken, position.get("state"))
+            if self._stacks is not None:
+                self._stacks.begin(taken)
+                pipeline = self._stacks.dataset(pipeline, num_to_skip)
+                num_to_skip //= self._stacks.size
             self._iterator = iterate(pipeline)
         self.fast_forward = FastForward(self._iterator, num_to_skip)
 
+    def convert(self, position: Position) -> Position:
+        """Returns a position in the same data, if that had other batches, in batches of now."""
+        convert = self.feed.convert if isinstance(self.feed, NumberedDataset) else convert_batches
+        converted = convert(position, self._facts(position))
+        return {**converted, **self._facts(converted)}
+
     def examples_of(self, batch: int) -> np.ndarray | None:
         """Returns the numbers of the examples in a batch, `[b]`, given its number over all epochs; None: no numbers."""
-        return self.feed.examples_of(batch) if isinstance(self.feed, NumberedDataset) else None
+        return self.feed.examples_of(batch)[0] if isinstance(self.feed, NumberedDataset) else None
 
     @property
     def can_be_read_again(self) -> bool:
         """Whether the data gives a batch again: it is not read once, and has no state that changes with each epoch."""
-        return not (isinstance(self.feed, Feed) and self.feed.goes_on)
+        return not isinstance(self.feed, Feed) or self.feed.access is Access.AGAIN
 
     def read_again(self, batch: int) -> Iterator[Any]:
         """Yields the rows of some batches that were trained on, and of the one with a number over all epochs at last.
@@ -278,6 +316,7 @@ class Source:
         if not self.can_be_read_again:
             return
         self._may_go_back = True
+        self.is_lost |= isinstance(self.feed, Feed)  # whose gate is that of this reading, too
         pipeline, _ = self._pipeline_at(first)
         for number, element in enumerate(itertools.islice(iterate(pipeline), batch + 1 - first), first):
             if number == batch or number not in self.skipped_batches:
@@ -294,8 +333,9 @@ class Source:
         """Returns all that training needs from a batch or an earlier one on, and the number of batches between them."""
         with tf.device(HOST):
             if (feed := self._starting_feed) is not None:
-                begin, state, to_skip = (first, state, 0) if feed.goes_on else (0, None, first)
+                begin, state, to_skip = (first, state, 0) if self._seeks else (0, None, first)
                 dataset = feed.dataset(begin, state, repeat=self._repeat)
+                dataset = with_empty_batches(dataset, self._empty_batches) if isinstance(feed, Feed) else dataset
                 are_alike = isinstance(feed, NumberedDataset) and feed.are_rows_alike
                 return _prepared(dataset, self.info, dataset.options(), repeat=False, are_alike=are_alike), to_skip
             dataset = fresh_copy(self._dataset) if self._may_go_back else self._dataset
@@ -309,13 +349,11 @@ class Passes:
 
     Attributes:
         strategy: whose replicas split each batch.
-        batch_size: of arrays, the examples in a global batch.
-        replicas: on which a step is defined; None: the strategy's.
+        reading: how each is read, as arguments of `Source`.
     """
 
     strategy: tf.distribute.Strategy
-    batch_size: int
-    replicas: Replicas | None = None
+    reading: Mapping[str, Any]
     _sources: list[Source] = dataclasses.field(default_factory=list, init=False)  # the latest first
 
     def source(self, data: Data, *, may_be_endless: bool = False) -> Source:
@@ -329,12 +367,9 @@ class Passes:
             ValueError: if the data breaks a rule, or is endless and may not be.
         """
         source = next((s for s in self._sources if s.data is data), None)
-        options: dict[str, Any] = {"replicas": self.replicas, "batch_size": self.batch_size}
-        source = source or Source(data, self.strategy, repeat=False, **options)
+        source = source or Source(data, self.strategy, repeat=False, **self.reading)
         if source.info.is_endless and not may_be_endless:
-            raise ValueError(
-                "The dataset given to measure on is endless; one pass over it never ends: use take(batches)."
-            )
+            raise ValueError("The dataset given to measure on is endless; one pass never ends: use take(batches).")
         if not are_arrays(data):  # a copy of arrays is as large as they are, and they may change in place
             self._sources = [source, *(s for s in self._sources if s is not source)][:_MAX_REMEMBERED]
         return source
@@ -344,11 +379,11 @@ def _prepared(
     dataset: tf.data.Dataset, info: DataInfo, user_options: tf.data.Options, *, repeat: bool, are_alike: bool = False
 ) -> tf.data.Dataset:
     """Returns a dataset checked, padded, repeated and prefetched; with threads of its own unless the user set some."""
-    spec, num_missing = info.element_spec, info.num_missing_batches
+    spec, num_missing, min_rows = info.element_spec, info.num_missing_batches, info.layout.min_rows
     if not are_alike and len(tf.nest.flatten(spec)) > 1 and static_batch_size(spec) is None:
-        dataset = dataset.map(_do_not_convert(lambda *batch: check_rows(_pack_element(batch, spec))))
+        dataset = dataset.map(_do_not_convert(lambda *batch: check_rows(pack_element(batch, spec))))
     if info.layout.is_padded:
-        dataset = dataset.map(_do_not_convert(lambda *batch: pad(_pack_element(batch, spec), info.min_rows)[:2]))
+        dataset = dataset.map(_do_not_convert(lambda *batch: pad(pack_element(batch, spec), min_rows)[:2]))
     if num_missing:  # in the last steps of the longer shards, this worker has rows that do not count
         rows, _ = next(iterate(dataset))
         dataset = dataset.concatenate(tf.data.Dataset.from_tensors((rows, tf.constant(0))).repeat(num_missing))
@@ -356,8 +391,3 @@ def _prepared(
     if user_options.threading.private_threadpool_size is None:
         options.threading.private_threadpool_size = environment.count_cores()
     return (dataset.repeat() if repeat else dataset).prefetch(tf.data.AUTOTUNE).with_options(options)
-
-
-def _pack_element(arguments: tuple[Any, ...], spec: Any) -> Any:
-    """Returns a dataset's element from the arguments over which `Dataset.map` has spread it."""
-    return arguments if isinstance(spec, tuple) and not hasattr(spec, "_fields") else arguments[0]

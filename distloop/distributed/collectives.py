@@ -11,7 +11,6 @@ It does not know how the workers met (`strategies`), nor how a failure is notice
 import base64
 import contextlib
 import enum
-import functools
 import io
 import json
 import threading
@@ -23,6 +22,7 @@ import tensorflow as tf
 
 from distloop.distributed import tensorflow_internals
 from distloop.graph_functions import graph_function
+from distloop.threads import once
 from distloop.workers.heartbeat import Heartbeat
 from distloop.workers.liveness import GATHERING
 from distloop.workers.preemption import Interrupted, OtherFailed, StopRequests
@@ -281,7 +281,7 @@ def _gather(strategy: tf.distribute.Strategy, values: np.ndarray) -> np.ndarray:
     return gathered
 
 
-@functools.cache
+@once
 def _gather_function(strategy: tf.distribute.Strategy, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
     is_this_one = np.arange(num_workers(strategy)).reshape(-1, *(1 for _ in shape)) == worker_index(strategy)
 

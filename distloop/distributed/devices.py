@@ -12,16 +12,13 @@ import dataclasses
 import functools
 import logging
 import os
-import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
-from distloop.distributed import tensorflow_internals
 from distloop.errors import show_full_tracebacks
 from distloop.graph_functions import enable_determinism
 from distloop.log import log, shown
@@ -41,6 +38,14 @@ _REWRITE_ARITHMETIC = [
     "remapping",
     "shape_optimization",
 ]
+
+_NVML_NUMBERS: dict[str, Callable[[Any, Any], float]] = {  # of NVML's module and a GPU
+    "gpu_utilization": lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100,
+    "gpu_memory_gb": lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).used / 1e9,
+    "gpu_watts": lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3,
+    "gpu_temperature": lambda nvml, gpu: float(nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU)),
+    "energy_kwh": lambda nvml, gpu: nvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 3.6e9,  # from millijoules
+}
 
 
 def prepare_process(config: Config) -> None:
@@ -94,10 +99,12 @@ class Replicas:
     Attributes:
         devices: the replicas of the strategy, of all workers; each is on a device, or on those of a pipeline.
         virtual: as `Config.virtual_replicas`; 0: none.
+        ratios: as `Config.device_shares`, of each replica in a batch; empty: equal ones.
     """
 
     devices: int
     virtual: int = 0
+    ratios: tuple[int, ...] = ()
 
     @property
     def count(self) -> int:
@@ -117,11 +124,11 @@ class Replicas:
     @property
     def setting(self) -> str:
         """What a user gives for them, for sentences."""
-        return f"virtual_replicas={self.virtual}"
+        return f"device_shares={list(self.ratios)}" if self.ratios else f"virtual_replicas={self.virtual}"
 
     def fit_on(self, devices: int) -> bool:
-        """Returns whether so many devices can compute them, each as many as the others."""
-        return self.virtual % devices == 0
+        """Returns whether so many devices can compute them, each as many as the others, and each has its share."""
+        return self.virtual % devices == 0 and len(self.ratios) in (0, devices)
 
 
 def require_no_other_scope(strategy: tf.distribute.Strategy | None = None) -> None:
@@ -147,18 +154,6 @@ def seeded(seed: int) -> Iterator[None]:
     with _SEEDED:
         keras.utils.set_random_seed(seed)
         yield
-
-
-@contextlib.contextmanager
-def preserved_random_state() -> Iterator[None]:
-    """Restores the global random state of Python, NumPy and TensorFlow on exit."""
-    python, numpy, tensorflow = random.getstate(), np.random.get_state(), tensorflow_internals.get_random_state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        tensorflow_internals.set_random_state(tensorflow)
 
 
 def split_first_gpu(count: int, megabytes: int) -> None:
@@ -192,22 +187,24 @@ def choose_device_type(config: Config) -> str:
     return "GPU" if tf.config.list_physical_devices("GPU") else "CPU"
 
 
-def gpu_use() -> list[tuple[float, float]]:
-    """Returns how busy each GPU of this process is, as NVIDIA's driver saw it in the last second or less.
+def gpu_use() -> list[dict[str, float]]:
+    """Returns what NVIDIA's driver says of each GPU of this process.
 
     Returns:
-        For each GPU the fraction of the time in which it computed, and the memory in use on it, of all processes, in GB
-        (10^9 bytes); empty without GPUs, without the package `nvidia-ml-py`, or where the driver does not report it.
+        For each GPU, by name, what its driver reports: `gpu_utilization`, the fraction of the last second or less in
+        which it computed; `gpu_memory_gb`, the memory in use on it, of all processes, in GB (10^9 bytes); `gpu_watts`;
+        `gpu_temperature`, in degrees Celsius; `energy_kwh`, since the driver was loaded. Empty without GPUs, or
+        without the package `nvidia-ml-py`.
     """
     nvml, gpus = _nvml_gpus()
-    try:
-        return [
-            (nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100, nvml.nvmlDeviceGetMemoryInfo(gpu).used / 1e9)
-            for gpu in gpus
-        ]
-    except nvml.NVMLError as error:
-        log.debug("NVIDIA's driver does not report the use of the GPUs: %s", error)
-        return []
+    uses: list[dict[str, float]] = [{} for _ in gpus]
+    for gpu, use in zip(gpus, uses, strict=True):
+        for name, ask in _NVML_NUMBERS.items():
+            try:
+                use[name] = ask(nvml, gpu)
+            except nvml.NVMLError as error:
+                log.debug("NVIDIA's driver does not report %s: %s", name, error)
+    return uses
 
 
 @functools.cache
@@ -270,7 +267,7 @@ def _keep_graphs_as_written() -> None:
 
 
 def _create_virtual_cpus(config: Config) -> None:
-    name = "num_stages" if config.num_stages > 1 else "num_devices"  # each stage takes one
+    name = "num_stages" if config.num_stages > config.num_devices else "num_devices"  # each stage takes one
     count: int = getattr(config, name)
     cpu = tf.config.list_physical_devices("CPU")[0]
     if count <= len(tf.config.get_logical_device_configuration(cpu) or [None]):

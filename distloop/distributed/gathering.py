@@ -10,7 +10,7 @@ It does not know what is compared.
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import keras
@@ -19,6 +19,7 @@ import tensorflow as tf
 from distloop.distributed import strategies, tensorflow_internals
 from distloop.distributed.strategies import tree_sum
 from distloop.errors import require
+from distloop.graph_functions import reached
 from distloop.variables import top_layers
 
 T = TypeVar("T")
@@ -90,7 +91,8 @@ class RowExchange:
         if self.rows:
             rows = self.rows[len(self.given) - 1]
         else:
-            if not tf.executing_eagerly() and _depends_on(own, self._zeros):
+            ways = () if tf.executing_eagerly() else reached([own], lambda tensor: tensor.op.inputs)
+            if any(id(tensor.op) in self._zeros for tensor in ways):
                 raise ValueError(
                     "The loss calls gather_rows for what it computed from other gathered rows, which virtual replicas "
                     "cannot do, as a device computes them one after the other: train without virtual replicas."
@@ -165,19 +167,6 @@ def gather_rows(values: Any) -> tuple[tf.Tensor, tf.Tensor]:
     return rows, tf.minimum(first + tf.range(size), tf.shape(rows)[0] - 1)
 
 
-def _depends_on(tensor: tf.Tensor, operations: Set[int]) -> bool:
-    """Returns whether a tensor of a graph is computed from the results of operations, known by `id`."""
-    stack, seen = [tensor.op], set[int]()
-    while stack:
-        op = stack.pop()
-        if id(op) in operations:
-            return True
-        if id(op) not in seen:
-            seen.add(id(op))
-            stack += [source.op for source in op.inputs]
-    return False
-
-
 def gather_all(tensors: Sequence[tf.Tensor], reason: str) -> list[tf.Tensor]:
     """Returns tensors with the rows of all replicas, in the order of the global batch. Call in replica context.
 
@@ -199,7 +188,7 @@ def _all_gather_unequal(rows: tf.Tensor, counts: tf.Tensor, strategy: tf.distrib
     """Returns the rows of all replicas; replica i has `counts[i]` of them, another number in another step of a loop."""
     max_rows = getattr(_current, "max_rows", None)
     if max_rows is not None:
-        return _all_gather_padded(rows, counts, max_rows)
+        return all_gather_padded(rows, counts, max_rows)
     if strategies.uses_collectives(strategy):
         raise ValueError(
             f"{reason}, which on several workers or GPUs has to know the size of a batch, and this "
@@ -208,7 +197,7 @@ def _all_gather_unequal(rows: tf.Tensor, counts: tf.Tensor, strategy: tf.distrib
     return all_gather(rows)
 
 
-def _all_gather_padded(rows: tf.Tensor, counts: tf.Tensor, max_rows: int) -> tf.Tensor:
+def all_gather_padded(rows: tf.Tensor, counts: tf.Tensor, max_rows: int) -> tf.Tensor:
     """Returns the rows of all replicas; reading them fails if one has more than `max_rows`."""
     fits = require(
         tf.shape(rows)[0] <= max_rows,
@@ -221,19 +210,6 @@ def _all_gather_padded(rows: tf.Tensor, counts: tf.Tensor, max_rows: int) -> tf.
     missing = tf.concat([num_missing, tf.shape(rows)[1:]], 0)
     padded = all_gather(tf.concat([rows, tf.zeros(missing, rows.dtype)], 0))  # [R * max_rows, ...]
     return tf.boolean_mask(padded, tf.reshape(tf.sequence_mask(counts, max_rows), [-1]))
-
-
-def gather_lists(tensors: Sequence[tf.Tensor], max_rows: int | None) -> list[tf.Tensor]:
-    """Returns tensors with the rows of all replicas, in their order. Call in replica context.
-
-    Args:
-        tensors: `[n, ...]`, the same n for all, which may differ between replicas.
-        max_rows: the largest n of any replica; None: unknown, where no collectives are used.
-    """
-    if max_rows is None:
-        return [all_gather(tensor) for tensor in tensors]
-    counts = all_gather(tf.shape(tensors[0])[:1])  # [R]
-    return [_all_gather_padded(tensor, counts, max_rows) for tensor in tensors]
 
 
 def all_gather(rows: tf.Tensor) -> tf.Tensor:

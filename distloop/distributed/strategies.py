@@ -1,13 +1,12 @@
 """Strategies: makes the `tf.distribute` strategy of a Config, and chooses the executor of its graphs.
 
-The only module that names a strategy class. It does not know what runs on the devices.
+With the sharding of slots, the only module that names a strategy class. It does not know what runs on the devices.
 
     strategies.prepare(config)                  # before the first tensor
     strategy = strategies.make_strategy(config)
     strategies.describe(strategy)               # "2 replicas (CPU:0, CPU:1)"
 """
 
-import functools
 import logging
 import operator
 import signal
@@ -25,12 +24,15 @@ from distloop.distributed.devices import Replicas
 from distloop.graph_functions import has_clock
 from distloop.settings.config import Config
 from distloop.settings.flags import facts
+from distloop.threads import once
 from distloop.workers import environment, messages
 from distloop.workers.environment import Cluster
 from distloop.workers.heartbeat import Heartbeat
 from distloop.workers.liveness import JOINING
 
 T = TypeVar("T")
+
+MIRRORED = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)  # a copy on each device
 
 SERIAL_EXECUTOR, PARALLEL_EXECUTOR = "SINGLE_THREADED_EXECUTOR", ""  # names for tf.experimental.function_executor_type
 _TENSORFLOW_SILENCE_SECS, _NO_LIMIT_SECS = 10.0, 86_400.0
@@ -80,7 +82,7 @@ def make_strategy(config: Config) -> tf.distribute.Strategy:
     device_type = devices.choose_device_type(config)
     available = tf.config.list_logical_devices(device_type)
     num_devices = config.num_devices or len(available)
-    if config.num_stages > 1:  # the devices belong to the stages
+    if config.num_stages > 1 and config.num_devices <= config.num_stages:  # the stages take all devices
         return tf.distribute.get_strategy()
     if num_devices > len(available) or not available:
         raise ValueError(
@@ -90,8 +92,8 @@ def make_strategy(config: Config) -> tf.distribute.Strategy:
     if name == "none" or (name == "auto" and num_devices == 1):
         # The loop's graph is built for the host, and the default strategy's `run` would leave a replica there.
         return tf.distribute.OneDeviceStrategy("/GPU:0") if device_type == "GPU" else tf.distribute.get_strategy()
-    device_names = tuple(f"{device_type}:{i}" for i in range(num_devices))
-    return _make_mirrored(device_names, bool(config.virtual_replicas))
+    device_names = tuple(f"{device_type}:{i}" for i in range(0, num_devices, config.num_stages))
+    return _make_mirrored(device_names, bool(config.virtual_replicas), config.num_stages > 1)
 
 
 def check_strategy(strategy: tf.distribute.Strategy) -> tf.distribute.Strategy:
@@ -115,23 +117,8 @@ def check_strategy(strategy: tf.distribute.Strategy) -> tf.distribute.Strategy:
 
 def replicas_of(strategy: tf.distribute.Strategy, config: Config) -> Replicas:
     """Returns the replicas on which the step of a run is defined; whether they can be shared out is not checked."""
-    return Replicas(strategy.num_replicas_in_sync, config.virtual_replicas)
-
-
-def can_shard(strategy: tf.distribute.Strategy) -> bool:
-    """Returns whether there are several replicas, to split an optimizer's slots over.
-
-    Raises:
-        ValueError: if there are several replicas, and distloop cannot do so.
-    """
-    if strategy.num_replicas_in_sync == 1:
-        return False
-    if not isinstance(strategy, (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)):
-        raise ValueError(
-            f"shard_optimizer=True was given with a {type(strategy).__name__}; slots are shared out to the devices of "
-            "a MirroredStrategy: use strategy=mirrored, or leave shard_optimizer out."
-        )
-    return True
+    ratios = tuple(map(int, filter(None, str(config.device_shares).split(","))))
+    return Replicas(strategy.num_replicas_in_sync, config.virtual_replicas, ratios)
 
 
 def describe(strategy: tf.distribute.Strategy) -> str:
@@ -218,20 +205,22 @@ def _strategy_name(config: Config) -> str:
     return config.strategy
 
 
-@functools.cache
-def _make_mirrored(device_names: tuple[str, ...], adds_in_tree: bool) -> tf.distribute.Strategy:
+@once
+def _make_mirrored(device_names: tuple[str, ...], adds_in_tree: bool, has_stages: bool) -> tf.distribute.Strategy:
     kind = tf.distribute.MirroredStrategy
+    reduction = _choose_reduction(device_names, adds_in_tree, has_stages)
     with tensorflow_internals.own_collective_keys(kind):  # this process may have used another number of devices
-        return kind(list(device_names), cross_device_ops=_choose_reduction(device_names, adds_in_tree))
+        return kind(list(device_names), cross_device_ops=reduction)
 
 
-def _choose_reduction(device_names: tuple[str, ...], adds_in_tree: bool) -> tf.distribute.CrossDeviceOps | None:
+def _choose_reduction(device_names: tuple[str, ...], adds_in_tree: bool, has_stages: bool) -> Any:
     """Returns how mirrored replicas add; None: by TensorFlow's collectives, which are NCCL between GPUs."""
     # On virtual CPUs, one addition of packed vectors is cheaper than collectives: 2.5 times on small models. GPUs keep
-    # TensorFlow's default, unless bits count.
+    # TensorFlow's default, unless bits count, or gradients are on other devices than those of the strategy.
     if adds_in_tree:
         return tf.distribute.ReductionToOneDevice(accumulation_fn=tree_sum)
-    return tf.distribute.ReductionToOneDevice() if device_names[0].startswith("CPU") else None
+    is_on_cpus = device_names[0].startswith("CPU")
+    return tf.distribute.ReductionToOneDevice() if is_on_cpus or has_stages else None
 
 
 _multi_worker_strategies: dict[Cluster, tf.distribute.Strategy] = {}  # one entry: a process can join one cluster
@@ -267,8 +256,8 @@ def _join(cluster: Cluster, config: Config, heartbeat: Heartbeat) -> tf.distribu
         tf.train.ClusterSpec({"worker": cluster.addresses}), task_type="worker", task_id=cluster.index, rpc_layer="grpc"
     )
     count = config.num_devices or (len(tf.config.list_physical_devices("GPU")) if device_type == "GPU" else 1)
-    if config.num_stages > 1:  # one replica runs all stages
-        count = 1
+    if config.num_stages > 1:  # a replica runs all stages
+        count = max(1, config.num_devices // config.num_stages)
     # The heartbeat ends the run before TensorFlow does, and knows whom to name.
     silence_secs = max(_TENSORFLOW_SILENCE_SECS, 2 * config.hang_timeout) if config.hang_timeout else _NO_LIMIT_SECS
     heartbeat.phase = JOINING

@@ -8,23 +8,23 @@ import ctypes
 import functools
 import itertools
 import os
-import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python import pywrap_tfe
-from tensorflow.python.distribute import collective_all_reduce_strategy, distribute_lib
+from tensorflow.python.distribute import collective_all_reduce_strategy
 from tensorflow.python.eager import context
 from tensorflow.python.framework import errors_impl
-from tensorflow.python.ops import custom_gradient, resource_variable_ops
+from tensorflow.python.ops import custom_gradient
+
+from distloop.threads import replaced
 
 # gRPC holds a message several times, in new memory each time, which costs more than a copy: with 80 MB in one message,
 # the step of a model of 41 million parameters took half as long again, and 0.5 GB more, than with messages like these.
 LARGEST_MESSAGE_BYTES = 4 * 2**20
 # A strategy takes a key for each group of devices, of which it has a few. The first strategy keeps TensorFlow's keys.
 _key_bases = itertools.count(0, 100_000)
-_REPLACING = threading.RLock()
 
 
 def rank_and_size(strategy: tf.distribute.Strategy) -> tuple[int, int]:
@@ -50,36 +50,12 @@ def abort_collectives() -> None:
     context.context().abort_collective_ops(errors_impl.ABORTED, "The other workers did not come.")
 
 
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Enters a scope, of one thread at a time, with another value of an attribute of TensorFlow's."""
-    with _REPLACING:
-        original = getattr(owner, name)
-        setattr(owner, name, value)
-        try:
-            yield
-        finally:
-            setattr(owner, name, original)
-
-
 def own_collective_keys(kind: type[tf.distribute.Strategy]) -> contextlib.AbstractContextManager[None]:
     """Gives a mirrored strategy, of this class, that is created inside keys of its own for its collectives.
 
     TensorFlow gives those of each strategy the same keys, so that a strategy over four GPUs fails after one over two.
     """
-    return _replaced(kind, "_collective_key_base", next(_key_bases))
-
-
-def get_random_state() -> tuple[Any, Any]:
-    """Returns TensorFlow's global seed and the generator of operation seeds."""
-    eager = context.context()
-    return eager._seed, getattr(eager, "_rng", None)  # there is none before the first seed
-
-
-def set_random_state(state: tuple[Any, Any]) -> None:
-    """Restores what `get_random_state` returned."""
-    eager = context.context()
-    eager._seed, eager._rng = state
+    return replaced(kind, "_collective_key_base", next(_key_bases))
 
 
 def local_devices(device_type: str, count: int) -> contextlib.AbstractContextManager[None]:
@@ -89,7 +65,7 @@ def local_devices(device_type: str, count: int) -> contextlib.AbstractContextMan
         return tuple(f"{worker_device}/device:{device_type}:{i}" for i in range(count)), device_type
 
     extended = collective_all_reduce_strategy.CollectiveAllReduceExtended
-    return _replaced(extended, "_initialize_local_devices", first_devices)
+    return replaced(extended, "_initialize_local_devices", first_devices)
 
 
 @contextlib.contextmanager
@@ -128,7 +104,7 @@ def joining_without_gil() -> Iterator[None]:
             raise errors_impl.exception_type_from_error_code(code)(None, None, message)
         library.TF_DeleteStatus(status)
 
-    with _replaced(pywrap_tfe, "TFE_EnableCollectiveOps", join):
+    with replaced(pywrap_tfe, "TFE_EnableCollectiveOps", join):
         yield
 
 
@@ -160,73 +136,6 @@ def _pieces(tensor: tf.Tensor) -> list[tf.Tensor]:
     return [tensor[start : start + most] for start in range(0, tensor.shape[0], most)]
 
 
-def broadcast(strategy: tf.distribute.Strategy, sender: int, value: tf.Tensor | tf.TensorSpec) -> tf.Tensor:
-    """Returns a tensor of one worker on every worker, bit for bit. All must call it, in a `tf.function`.
-
-    It is called outside of replicas; the first device of each worker takes part, as when a variable is made.
-
-    Args:
-        strategy: of several workers.
-        sender: the index of the worker.
-        value: the tensor on that worker, of static shape; its spec on the others.
-    """
-    return _broadcast(strategy, sender, value, strategy.extended.worker_devices[0], rank_and_size(strategy)[1])
-
-
-def make_pairs(strategy: tf.distribute.Strategy) -> None:
-    """Numbers the pairs of workers, for `send`. All workers must call it, so that they number alike."""
-    for pair in itertools.combinations(range(rank_and_size(strategy)[1]), 2):
-        strategy.extended._collective_keys.get_group_key([_name(pair)])
-
-
-def send(strategy: tf.distribute.Strategy, sender: int, receiver: int, value: tf.Tensor | tf.TensorSpec) -> tf.Tensor:
-    """Sends a tensor from one worker to another, bit for bit. Both must call it, in a `tf.function`.
-
-    It is called outside of replicas, after `make_pairs`; the first device of each of the two workers takes part.
-
-    Args:
-        strategy: of several workers.
-        sender: the index of the worker that has the tensor.
-        receiver: the index of the other one.
-        value: the tensor on the sender, of static shape; its spec on the receiver.
-
-    Returns:
-        The tensor, on both.
-    """
-    return _broadcast(strategy, sender, value, _name(sorted([sender, receiver])), 2)
-
-
-def _name(pair: Sequence[int]) -> str:
-    return f"workers {pair[0]} and {pair[1]}"
-
-
-def _broadcast(
-    strategy: tf.distribute.Strategy, sender: int, value: tf.Tensor | tf.TensorSpec, group: str, size: int
-) -> tf.Tensor:
-    """Returns a tensor of one worker on each of a group of workers, named as to `CollectiveKeys`; in some messages."""
-    keys, messages = strategy.extended._collective_keys, list[tf.Tensor]()
-    key = keys.get_group_key([group])
-    sent = {2: tf.float16, 4: tf.float32, 8: tf.float64}[value.dtype.size]  # collectives know few types
-    most, count = LARGEST_MESSAGE_BYTES // value.dtype.size, value.shape.num_elements()
-    is_sender = rank_and_size(strategy)[0] == sender
-    with tf.device(strategy.extended.worker_devices[0]):
-        flat = tf.bitcast(tf.reshape(value, [-1]), sent) if is_sender else None
-        for start in range(0, max(count, 1), most):
-            ids = {"group_size": size, "group_key": key, "instance_key": keys.get_instance_key(key, group)}
-            shape = [min(most, count - start)]
-            with tf.control_dependencies(messages[-1:]):
-                if flat is not None:
-                    message = tf.raw_ops.CollectiveBcastSendV2(input=tf.slice(flat, [start], shape), **ids)
-                else:
-                    message = tf.raw_ops.CollectiveBcastRecvV2(T=sent, shape=shape, **ids)
-            messages.append(message)
-        if is_sender:
-            with tf.control_dependencies(messages):
-                return tf.identity(value)
-        received = tf.concat(messages, 0) if len(messages) > 1 else messages[0]
-        return tf.reshape(tf.bitcast(received, value.dtype), value.shape)
-
-
 def all_reduce_without_graph_walks() -> contextlib.AbstractContextManager[None]:
     """Traces each all-reduce of a replica function in constant time.
 
@@ -236,24 +145,4 @@ def all_reduce_without_graph_walks() -> contextlib.AbstractContextManager[None]:
     all-reduces with those of the backward pass, took more than four minutes. Within a `tf.function` there are no such
     variables; those that a custom gradient reads are recorded by its tape.
     """
-    return _replaced(custom_gradient, "_get_dependent_variables", lambda input_ops, output_ops: [])
-
-
-@contextlib.contextmanager
-def outside_strategies() -> Iterator[None]:
-    """Enters a scope without a strategy, inside that of one: variables made in it are on one device, and not mirrored.
-
-    TensorFlow refuses to nest the default strategy's scope, and each strategy makes the variables of its own.
-    """
-
-    def create(next_creator: Any, *, colocate_with: Any = None, **settings: Any) -> tf.Variable:
-        settings = {name: value for name, value in settings.items() if name != "use_resource"}
-        with contextlib.nullcontext() if colocate_with is None else tf.device(colocate_with.device):
-            return resource_variable_ops.ResourceVariable(**settings)
-
-    distribute_lib._push_per_thread_mode(distribute_lib._get_default_replica_mode())
-    try:
-        with tf.variable_creator_scope(create):
-            yield
-    finally:
-        distribute_lib._pop_per_thread_mode()
+    return replaced(custom_gradient, "_get_dependent_variables", lambda input_ops, output_ops: [])

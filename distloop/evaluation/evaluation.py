@@ -23,7 +23,15 @@ from distloop.distributed.devices import HOST
 from distloop.distributed.strategies import tree_sum
 from distloop.errors import TEXT_AS_NUMBER, raise_as_user_error
 from distloop.evaluation.prediction import Predictor
-from distloop.graph_functions import NO_LIMIT_SECS, TimeLimit, compiled, graph_function, has_clock, with_called
+from distloop.graph_functions import (
+    NO_LIMIT_SECS,
+    TimeLimit,
+    called_by_kind,
+    compiled,
+    graph_function,
+    has_clock,
+    with_called,
+)
 from distloop.model import broadcasts, metrics
 from distloop.model.keras_metrics import Join, KerasMetrics, check_arguments
 from distloop.model.memory import explain_pass
@@ -31,8 +39,8 @@ from distloop.model.spec import LossFn
 from distloop.model.state import TrainState
 from distloop.settings.config import Config
 from distloop.training.differentiation import tally_outputs
+from distloop.training.microbatches import join_rows, run_forward
 from distloop.training.step_operations import unsaved_draws_refused
-from distloop.training.virtual_replicas import join_rows, run_forward
 from distloop.workers.preemption import StopRequests
 
 _SCALAR, _VECTOR = tf.TensorShape([]), tf.TensorShape([None])
@@ -159,6 +167,7 @@ class EvalLoop:
         self._eager, self._max_traces = eager, max_traces
         self._step = EvalStep(state, loss_fn, metrics)
         self._run = compiled(self._chunk, eager, name="evaluation", max_traces=max_traces)
+        self._call = called_by_kind(self._run, eager)
         self._most_batches = 1  # of the next chunk, on several workers
         with tf.device(HOST):  # of the chunks before, [2 * M]; one zero before the first batch
             self._tallies = tf.Variable(tf.zeros([1], tf.float64), shape=[None], trainable=False)
@@ -179,7 +188,7 @@ class EvalLoop:
         fed: dict[str, Any] = {}
 
         def trace(rows: Any) -> None:
-            batch = source.layout.batch_of(rows, source.info.min_rows)
+            batch = source.layout.batch_of(rows)
             self._state.strategy.run(functools.partial(self._step.feed, source.layout, fed), args=(batch,))
 
         if self._eager:
@@ -190,12 +199,9 @@ class EvalLoop:
 
     def names(self, source: Source) -> list[str] | None:
         """Returns the names of the metrics, from a trace that the first evaluation uses, too; None: it is eager."""
-        if self._eager:
-            return None
-        self.build_metrics(source)
-        if not self._step.names:
-            self._run.get_concrete_function(source.iterator_spec(), source.layout, *_limits(0, NO_LIMIT_SECS))
-        return [*self._step.names, *self._step.keras_metrics]
+        if not (self._eager or self._step.names):
+            self.trace(source)
+        return None if self._eager else [*self._step.names, *self._step.keras_metrics]
 
     def trace(self, source: Source) -> None:
         """Builds the Keras metrics and traces a pass over a dataset, which runs nothing; `evaluate` uses the trace.
@@ -206,8 +212,8 @@ class EvalLoop:
         self.build_metrics(source)
         if not self._eager:
             graph = self._run.get_concrete_function(source.iterator_spec(), source.layout, *_limits(0, 0.0)).graph
-            texts = [op for op in with_called(graph.get_operations()) if op.type == "Cast"]
-            if any(op.inputs[0].dtype == tf.string for op in texts):
+            operations = with_called(graph.get_operations())
+            if any(op.type == "Cast" and op.inputs[0].dtype == tf.string for op in operations):
                 raise ValueError(TEXT_AS_NUMBER)
 
     def evaluate(self, source: Source, limit: int = 0, stop_requests: StopRequests | None = None) -> dict[str, float]:
@@ -225,7 +231,7 @@ class EvalLoop:
         collectives.report_phase(self._state.strategy, "evaluating")
         self.build_metrics(source)
         state = self._state
-        with state.averaged(), state.random_streams.preserved(), self._step.keras_metrics.preserved():
+        with source.gate, state.averaged(), state.random_streams.preserved(), self._step.keras_metrics.preserved():
             try:
                 result = self._run_chunks(source, limit, stop_requests)
             except tf.errors.ResourceExhaustedError as error:
@@ -237,8 +243,7 @@ class EvalLoop:
             raise ValueError("The dataset to evaluate on is empty; distloop needs one batch at least.")
         if source.info.num_batches is None:
             source.layout.check_same(state.strategy, "use an evaluation", {"the batches read": int(result["batches"])})
-        means = metrics.means(self._step.names, result["tallies"])
-        return means | metrics.flatten_results(result["keras_metrics"])
+        return metrics.means(self._step.names, result["tallies"]) | metrics.flatten_results(result["keras_metrics"])
 
     def _run_chunks(self, source: Source, limit: int, stop_requests: StopRequests | None) -> dict[str, Any]:
         """Makes a pass; returns what the last chunk returned, as NumPy arrays, and the batches of all chunks.
@@ -259,7 +264,7 @@ class EvalLoop:
             start = time.monotonic()
             most = limit - batches if limit else tf.int64.max
             most = most if ends_by_time or not is_cut else min(most, self._most_batches)
-            result = self._run(iterator, source.layout, *_limits(most, _CHUNK_SECS if ends_by_time else NO_LIMIT_SECS))
+            result = self._call(iterator, source.layout, *_limits(most, _CHUNK_SECS if ends_by_time else NO_LIMIT_SECS))
             result = tf.nest.map_structure(lambda t: t.numpy(), result)
             batches += int(result["batches"])
             if not is_cut:

@@ -15,17 +15,19 @@ import numpy as np
 import tensorflow as tf
 
 from distloop.data import shards
+from distloop.data.numbered import RowIterator
 from distloop.data.shards import Batch, BatchLayout
 from distloop.data.source import Source
 from distloop.distributed import collectives, gathering
 from distloop.distributed.devices import HOST
 from distloop.errors import raise_as_user_error, require
-from distloop.graph_functions import TimeLimit, compiled
+from distloop.graph_functions import TimeLimit, called_by_kind, compiled
 from distloop.model.memory import explain_pass
 from distloop.model.state import TrainState
 from distloop.model.user_functions import as_tensor
+from distloop.settings import durations
 from distloop.settings.precision import HALF_DTYPES
-from distloop.training.virtual_replicas import join_rows, run_forward
+from distloop.training.microbatches import join_rows, run_forward
 from distloop.workers.preemption import StopRequests
 
 DEFAULT_SIGNATURE = "serving_default"  # the signature that TensorFlow's tools call unless they are given a name
@@ -47,10 +49,8 @@ class PredictLoop:
         self._row_specs: Any = None  # of each output, on several workers, once a step was traced
         self._step = compiled(self._predict_batch, eager, name="prediction")  # one trace for its several callers
         self._run = compiled(lambda iterator, layout: self._step(shards.next_batch(iterator, layout), layout), eager)
-        self._run_many = compiled(self._predict_batches, eager)
-        with tf.device(HOST):
-            most_secs = tf.constant(_MAX_JOINED_SECS, tf.float64)
-        self._run_joined = lambda *data: self._run_many(*data, most_secs)
+        self._run_joined = compiled(self._predict_batches, eager)
+        self._call_joined = called_by_kind(self._run_joined, eager)
 
     def trace(self, source: Source) -> None:
         """Traces the outputs for a batch, which runs nothing; `predict` uses the trace."""
@@ -83,26 +83,30 @@ class PredictLoop:
             if source.info.num_batches is None:
                 run = self._run_if_all_have_a_batch
         elif is_joined and not limit:
-            run = self._run_joined
-        for piece in range(limit) if limit else itertools.count():
-            if piece and stop_requests is not None:
-                collectives.agree_to_go_on(self._strategy, stop_requests, collectives.Vote(step=int(self._state.step)))
-            # Between two batches, the weights and random streams of training are back: the caller may train meanwhile.
-            with self._state.averaged(), self._state.random_streams.preserved():
-                self._state.random_streams.write(streams)
-                try:
-                    outputs = run(iterator, source.layout)
-                    streams = self._state.random_streams.read()
-                except tf.errors.OutOfRangeError:
+            run = self._call_joined
+        with source.gate:
+            for piece in range(limit) if limit else itertools.count():
+                if isinstance(iterator, RowIterator) and not iterator.has_next():
                     return
-                except tf.errors.ResourceExhaustedError as error:
-                    raise explain_pass(error, self._state, "predicting", source.info.batch_size) from error
-                except tf.errors.OpError as error:
-                    self._state.may_be_saved = self._state.may_be_saved and not self._state.passes_write
-                    if "TensorListConcat" in (error.message or ""):
-                        raise _cannot_join("their shapes differ") from error
-                    raise_as_user_error(error)
-            yield tf.nest.map_structure(lambda t: t.numpy(), outputs)
+                if piece and stop_requests is not None:
+                    vote = collectives.Vote(step=int(self._state.step))
+                    collectives.agree_to_go_on(self._strategy, stop_requests, vote)
+                # Between two batches, weights and random streams are those of training: the caller may train meanwhile.
+                with self._state.averaged(), self._state.random_streams.preserved():
+                    self._state.random_streams.write(streams)
+                    try:
+                        outputs = run(iterator, source.layout)
+                        streams = self._state.random_streams.read()
+                    except tf.errors.OutOfRangeError:
+                        return
+                    except tf.errors.ResourceExhaustedError as error:
+                        raise explain_pass(error, self._state, "predicting", source.info.batch_size) from error
+                    except tf.errors.OpError as error:
+                        self._state.may_be_saved = self._state.may_be_saved and not self._state.passes_write
+                        if "TensorListConcat" in (error.message or ""):
+                            raise _cannot_join("their shapes differ") from error
+                        raise_as_user_error(error)
+                yield tf.nest.map_structure(lambda t: t.numpy(), outputs)
 
     def _predict_batch(self, batch: Batch, layout: BatchLayout) -> Any:
         """Returns the outputs for a batch, `[B, ...]`; outside `strategy.run`."""
@@ -143,10 +147,10 @@ class PredictLoop:
             raise tf.errors.OutOfRangeError(None, None, "End of sequence")
         return self._step(get_batch(), layout)
 
-    def _predict_batches(self, iterator: Any, layout: BatchLayout, secs: tf.Tensor) -> Any:
-        """Predicts for up to `_MAX_JOINED_BATCHES` batches, and joins them; takes none after so many seconds."""
+    def _predict_batches(self, iterator: Any, layout: BatchLayout) -> Any:
+        """Predicts for up to `_MAX_JOINED_BATCHES` batches, and joins them; takes none after `_MAX_JOINED_SECS`."""
         with tf.device(HOST):
-            time_limit = TimeLimit(secs)
+            time_limit = TimeLimit(tf.constant(_MAX_JOINED_SECS, tf.float64))
             batch = shards.next_batch(iterator, layout)
         first = self._step(batch, layout)
         leaves = tf.nest.flatten(first)
@@ -154,8 +158,7 @@ class PredictLoop:
             return first  # a TensorArray holds no ragged tensors
 
         def new_array(leaf: tf.Tensor) -> tf.TensorArray:
-            array = tf.TensorArray(leaf.dtype, 1, dynamic_size=True, infer_shape=False, clear_after_read=False)
-            return array.write(0, leaf)
+            return tf.TensorArray(leaf.dtype, 1, True, infer_shape=False, clear_after_read=False).write(0, leaf)
 
         def body(count: tf.Tensor, _: tf.Tensor, arrays: list[tf.TensorArray]) -> Any:
             has_batch, get_batch = shards.next_batch_if_any(iterator, layout)
@@ -215,7 +218,7 @@ class Predictor:
         stop_requests: StopRequests | None = None,
     ) -> Any:
         """Returns the outputs for all rows, as for `Trainer.predict`; `stop_requests` as for `PredictLoop`."""
-        loop = self._loop(signature, keep_dtypes)
+        loop = self._loop(signature, keep_dtypes, limit)
         pieces = list(loop.predict(source, is_joined=True, limit=limit, stop_requests=stop_requests))
         if not pieces:
             raise ValueError(IS_EMPTY)
@@ -228,13 +231,14 @@ class Predictor:
         self, source: Source, signature: str | None = None, keep_dtypes: bool = False, limit: int = 0
     ) -> Iterator[Any]:
         """Returns an iterator over outputs, as for `Trainer.stream_predictions`."""
-        return self._loop(signature, keep_dtypes).predict(source, limit=limit)
+        return self._loop(signature, keep_dtypes, limit).predict(source, limit=limit)
 
     def trace(self, source: Source) -> None:
         """Traces the outputs of the first function for a batch, which runs nothing."""
         self._loop().trace(source)
 
-    def _loop(self, signature: str | None = None, keep_dtypes: bool = False) -> PredictLoop:
+    def _loop(self, signature: str | None = None, keep_dtypes: bool = False, limit: int = 0) -> PredictLoop:
+        durations.require_integer("predict", 0, batches=limit)
         key = name, _ = self._find(signature), keep_dtypes
         if key not in self._loops:
             self._loops[key] = PredictLoop(self._state, self.predict_fns[name], keep_dtypes, eager=self._eager)
@@ -243,16 +247,13 @@ class Predictor:
     def _find(self, signature: str | None) -> str:
         """Returns the name of the function to call; None and the default signature stand for the first one."""
         names = list(self.predict_fns)
-        if signature in names:
-            return str(signature)
-        if signature in (None, DEFAULT_SIGNATURE):
-            return names[0]
-        if names == [DEFAULT_SIGNATURE]:
-            raise ValueError(
-                f"signature={signature!r} was given, but there is just one predict_fn: leave signature out, or give "
-                f"ModelSpec(..., predict_fn={{{signature!r}: function, ...}})."
-            )
-        raise ValueError(f"signature={signature!r} was given; predict_fn has {names}: give one of them.")
+        if signature in (*names, None, DEFAULT_SIGNATURE):
+            return str(signature) if signature in names else names[0]
+        known = "is one predict_fn:" if names == [DEFAULT_SIGNATURE] else f"are functions {names}: give one of these,"
+        raise ValueError(
+            f"signature={signature!r} was given, but there {known} leave signature out, or give "
+            f"ModelSpec(..., predict_fn={{{signature!r}: function, ...}})."
+        )
 
 
 def _cannot_join(reason: object) -> ValueError:

@@ -13,11 +13,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from distloop import atomic_files
-from distloop.actions.save import BestSoFar, check_keep
+from distloop.actions.save import BestSoFar
 from distloop.distributed import collectives
 from distloop.errors import first_line
 from distloop.exports.export import check_suffix
 from distloop.log import log
+from distloop.settings.durations import require_integer
 from distloop.training.action import Action, Report
 from distloop.urls import absolute, expand, require_disk
 from distloop.variables import WEIGHT_FILES
@@ -59,7 +60,7 @@ class Export(Action):
             ValueError: for another mode, a name that does not say what is better, if `keep` is below 1, both `every`
                 and `metric` are given, the suffix is of no export, or the directory is a URL.
         """
-        check_keep("Export", keep)
+        require_integer("Export", 1, keep=keep)
         if every and metric:
             raise ValueError(
                 f"Export was given every={every!r} and metric={metric!r}: give one; with a metric it exports whenever "

@@ -14,7 +14,7 @@ import pathlib
 import random
 import tempfile
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import keras
@@ -37,6 +37,7 @@ from distloop.exports.export import (
 from distloop.exports.saved_model import write_saved_model
 from distloop.model.saved_state import relative_difference
 from distloop.model.state import TrainState
+from distloop.threads import replaced
 from distloop.variables import WEIGHT_FILES, portable_names, tensorflow_variable, unwrap_model
 
 _TOLERANCE = 0.1  # of the outputs' norm; rounding to 8 bits changes them by a per cent or so
@@ -195,7 +196,9 @@ def _write_keras_file(state: TrainState, path: str) -> None:
     ):
         random_state = random.getstate()  # Keras draws seeds from it for the layers that it makes
         try:
-            with _uncompiled(model):
+            with contextlib.ExitStack() as scopes:  # losses may refer to functions that are not registered
+                for name, value in (("optimizer", None), ("compiled", False)) if model.compiled else ():
+                    scopes.enter_context(replaced(model, name, value))
                 keras.saving.save_model(model, temporary)
             copy = keras.models.load_model(temporary)
         except OSError:  # of the disk, not of the model
@@ -229,19 +232,6 @@ def _built_keras_model(state: TrainState) -> keras.Model:
         )
     _require_built(state, f"The model {model.name!r}")
     return model
-
-
-@contextlib.contextmanager
-def _uncompiled(model: keras.Model) -> Iterator[None]:
-    """Hides optimizer and losses: serving does not need them, and they may refer to unregistered functions."""
-    if not model.compiled:
-        yield
-        return
-    optimizer, model.optimizer, model.compiled = model.optimizer, None, False
-    try:
-        yield
-    finally:
-        model.optimizer, model.compiled = optimizer, True
 
 
 def _compare_weights(model: keras.Model, copy: keras.Model, left_out: Collection[int]) -> None:

@@ -22,7 +22,7 @@ from distloop.graph_functions import graph_function
 from distloop.log import log
 from distloop.model.state import TrainState
 from distloop.urls import is_url
-from distloop.variables import lookup_tables
+from distloop.variables import top_layers, unwrap_model, walk
 
 
 def write_saved_model(
@@ -58,7 +58,7 @@ def write_saved_model(
     signatures = {name: make_signature(name, fn, element_spec, keep_dtypes) for name, fn in predict_fns.items()}
     signatures.setdefault(DEFAULT_SIGNATURE, next(iter(signatures.values())))
     module = tf.Module()
-    module.tables_served = lookup_tables(state.model)
+    module.tables_served = _lookup_tables(state.model)
     with (
         state.unplaced(),  # the server has other devices
         writing(path, state.strategy) as temporary,
@@ -209,3 +209,15 @@ def _named_outputs(outputs: Any) -> dict[str, tf.Tensor]:
         return outputs
     flat = tf.nest.flatten(outputs)
     return {"output": flat[0]} if len(flat) == 1 else {f"output_{i}": value for i, value in enumerate(flat)}
+
+
+def _lookup_tables(model: Any) -> list[Any]:
+    """Returns the tables of a model's layers and modules, such as the vocabularies of `keras.layers.StringLookup`.
+
+    Args:
+        model: as for `named_variables`.
+    """
+    leaves = [leaf for _, leaf in walk(unwrap_model(model))]
+    layers = [layer for top in top_layers(model) for layer in top._flatten_layers()]
+    values = [*leaves, *(value for layer in layers for value in vars(layer).values())]
+    return [value for value in values if isinstance(value, tf.saved_model.experimental.TrackableResource)]

@@ -7,7 +7,6 @@ explain_call("fit", (x, y, 32, 3), {})      # "... call fit(x, y, batch_size=32,
 
 import dataclasses
 import difflib
-import itertools
 import math
 import numbers
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -26,8 +25,6 @@ from distloop.settings.durations import finite_number, whole_number
 EVALUATION = "val"  # the name of the evaluation on Keras's validation data
 
 _OF_FIT = ("steps", "epochs", "until", "evals", "actions", "writers")
-
-_LOOKED_AT = 1000  # batches in which classes are looked for
 
 _OWN_BATCHES = "has batches of its own: leave batch_size out."
 _POSITIONS = ("x", "y", "batch_size", "epochs")  # of Keras's fit, as far as people give them
@@ -126,9 +123,7 @@ def read_arguments(
         ValueError: if an argument is unknown or not possible with this data.
     """
     if not isinstance(evals or {}, Mapping):
-        raise ValueError(
-            f"evals={shown(evals)} was given; fit takes a dict of datasets by name: evals={{'test': dataset}}."
-        )
+        raise ValueError(f"evals={shown(evals)} was given; give a dict of datasets by name: evals={{'test': dataset}}.")
     _require_datasets(train, evals or {})
     if unnamed := [name for name in evals or () if not isinstance(name, str) or not name]:
         raise ValueError(f"evals has the name {unnamed[0]!r}; give each dataset a text: evals={{'test': dataset}}.")
@@ -212,7 +207,7 @@ def _split(train: Data, fraction: float) -> tuple[Any, Any]:
 def _class_weigher(class_weight: Any, data: Any) -> Callable[..., Any]:
     """Returns a function that multiplies the sample weights of a batch `(x, y)` or `(x, y, sample_weight)`.
 
-    A warning names classes that do not occur: in arrays, or in the first batches of other data.
+    A warning names classes that do not occur in labels that are an array.
 
     Source: `class_weight_to_sample_weights` in keras/src/trainers/data_adapters/data_adapter_utils.py.
     """
@@ -222,12 +217,6 @@ def _class_weigher(class_weight: Any, data: Any) -> Callable[..., Any]:
         raise ValueError(f"fit was given a class_weight of {shown(odd[0])}; give finite numbers, 0 or more.")
     classes = np.array(list(class_weight), np.int64)  # [K]
     values = np.array(list(class_weight.values()), np.float32)
-    have_occurred, num_read = np.zeros(len(classes), bool), itertools.count(1)
-
-    def keep(are_in_batch: np.ndarray) -> None:
-        np.logical_or(have_occurred, are_in_batch, out=have_occurred)
-        if next(num_read) == most_batches:
-            _warn_of_absent(classes[~have_occurred], f" in {most_batches} batches")
 
     def weigh(*batch: Any) -> Any:
         entries = batch[0] if len(batch) == 1 else batch
@@ -248,8 +237,6 @@ def _class_weigher(class_weight: Any, data: Any) -> Callable[..., Any]:
         if labels.dtype.is_floating:
             labels = tf.round(labels)
         is_class = tf.cast(labels, tf.int64)[:, None] == classes  # [B, K]
-        if not is_array:
-            tf.numpy_function(keep, [tf.reduce_any(is_class, 0)], [])
         weights = tf.where(tf.reduce_any(is_class, 1), tf.linalg.matvec(tf.cast(is_class, tf.float32), values), 1.0)
         if sample_weight:
             rank = sample_weight[0].shape.rank or 1
@@ -258,19 +245,11 @@ def _class_weigher(class_weight: Any, data: Any) -> Callable[..., Any]:
         return x, entries[1], weights
 
     given: Any = data[1] if isinstance(data, tuple) and len(data) > 1 else None
-    is_array = isinstance(given, np.ndarray)
-    length = int(data.cardinality()) if isinstance(data, tf.data.Dataset) else tf.data.UNKNOWN_CARDINALITY
-    most_batches = min(length, _LOOKED_AT) if length > 0 else _LOOKED_AT
-    if is_array and given.ndim and given.size == len(given) and given.dtype.kind in "biuf":
-        _warn_of_absent(np.setdiff1d(classes, np.round(given)), "")
+    are_labels = isinstance(given, np.ndarray) and given.ndim and given.size == len(given)
+    if are_labels and given.dtype.kind in "biuf" and (absent := np.setdiff1d(classes, np.round(given)).tolist()):
+        text = "class_weight has weights for the classes %s, which no label is: check how the classes are numbered."
+        log.warning(text, ", ".join(map(str, absent)))
     return weigh
-
-
-def _warn_of_absent(classes: np.ndarray, where: str) -> None:
-    if len(classes):
-        absent = ", ".join(map(str, classes))
-        text = "class_weight has weights for the classes %s, which no label is%s: check how the classes are numbered."
-        log.warning(text, absent, where)
 
 
 def _require_columns(classes: np.ndarray, columns: int | None) -> None:

@@ -11,10 +11,12 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.losses.loss import squeeze_or_expand_to_same_rank
 
 from distloop.distributed.gathering import gather_rows
 from distloop.model import broadcasts
 from distloop.model.metrics import Weighted, weighted
+from distloop.optimizers.keras_hooks import mask_of
 
 
 class _Unreduced(keras.losses.Loss):
@@ -36,7 +38,7 @@ class _Unreduced(keras.losses.Loss):
         self.mask = functools.reduce(tf.logical_and, masks) if masks else None
         if sample_weight is None:
             return values
-        values, sample_weight = same_rank(values, tf.cast(sample_weight, values.dtype))
+        values, sample_weight = squeeze_or_expand_to_same_rank(values, tf.cast(sample_weight, values.dtype))
         return values * sample_weight
 
 
@@ -49,7 +51,7 @@ class _FunctionLoss(keras.losses.Loss):
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
         """Returns what the function returns."""
-        return self.fn(*same_rank(y_true, y_pred))
+        return self.fn(*squeeze_or_expand_to_same_rank(y_true, y_pred))
 
 
 def resolve_loss(identifier: Any, target: tf.Tensor, output: tf.Tensor) -> keras.losses.Loss:
@@ -175,33 +177,8 @@ def _fit(owner: str, role: str, weights: Any, values: tf.Tensor) -> tf.Tensor:
     return weights
 
 
-def mask_of(tensor: Any) -> tf.Tensor | None:
-    """Returns the mask that Keras has put on a tensor; Keras has no public function for it."""
-    return getattr(tensor, "_keras_mask", None)
-
-
-def same_rank(target: tf.Tensor, output: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns two tensors whose ranks differ by an axis of size 1 with the same rank, as Keras makes them.
-
-    Source: `squeeze_or_expand_to_same_rank` in keras/src/losses/loss.py.
-    """
-    if target.shape.rank == output.shape.rank + 1 and target.shape[-1] == 1:
-        if output.shape.rank == 1:
-            return target, output[:, tf.newaxis]
-        return tf.squeeze(target, -1), output
-    if output.shape.rank == target.shape.rank + 1 and output.shape[-1] == 1:
-        if target.shape.rank == 1:
-            return target[:, tf.newaxis], output
-        return target, tf.squeeze(output, -1)
-    return target, output
-
-
 def by_shapes(measure: str, target: tf.Tensor, output: tf.Tensor) -> Callable[[Any, Any], Any]:
     """Returns the function that Keras chooses for "accuracy" or "crossentropy"."""
-    if output.shape[-1] == 1:
-        kind = "binary"
-    elif target.shape.rank < output.shape.rank or target.shape[-1] == 1:
-        kind = "sparse_categorical"
-    else:
-        kind = "categorical"
+    is_sparse = target.shape.rank < output.shape.rank or target.shape[-1] == 1
+    kind = "binary" if output.shape[-1] == 1 else "sparse_categorical" if is_sparse else "categorical"
     return getattr(keras.metrics, f"{kind}_{measure}")

@@ -7,7 +7,6 @@ measures[0](target, output, weight)                                             
 import contextlib
 import functools
 import itertools
-import re
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from inspect import Parameter, signature
@@ -15,9 +14,12 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.losses.loss import squeeze_or_expand_to_same_rank
+from keras.src.utils.naming import get_object_name
 
-from distloop.keras_models.losses import by_shapes, loss_values, mask_of, per_example, same_rank, weigh
+from distloop.keras_models.losses import by_shapes, loss_values, per_example, weigh
 from distloop.model.metrics import IS_OF_LAYER, RESERVED_NAMES
+from distloop.optimizers.keras_hooks import mask_of
 from distloop.variables import tensorflow_variable
 
 OutputPosition = str | tuple[int, int] | None  # of an output: its name; its index in a list of so many; None: alone
@@ -45,7 +47,7 @@ class Measure:
         # The function for "accuracy" depends on the shapes of target and output, known when the step is traced.
         if not isinstance(identifier, str) or identifier.lower() not in ("accuracy", "acc", "crossentropy", "ce"):
             self._function = keras.metrics.get(identifier)
-        self.name = identifier if isinstance(identifier, str) else _object_name(self._function)
+        self.name = identifier if isinstance(identifier, str) else get_object_name(self._function)
         if isinstance(self._function, keras.metrics.Metric):
             if _is_mean(self._function):
                 metric = self._function  # Keras has no public name for the function whose values a metric averages
@@ -65,7 +67,7 @@ class Measure:
         if isinstance(fn, keras.losses.Loss):
             values, mask = loss_values(fn, target, output)
             return weigh(self._owner, values, mask, weight)
-        values = fn(*same_rank(target, output))
+        values = fn(*squeeze_or_expand_to_same_rank(target, output))
         mask = mask_of(output)
         if mask_of(values) is not None and (mask is not None or weight is not None):  # as in Keras
             mask = mask_of(values) if mask is None else tf.cast(mask, tf.bool) & mask_of(values)
@@ -102,9 +104,7 @@ def make_measures(metrics: Any, weighted_metrics: Any, names: Sequence[str]) -> 
         counts[name] = counts.get(name, -1) + 1
         measure.name = f"{name}_{counts[name]}" if counts[name] else name
         if measure.name in {*RESERVED_NAMES, "loss"}:
-            raise ValueError(
-                f"A metric has the name {measure.name!r}, which distloop itself reports: give it another name."
-            )
+            raise ValueError(f"A metric has the name {measure.name!r}, which distloop reports: give it another name.")
     return measures
 
 
@@ -185,18 +185,6 @@ def spread(given: Any, names: Sequence[str]) -> dict[str, Any]:
             )
         return dict(zip(names, given, strict=True))
     return dict.fromkeys(names, given)
-
-
-def _object_name(metric: Any) -> str:
-    """Returns the name that Keras reports a metric under.
-
-    Source: `get_object_name` in keras/src/utils/naming.py.
-    """
-    if hasattr(metric, "name"):
-        return metric.name
-    name = re.sub(r"\W+", "", getattr(metric, "__name__", type(metric).__name__))
-    name = re.sub("(.)([A-Z][a-z]+)", r"\1_\2", name)
-    return re.sub("([a-z])([A-Z])", r"\1_\2", name).lower()
 
 
 def _is_mean(metric: keras.metrics.Metric) -> bool:

@@ -6,16 +6,18 @@
 The originals stay as they are.
 """
 
-import contextlib
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from distloop.errors import cause
+from distloop.installed import import_part
+from distloop.optimizers.keras_hooks import is_schedule_free
 from distloop.optimizers.learning_rates import config_of
+from distloop.threads import replaced
 from distloop.variables import portable_names, slot_names, tensorflow_variable
 
 
@@ -29,7 +31,7 @@ def copy_model(model: keras.Model) -> keras.Model:
         kinds = {type(layer) for layer in model._flatten_layers()}
         classes = {kind.__name__: kind for kind in kinds if not kind.__module__.startswith("keras.")}
         # A compiled model's losses and metrics would be rebuilt too, and Keras finds functions and classes by name.
-        with _uncompiled(model), keras.saving.custom_object_scope(classes):
+        with replaced(model, "compiled", False), keras.saving.custom_object_scope(classes):
             copy = keras.models.clone_model(model)
         _require_methods(model, copy)
         if not copy.built:
@@ -54,29 +56,51 @@ def copy_optimizer(
     Raises:
         ValueError: if the optimizer cannot be made again from its config.
     """
+    pairs = list(_weight_pairs(model, copy))
+    old_weights, new_weights = [old for old, _ in pairs], [new for _, new in pairs]
+    copies = {id(old): new for old, new in zip(old_weights, new_weights, strict=True)}
+
+    def copy_one(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+        new = _made_again(optimizer)
+        # Private: Keras keeps no list of these variables, only their ids and patterns of their names.
+        not_decayed = [copies[id(v)] for v in model.trainable_weights if not optimizer._use_weight_decay(v)]
+        if not_decayed:
+            new.exclude_from_weight_decay(not_decayed)
+        return new
+
+    new = for_loop(optimizer, copy_one)
+    if optimizer.built:
+        new.build(copy.trainable_weights)
+        # Private: the variables that the optimizer was built with, which may be others than those that train now.
+        old_slots = slot_names(optimizer, *_named(optimizer._trainable_variables, old_weights))
+        for name, slot in slot_names(new, *_named(copy.trainable_weights, new_weights)).items():
+            begins_at_weights = is_schedule_free(new) and name.startswith("momentum/")
+            if name in old_slots and not begins_at_weights:
+                slot.assign(old_slots[name])
+    return new
+
+
+def for_loop(optimizer: Any, make_one: Callable[[Any], Any] = lambda optimizer: optimizer) -> Any:
+    """Returns what `make_one` makes of an optimizer, or of each inside a `MultiOptimizer`, which is new in Keras 3.15.
+
+    Raises:
+        ValueError: if a `MultiOptimizer` cannot be used.
+    """
+    if not isinstance(optimizer, getattr(keras.optimizers, "MultiOptimizer", ())):
+        return make_one(optimizer)
+    module = import_part("multi_optimizer.variable_optimizers", "keras.optimizers.MultiOptimizer")
+    return module.make_optimizer(optimizer, make_one)
+
+
+def _made_again(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
     try:
-        new = type(optimizer).from_config(config_of(optimizer))
+        return type(optimizer).from_config(config_of(optimizer))
     except (NotImplementedError, TypeError) as error:
         raise ValueError(
             f"The optimizer {optimizer.name!r}, a {type(optimizer).__name__}, cannot be made again from its "
             f"get_config() ({error}): let get_config return every argument of __init__, or give from_keras a function "
             "that builds and compiles the model."
         ) from error
-    pairs = list(_weight_pairs(model, copy))
-    old_weights, new_weights = [old for old, _ in pairs], [new for _, new in pairs]
-    copies = {id(old): new for old, new in zip(old_weights, new_weights, strict=True)}
-    # Private: Keras keeps no list of these variables, only their ids and patterns of their names.
-    not_decayed = [copies[id(v)] for v in model.trainable_weights if not optimizer._use_weight_decay(v)]
-    if not_decayed:
-        new.exclude_from_weight_decay(not_decayed)
-    if optimizer.built:
-        new.build(copy.trainable_weights)
-        # Private: the variables that the optimizer was built with, which may be others than those that train now.
-        old_slots = slot_names(optimizer, *_named(optimizer._trainable_variables, old_weights))
-        for name, slot in slot_names(new, *_named(copy.trainable_weights, new_weights)).items():
-            if name in old_slots:
-                slot.assign(old_slots[name])
-    return new
 
 
 def return_weights(copy: keras.Model, model: keras.Model, averages: Mapping[int, Any]) -> None:
@@ -107,16 +131,6 @@ def return_slots(copy: keras.Model, model: keras.Model, values: Mapping[str, Any
 
 def _value(variable: Any) -> Any:
     return tf.convert_to_tensor(tensorflow_variable(variable)).numpy()
-
-
-@contextlib.contextmanager
-def _uncompiled(model: keras.Model) -> Iterator[None]:
-    """Enters a scope in which a model counts as not compiled."""
-    was_compiled, model.compiled = model.compiled, False
-    try:
-        yield
-    finally:
-        model.compiled = was_compiled
 
 
 def _require_methods(model: keras.Model, copy: keras.Model) -> None:

@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from distloop.data.shards import batch_size
+from distloop.installed import import_part
 from distloop.keras_models.losses import loss_values, per_example, resolve_loss, weigh
 from distloop.keras_models.measures import LayerMetrics, Measure, make_measures, spread
 from distloop.log import log
@@ -30,7 +31,8 @@ def supervised(
     """Returns the spec for batches `(x, y)` or `(x, y, sample_weight)`; to be called inside `model_fn`.
 
     Losses and metrics are Keras's, less their reduction: masks of outputs and of values (`ignore_class`) count as in
-    Keras. A `compute_loss` of the model's own replaces `loss`; it returns values per example.
+    Keras. A `compute_loss` of the model's own replaces `loss`; it returns values per example. So does the loss of a
+    compiled `keras.distillation.Distiller`, by Keras's formula.
 
     Args:
         model: called as Keras's `fit` calls it: with `training` if its `call` takes that, else as in inference.
@@ -61,15 +63,19 @@ def supervised(
     call = _caller(model)
     of_layers = LayerMetrics(model, [measure.name for measure in measures])
     has_own_loss = getattr(type(model), "compute_loss", None) not in (None, keras.Model.compute_loss)
+    compute_loss = getattr(model, "compute_loss", None)
+    if isinstance(model, keras.distillation.Distiller):
+        module = import_part("distillation.distiller_values", "keras.distillation.Distiller")
+        compute_loss = module.make_values(model)
     has_losses = not has_own_loss and any(each is not None for each in keras.tree.flatten(loss))
 
     def loss_fn(batch: Any, training: bool) -> dict[str, Any]:
         x, y, sample_weight = _unpack(batch, needs_targets=has_losses or bool(measures))
         with of_layers.recorded(batch_size(x)) as reported:
             y_pred = call(x, training)
-        if has_own_loss:
-            reported["loss"] = _own_loss(model, (x, y, y_pred, sample_weight), training)
-        elif not has_losses:
+            if has_own_loss:
+                reported["loss"] = _own_loss(model, compute_loss, (x, y, y_pred, sample_weight), training)
+        if not has_losses and not has_own_loss:
             reported["loss"] = _added_losses(model, batch_size(x))
         if has_losses or measures:
             outputs = _outputs_by_name(y_pred, getattr(model, "output_names", None) or [])
@@ -179,12 +185,12 @@ def _weights_by_output(sample_weight: Any, names: Sequence[str]) -> dict[str, An
     return spread(sample_weight, names)
 
 
-def _own_loss(model: keras.Model, arguments: tuple[Any, Any, Any, Any], training: bool) -> tf.Tensor:
+def _own_loss(model: keras.Model, compute_loss: Any, arguments: tuple[Any, Any, Any, Any], training: bool) -> tf.Tensor:
     """Returns the values of a `compute_loss` of the model's own."""
-    settings = {"training": training} if "training" in signature(model.compute_loss).parameters else {}
+    settings = {"training": training} if "training" in signature(compute_loss).parameters else {}
     names = ("x", "y", "y_pred", "sample_weight")
     try:
-        values = model.compute_loss(**dict(zip(names, arguments, strict=True)), **settings)
+        values = compute_loss(**dict(zip(names, arguments, strict=True)), **settings)
     except ValueError as error:
         if "No loss to compute" not in str(error):
             raise

@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable, Collection, Sequence
 
 from distloop.launcher import processes
-from distloop.workers.messages import Inbox, Membership
+from distloop.launcher.inbox import Inbox
+from distloop.workers.messages import Membership
 from distloop.workers.preemption import EXIT_CODE as SAVED_EXIT_CODE
 
 _FIRST_PAUSE_SECS, _LAST_PAUSE_SECS = 1.0, 60.0  # what broke may need time; doubled at each failure in a slot

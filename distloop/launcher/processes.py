@@ -20,9 +20,9 @@ from collections.abc import Callable, Sequence
 from multiprocessing import connection
 from typing import Any, NamedTuple
 
-from distloop.workers import output
+from distloop.launcher import consoles
+from distloop.launcher.inbox import Inbox
 from distloop.workers.heartbeat import EXIT_CODE as FOLLOWER_EXIT_CODE
-from distloop.workers.messages import Inbox
 from distloop.workers.preemption import EXIT_CODE as SAVED_EXIT_CODE
 
 FOLLOW_SECS = 60  # beyond the grace time, for the others when one saved and left: they may be writing a checkpoint
@@ -50,7 +50,7 @@ for group in groups:
 
 def log(text: str) -> None:
     """Writes a line of the launcher to stderr."""
-    output.write(2, f"distloop.launch: {text}\n".encode())
+    consoles.write(2, f"distloop.launch: {text}\n".encode())
 
 
 _children: dict[int, "subprocess.Popen[bytes]"] = {}  # that run, by process number
@@ -144,7 +144,7 @@ class Process:
         cores: Sequence[int],
         guard: Guard,
         descriptors: Sequence[int] = (),
-        write: Callable[[int, bytes], None] = output.write,
+        write: Callable[[int, bytes], None] = consoles.write,
     ):
         """Starts the process.
 
@@ -187,7 +187,7 @@ class Process:
                 write(number, line)
 
         self._showing = [
-            output.show_lines(pipe, prefix, functools.partial(show, number)) for number, pipe in pipes if pipe
+            consoles.show_lines(pipe, prefix, functools.partial(show, number)) for number, pipe in pipes if pipe
         ]
 
     def signal_once(self, number: int) -> None:

@@ -18,9 +18,9 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from distloop.launcher import processes
-from distloop.workers import environment, output
-from distloop.workers.messages import Inbox, Membership
+from distloop.launcher import consoles, machine, processes
+from distloop.launcher.inbox import Inbox
+from distloop.workers.messages import Membership
 
 _REPORT_SECS = 0.5  # that an actor waits for something to report
 _IDLE_SECS = 0.1  # without a worker, so that one soon starts
@@ -89,7 +89,7 @@ class Slot:
 
         if not self._address:
             host = ray.util.get_node_ip_address()
-            self._address = f"{f'[{host}]' if ':' in host else host}:{environment.choose_ports(1)[0]}"
+            self._address = f"{f'[{host}]' if ':' in host else host}:{machine.choose_ports(1)[0]}"
         if self._worker is None:
             time.sleep(_IDLE_SECS)
             failure, self._failure = self._failure, None
@@ -242,7 +242,7 @@ class Actors:
             self.actors[slot] = self._remote.remote()
         worker = self._workers.get(slot)
         for line in report.lines if worker is not None and worker.is_shown else ():
-            output.write(*line)
+            consoles.write(*line)
         with self.lock:
             self._addresses[slot] = report.address
             if worker is not None:

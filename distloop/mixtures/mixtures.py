@@ -17,7 +17,8 @@ import tensorflow as tf
 
 from distloop.data.make_dataset import by_batch
 from distloop.data.order import Order
-from distloop.data.rows import ArrayRows, SourceRows, is_arrays, read_rows, spread
+from distloop.data.python_rows import read_rows
+from distloop.data.rows import ArrayRows, SourceRows, is_arrays, spread
 from distloop.log import shown
 from distloop.mixtures.orders import MixedOrder, by_length
 from distloop.settings.durations import finite_number, whole_number
@@ -62,9 +63,15 @@ class Mixture:
             examples_per_epoch: what counts as an epoch of the mixture; 0: the rows of all sources together.
 
         Raises:
-            ValueError: if names and weights do not fit together, a weight is negative or too small, or a source cannot
-                be read by number.
+            ValueError: if one of both is no dict, names and weights do not fit together, a weight is negative or too
+                small, or a source cannot be read by number.
         """
+        for name, value in (("sources", sources), ("weights", weights)):
+            if not isinstance(value, Mapping):
+                raise ValueError(
+                    f"A Mixture was given {name}={shown(value)}; sources and weights are dicts by name, as in "
+                    'Mixture({"a": a, "b": b}, {"a": 3, "b": 1}).'
+                )
         if not sources:
             raise ValueError("A Mixture was given no sources; it needs one at least.")
         if (count := whole_number(examples_per_epoch)) is None or count < 0:

@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from distloop.data.examples import as_example
-from distloop.data.rows import read_rows
+from distloop.data.python_rows import as_example, read_rows
 from distloop.log import shown
 from distloop.settings.durations import whole_number
 

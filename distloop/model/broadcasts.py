@@ -7,7 +7,7 @@ A value [B] that is reduced from such pairs is refused, too. Values [B, T] with 
 that a matrix product, `gather_rows` or an explicit axis as in `labels[None, :]` makes.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from distloop.distributed import gathering
 from distloop.errors import user_line
-from distloop.graph_functions import graph_function
+from distloop.graph_functions import graph_function, reached
 from distloop.model.metrics import Weighted
 
 NUM_ROWS = 1009  # of the second trace: a prime that no other axis is likely to have
@@ -89,7 +89,7 @@ def _pairs_of(value: tf.Tensor) -> list[tf.Tensor]:
     """Returns the value if it may be pairs, else those that are reduced to vectors on the way to it."""
     if _may_be_pairs(value):
         return [value]
-    vectors = _walk([value], lambda source: source.shape.rank is not None and source.shape.rank <= 1)
+    vectors = reached([value], lambda t: (i for i in t.op.inputs if i.shape.rank is not None and i.shape.rank <= 1))
     reduced = [tensor.op.inputs[0] for tensor in vectors if tensor.op.type in _REDUCTIONS]
     return [tensor for tensor in reduced if _may_be_pairs(tensor) and not _has_meant_axis(tensor)]
 
@@ -108,20 +108,8 @@ def _has_meant_axis(pairs: tf.Tensor) -> bool:
 
 def _origins(pairs: Iterable[tf.Tensor]) -> list[tf.Tensor]:
     """Returns the tensors on the way to pairs whose operations take no pairs, those of one number left out."""
-    ways = _walk(filter(_may_be_pairs, pairs), _may_be_pairs)
+    ways = reached(filter(_may_be_pairs, pairs), lambda t: filter(_may_be_pairs, t.op.inputs))
     return [t for t in ways if t.op.type not in _FILLS and not any(map(_may_be_pairs, t.op.inputs))]
-
-
-def _walk(tensors: Iterable[tf.Tensor], goes_on: Callable[[tf.Tensor], bool]) -> Iterator[tf.Tensor]:
-    """Yields tensors, and those on the way to them, each once, as far as a function of a tensor says."""
-    seen: set[int] = set()
-    stack = list(tensors)
-    while stack:
-        tensor = stack.pop()
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            yield tensor
-            stack += filter(goes_on, tensor.op.inputs)
 
 
 def _may_be_pairs(tensor: tf.Tensor) -> bool:

@@ -199,6 +199,10 @@ class OutsideVariables:
         self._known: dict[int, tf.Tensor] = {}  # handles of the state's variables, and of tables, by their `id`
         self._outside: dict[int, _Outside] = {}  # likewise
 
+    def allow(self, variables: Iterable[tf.Variable]) -> None:
+        """Lets a step write variables that no checkpoint has to hold."""
+        self._known |= {id(variable.handle): variable.handle for variable in variables}
+
     @contextlib.contextmanager
     def watch(self, arguments: Sequence[Any], returned: list[Any]) -> Iterator[None]:
         """Raises a ValueError where a function, while it is traced, trains or writes such a variable; a guard.

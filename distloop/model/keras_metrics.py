@@ -21,6 +21,7 @@ import tensorflow as tf
 from distloop.distributed import collectives, gathering
 from distloop.distributed.devices import HOST
 from distloop.graph_functions import graph_function
+from distloop.optimizers.keras_hooks import mask_of, masks_of
 from distloop.variables import tensorflow_variable
 
 Arguments = Mapping[str, Any]  # name of a metric -> the arguments for its `update_state`
@@ -38,6 +39,7 @@ class KerasMetrics(Mapping[str, keras.metrics.Metric]):
     """The Keras metrics of a model, by name.
 
     Attributes:
+        by_name: the metrics; what records the rows of some values, and has no variables and no result, may be added.
         gathered: the names of the metrics that are updated with the rows of all replicas.
         row_specs: by name of the update, the rows of `gathered` that its `loss_fn` returns; known once they are built.
         is_built: whether every metric has all of its variables.
@@ -58,24 +60,24 @@ class KerasMetrics(Mapping[str, keras.metrics.Metric]):
             gathers_all: whether sums are updated with the rows of all replicas, too, so that their bits do not depend
                 on the number of replicas.
         """
-        self._metrics = dict(metrics)
+        self.by_name = dict(metrics)
         self._strategy = strategy
         self._restored: Mapping[str, tf.Tensor] | None = None  # until the metrics are built
         self._reset_gathered = graph_function(lambda: strategy.run(functools.partial(self._reset, self.gathered)))
         self._gather_sums = graph_function(lambda: strategy.run(self._gather_on_replica))
-        self.gathered = [name for name, metric in self._metrics.items() if gathers_all or not _is_sum(metric)]
+        self.gathered = [name for name, metric in self.by_name.items() if gathers_all or not _is_sum(metric)]
         self.row_specs: dict[str, list[tf.TensorSpec]] = {}
-        self.is_built = not self.gathered and all(map(_is_built, self._metrics.values()))
+        self.is_built = not self.gathered and all(map(_is_built, self.by_name.values()))
         self._check_variables()
 
     def __getitem__(self, name: str) -> keras.metrics.Metric:
-        return self._metrics[name]
+        return self.by_name[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._metrics)
+        return iter(self.by_name)
 
     def __len__(self) -> int:
-        return len(self._metrics)
+        return len(self.by_name)
 
     def build(self, fed: Mapping[str, Arguments], *, eager: bool = False) -> None:
         """Creates the variables that metrics create when they are first updated; changes no value.
@@ -91,7 +93,7 @@ class KerasMetrics(Mapping[str, keras.metrics.Metric]):
             rows = take_rows({name: value for name, value in arguments.items() if name in self.gathered})
             self.row_specs[update] = [_spec_of(tensor) for tensor in rows.tensors]
             for name, value in arguments.items():
-                if name in self.gathered or not _is_built(self._metrics[name]):
+                if name in self.gathered or not _is_built(self.by_name[name]):
                     self._build(name, take_rows({name: value}), eager)
         self.is_built = True
         self._check_variables()
@@ -117,7 +119,7 @@ class KerasMetrics(Mapping[str, keras.metrics.Metric]):
         kept = {name: tuple(without_padding(list(value), row_weights)) for name, value in arguments.items()}
         for name, value in kept.items():
             if name not in self.gathered:
-                self._metrics[name].update_state(*value)
+                self.by_name[name].update_state(*value)
             elif any(isinstance(leaf, tf.RaggedTensor) for leaf in tf.nest.flatten(value)):
                 raise ValueError(
                     f'loss_fn returned a ragged tensor for the metric under "{name}"; metrics other than Keras\'s own '
@@ -133,15 +135,15 @@ class KerasMetrics(Mapping[str, keras.metrics.Metric]):
         if tensors and self._strategy.num_replicas_in_sync > 1:
             tensors = gathering.gather_all(tensors, f"The metrics {self.gathered} take the rows of all replicas")
         for name, arguments in join(tensors).items():
-            self._metrics[name].update_state(*arguments)
+            self.by_name[name].update_state(*arguments)
 
     def results(self) -> dict[str, Any]:
         """Returns the result of each metric; outside `strategy.run`."""
-        results = {name: metric.result() for name, metric in self._metrics.items() if name not in self.gathered}
+        results = {name: metric.result() for name, metric in self.by_name.items() if name not in self.gathered}
         if self.gathered:
             per_replica = self._strategy.run(self._results_on_replica)
             results |= tf.nest.map_structure(lambda r: self._strategy.experimental_local_results(r)[0], per_replica)
-        return {name: results[name] for name in self._metrics}
+        return {name: results[name] for name in self.by_name}
 
     def reset(self) -> None:
         """Resets every metric."""
@@ -167,13 +169,13 @@ class KerasMetrics(Mapping[str, keras.metrics.Metric]):
         """Returns the variables of the metrics, by `<metric>/<i>`."""
         return {
             f"{name}/{i}": variable
-            for name, metric in self._metrics.items()
+            for name, metric in self.by_name.items()
             for i, variable in enumerate(metric.variables)
         }
 
     def variables_of(self, names: Collection[str]) -> list[Any]:
         """Returns the variables of the metrics that are among some names."""
-        return [v for name, metric in self._metrics.items() if name in names for v in metric.variables]
+        return [v for name, metric in self.by_name.items() if name in names for v in metric.variables]
 
     def snapshot(self) -> dict[str, tf.Tensor]:
         """Returns a copy of the state, the names of `variables` -> `[R, ...]` for a sum, else `[1, ...]`."""
@@ -213,7 +215,7 @@ class KerasMetrics(Mapping[str, keras.metrics.Metric]):
 
     def _build(self, name: str, rows: MetricRows, eager: bool) -> None:
         """Updates a metric in a scope where variables keep their values, but are created."""
-        metric = self._metrics[name]
+        metric = self.by_name[name]
 
         def update(*tensors: tf.Tensor) -> None:
             metric.update_state(*rows.join(tensors)[name])
@@ -245,10 +247,10 @@ class KerasMetrics(Mapping[str, keras.metrics.Metric]):
 
     def _reset(self, names: Collection[str]) -> None:
         for name in names:
-            self._metrics[name].reset_state()
+            self.by_name[name].reset_state()
 
     def _results_on_replica(self) -> dict[str, Any]:
-        results = {name: self._metrics[name].result() for name in self.gathered}
+        results = {name: self.by_name[name].result() for name in self.gathered}
         results = tf.nest.map_structure(tf.identity, results)  # a variable would be read outside, summed over replicas
         if collectives.num_workers(self._strategy) > 1:  # the same bits on each, since they decide by them
             results = tf.nest.map_structure(lambda r: gathering.all_gather(r[tf.newaxis])[0], results)
@@ -265,7 +267,7 @@ def take_rows(arguments: Arguments) -> MetricRows:
     """Takes the arguments of metrics apart into tensors with rows and what puts them together again."""
     leaves = tf.nest.flatten(arguments)
     are_tensors = [tf.is_tensor(leaf) for leaf in leaves]
-    masks = [_mask_of(leaf) for leaf in leaves]
+    masks = masks_of(leaves)
 
     def join(tensors: Sequence[tf.Tensor]) -> dict[str, Any]:
         taken = iter(tensors)
@@ -310,7 +312,7 @@ def without_padding(rows: Any, row_weights: tf.Tensor | None) -> Any:
             return leaf
         is_ragged = isinstance(leaf, tf.RaggedTensor)
         kept = (tf.ragged.boolean_mask if is_ragged else tf.boolean_mask)(leaf, are_examples)
-        if (mask := _mask_of(leaf)) is not None:
+        if (mask := mask_of(leaf)) is not None:
             kept._keras_mask = tf.boolean_mask(mask, are_examples)
         return kept
 
@@ -332,11 +334,6 @@ def _is_sum(metric: keras.metrics.Metric) -> bool:
 def _is_built(metric: keras.metrics.Metric) -> bool:
     """Returns whether a metric has all of its variables; Keras's keep that private, others never say it."""
     return getattr(metric, "_built", True)
-
-
-def _mask_of(leaf: Any) -> tf.Tensor | None:
-    """Returns the mask that Keras has put on a tensor, `[b, ...]`; metrics that are means leave out what it hides."""
-    return getattr(leaf, "_keras_mask", None)
 
 
 def _spec_of(tensor: tf.Tensor) -> tf.TensorSpec:

@@ -8,12 +8,8 @@
 What a step needs besides variables is estimated by the part `audit`.
 """
 
-import contextlib
-import os
-import pathlib
 import re
 import resource
-import subprocess
 import sys
 from typing import Any
 
@@ -111,38 +107,6 @@ def describe_use(device: str) -> str:
     except (ValueError, tf.errors.OpError):
         return ""
     return f" ({info['current'] / 1e9:.1f} GB in use, {info['peak'] / 1e9:.1f} at most)"
-
-
-def query_gpus(what: str) -> list[str]:
-    """Returns what NVIDIA's tool answers for each GPU, such as its `driver_version`; nothing without GPUs."""
-    command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.splitlines()
-    except (OSError, subprocess.SubprocessError):
-        return []
-
-
-def gpu_memory_gb() -> float | None:
-    """Returns the memory of the smallest GPU of this machine, in GB (10^9 bytes), by NVIDIA's tool; None: unknown."""
-    sizes = [int(size) for size in query_gpus("memory.total") if size.isdecimal()]
-    return min(sizes) * 2**20 / 1e9 if sizes else None  # it counts in MiB
-
-
-def available_gb() -> float:
-    """Returns the host memory that a process can still allocate without swapping, in GB (10^9 bytes).
-
-    On Linux this is the kernel's estimate, or the rest of a container's limit (cgroup 2) if that is smaller; on other
-    systems half of the physical memory.
-    """
-    try:
-        lines = pathlib.Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    with contextlib.suppress(OSError, ValueError):  # no limit
-        limit, used = (int(pathlib.Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
-        available = min(available, limit - used)
-    return max(0, available) / 1e9
 
 
 def explain_step(

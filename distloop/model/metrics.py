@@ -111,6 +111,12 @@ def flatten(tallies: Iterable[Tally]) -> tf.Tensor:
     return tf.stack([side for tally in tallies for side in (tally.total, tally.weight)])
 
 
+def elements(vector: tf.Tensor) -> list[tf.Tensor]:
+    """Returns the elements of a vector; of one that was stacked in this graph, those that it was stacked from."""
+    is_stacked = not tf.executing_eagerly() and vector.op.type == "Pack"  # to cut it would take an operation each
+    return list(vector.op.inputs) if is_stacked else tf.unstack(vector)
+
+
 def means(names: Sequence[str], tallies: np.ndarray) -> dict[str, float]:
     """Returns the mean of each of M tallies, `[2 * M]` as `flatten` returns them, by name; NaN if its weight is 0."""
     totals, weights = np.reshape(np.asarray(tallies, np.float64), [-1, 2]).T

@@ -24,8 +24,8 @@ from distloop.model.layers import stream_of
 from distloop.model.state import TrainState, optimizer_prefix
 from distloop.variables import ComposedVariable, portable_names, tensorflow_variable
 
-# Names below `optimizer_prefix`: three facts about the optimizer, and the variable of its learning rate.
-_CLASS, _TRAINED, _INITIAL_RATE, _RATE = "/class", "/trained", "/initial_learning_rate", "/learning_rate"
+# Names below `optimizer_prefix`: two facts about the optimizer. The others are its initial learning rates.
+_CLASS, _TRAINED = "/class", "/trained"
 _METRICS = "metrics/"
 _STORED = "stored/"  # what values of composed variables are computed from
 # Only names with these prefixes are distloop's own; Keras metrics may change from run to run.
@@ -51,8 +51,9 @@ class SavedState:
         Returns:
             The values of `TrainState.all_variables`, `metrics/<name>/<i>` as `KerasMetrics.snapshot` returns them,
             `stored/average/<path>/<kind>` as `ComposedVariable.raw` does, and `optimizer/class`, `optimizer/trained`
-            (the names of variables, one a line) and `optimizer/initial_learning_rate`. Random streams have the value of
-            the first replica; those of the others are `SEED_STRIDE` apart.
+            (the names of variables, one a line) and `optimizer/initial_learning_rate`, of several in a `MultiOptimizer`
+            `..._1`, `..._2`, too. Random streams have the value of the first replica; those of the others are
+            `SEED_STRIDE` apart.
         """
         state = self._state
         with tf.device(HOST):
@@ -65,7 +66,7 @@ class SavedState:
             values |= {_METRICS + name: value for name, value in state.keras_metrics.snapshot().items()}
             for name, composed in _composed(named).items():
                 values |= {f"{_STORED}{name}/{kind}": value for kind, value in composed.raw().items()}
-            return values | self._optimizer_facts()
+            return values | self._optimizer_facts(named)
 
     def _read_far(self, variables: Mapping[str, ComposedVariable], *, is_needed: bool) -> dict[str, tf.Tensor]:
         """Returns the values of variables of which other workers have shards, if they are needed here."""
@@ -82,8 +83,8 @@ class SavedState:
 
     def differences(self, values: Mapping[str, tf.Tensor]) -> list[str]:
         """Returns how a snapshot of any process differs from the state: by a name, a shape, a dtype or a class."""
-        expected = {name: tensorflow_variable(v) for name, v in self._state.all_variables().items()}
-        facts = self._optimizer_facts()
+        facts = self._optimizer_facts(named := self._state.all_variables())
+        expected = {name: tensorflow_variable(v) for name, v in named.items()}
         differences = [
             f"{name} is {values[name].numpy().decode()} there and {fact.numpy().decode()} here"
             for name, fact in reversed(facts.items())
@@ -94,8 +95,8 @@ class SavedState:
                 there, here = ({*text.numpy().decode().split("\n")} for text in (values[name], fact))
                 of_both = {variable.removeprefix("model/") for variable in expected if variable in values}
                 where = {True: "there alone", False: "here alone"}
-                others = sorted((there ^ here) & of_both)
-                differences += [f"{path} is trained {where[path in there]}" for path in others]
+                others = sorted(line for line in there ^ here if line.partition(",")[0] in of_both)
+                differences += [f"{line} is trained {where[line in there]}" for line in others]
         differences += [f"{name} is missing" for name in expected if name not in values]
         known = {*expected, *facts}
         differences += [
@@ -104,20 +105,20 @@ class SavedState:
         for name, variable in expected.items():
             if name in values and (values[name].shape != variable.shape or values[name].dtype != variable.dtype):
                 differences.append(f"{name} is {_spell(values[name])} there and {_spell(variable)} here")
-        return differences
+        # Users know the first class as the second, which it takes the place of.
+        return [each.replace("VariableOptimizers", "MultiOptimizer") for each in differences]
 
     def restore(self, values: Mapping[str, tf.Tensor]) -> None:
         """Sets the state to a snapshot of any number of replicas, which has no `differences`.
 
         A learning rate continues with its saved value, unless `model_fn` gives another one now than in the saved run.
         """
-        facts = self._optimizer_facts()
-        has_new_rate = {n.removesuffix(_INITIAL_RATE) for n, fact in facts.items() if n in values and values[n] != fact}
         seeds = {id(seed) for seed in self._state.seeds}
         with self._strategy.scope():
-            named = self._state.all_variables()
+            facts = self._optimizer_facts(named := self._state.all_variables())
             for name, variable in named.items():
-                if name.endswith(_RATE) and name.removesuffix(_RATE) in has_new_rate:
+                initial = _initial(name)
+                if initial in facts and initial in values and values[initial] != facts[initial]:
                     rates = float(variable.numpy()), float(values[name])
                     log.warning("%s is %g, as model_fn says now; the checkpoint has %g.", name, *rates)
                 elif id(variable) in seeds:
@@ -145,19 +146,23 @@ class SavedState:
         ):
             copy.assign(stream_of(value, replica * self._state.replicas.per_device))
 
-    def _optimizer_facts(self) -> dict[str, tf.Tensor]:
-        """Returns what an optimizer's variables do not show: its class, what it trains, and its given rate."""
-        facts = {}
+    def _optimizer_facts(self, variables: Mapping[str, Any]) -> dict[str, tf.Tensor]:
+        """Returns what an optimizer's variables do not show: its class, what it trains, and its given rates."""
+        rates = self._state.initial_learning_rates
+        facts = {_initial(name): tf.constant(rates[id(v)]) for name, v in variables.items() if id(v) in rates}
         names = {id(variable): name for name, variable in portable_names(self._state.model).items()}
         for name in (update.name for update in self._state.optimizer_updates):
             optimizer = self._state.plain_optimizers[name]
             facts[optimizer_prefix(name) + _CLASS] = tf.constant(type(optimizer).__name__)
-            trained = sorted(names[id(variable)] for variable in self._state.variables_of_update[name])
+            rule = getattr(optimizer, "describe_rule", lambda variable: "")  # of a `MultiOptimizer`
+            trained = sorted(names[id(v)] + rule(v) for v in self._state.variables_of_update[name])
             facts[optimizer_prefix(name) + _TRAINED] = tf.constant("\n".join(trained))
-            if name in self._state.initial_learning_rates:
-                rate = self._state.initial_learning_rates[name]
-                facts[optimizer_prefix(name) + _INITIAL_RATE] = tf.constant(rate)
         return facts
+
+
+def _initial(name: str) -> str:
+    """Returns the name of the value that a variable had in `model_fn`."""
+    return "/initial_".join(name.rsplit("/", 1))
 
 
 def _composed(named: Mapping[str, Any]) -> dict[str, ComposedVariable]:
@@ -174,6 +179,10 @@ def _spell(tensor: Any) -> str:
     return f"{tf.as_dtype(tensor.dtype).name}{list(tensor.shape)}"
 
 
+class ReplicasDifferError(ValueError):
+    """Replicas have variables with other bits."""
+
+
 class ReplicaComparison:
     """Compares the variables of all replicas and workers, by checksums of their bits; traced once."""
 
@@ -182,7 +191,7 @@ class ReplicaComparison:
         self._state, left_out = state, {id(v) for v in without}
         shared = {n: v for n, v in state.all_variables().items() if id(v) not in left_out}
         self._names = [name for name, variable in shared.items() if getattr(variable, "is_mirrored", True)]
-        copies = [state.strategy.experimental_local_results(tensorflow_variable(shared[name])) for name in self._names]
+        copies = [state.replica_variables(shared[name]) for name in self._names]
         self._checksums = graph_function(lambda: [[checksum(copy) for copy in of] for of in copies])
 
     def require_equal(self, step: int, cause: str) -> None:
@@ -193,7 +202,7 @@ class ReplicaComparison:
             cause: the rest of the sentence, where variables differ.
 
         Raises:
-            ValueError: if a variable differs; the state is not to be saved then.
+            ReplicasDifferError: if a variable differs; the state is not to be saved then.
         """
         local = [np.array([int(number) for number in of]) for of in self._checksums()]  # [L] each, L local replicas
         of_workers = collectives.Workers(self._state.strategy).gather(dict(zip(self._names, local, strict=True)))
@@ -205,7 +214,7 @@ class ReplicaComparison:
         worker, replica, _ = next(each for each in by_replica if each[2] != by_replica[0][2])
         more = f" and {len(different) - 1} more" if len(different) > 1 else ""
         self._state.may_be_saved = False
-        raise ValueError(
+        raise ReplicasDifferError(
             f"At step {step} {name}{more} of replica {replica} of worker {worker} differs from that of the first "
             f"replica: {cause}."
         )

@@ -369,10 +369,12 @@ def _check_optimizer(optimizer: Any) -> None:
             "A Keras LossScaleOptimizer was given, which asks one replica alone whether gradients are finite: give the "
             f"optimizer inside it and set Config(precision={FLOAT16.name!r}), or give distloop.LossScaleOptimizer."
         )
-    if isinstance(optimizer, getattr(keras.optimizers, "MultiOptimizer", ())):  # new in Keras 3.15
+    for inner in getattr(optimizer, "optimizers", ()):  # inside a MultiOptimizer, which is new in Keras 3.15
+        _check_optimizer(inner)
+    if type(optimizer) is getattr(keras.optimizers, "MultiOptimizer", None):
         raise ValueError(
-            "A Keras MultiOptimizer was given; distloop applies one optimizer to the variables of an update: give "
-            "ModelSpec(updates=[...]) one distloop.Update for each optimizer inside it."
+            "A Keras MultiOptimizer was given in a ModelSpec; distloop takes it from a compiled model: give "
+            "distloop.from_keras the model, or a function that builds and compiles the model."
         )
     for setting, advice in _REPLACED_SETTINGS.items():
         if getattr(optimizer, setting, None):

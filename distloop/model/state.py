@@ -17,6 +17,7 @@ import tensorflow as tf
 from distloop.distributed import devices, strategies
 from distloop.distributed.devices import Replicas
 from distloop.errors import raise_as_user_error
+from distloop.installed import import_part
 from distloop.model import guards
 from distloop.model.guards import Guard, OutsideVariables, guarded
 from distloop.model.keras_metrics import KerasMetrics
@@ -28,6 +29,7 @@ from distloop.model.user_functions import explain_mistakes
 from distloop.optimizers import keras_hooks
 from distloop.optimizers.loss_scale import LossScaleOptimizer
 from distloop.optimizers.slot_placement import MovingAverage, make_slot_placement
+from distloop.optimizers.slot_store import SlotStore
 from distloop.variables import (
     ComposedVariable,
     is_seed,
@@ -59,11 +61,13 @@ class TrainState(tf.Module):
         slot_placement: where slots and averages are: on every replica, or cut over them.
         optimizers: by name of the update; a `LossScaleOptimizer` if the loss is scaled.
         plain_optimizers: by name of the update, the Keras optimizers.
+        slot_stores: by name of the update, the slots of its optimizer.
         loss_scalers: by name of the update, those of the optimizers that scale the loss.
-        initial_learning_rates: by name of the update, the constant learning rates that `model_fn` gave.
+        initial_learning_rates: by `id` of their variables, the constant learning rates that `model_fn` gave.
         keras_metrics: the Keras metrics, by name.
         loss_watch: statistics of the updates' losses, for the detection of spikes.
         average: the moving average of the weights, or None.
+        for_evaluation: what `averaged` applies: the average, `ScheduleFreeWeights`, or None.
         outside_variables: watches what the user's functions use beside the model.
         created: by `id`, the TensorFlow variables that were made for it, those of no model included.
         may_be_saved: whether every variable is that of a finished step; not after an error within a step.
@@ -119,9 +123,9 @@ class TrainState(tf.Module):
             self.loss_watch = LossWatch(len(spec.updates))
         self.outside_variables = OutsideVariables(self)
         self.average: MovingAverage | None = None
-        self._average_decay = average_decay
-        self.created = created
-        self.initial_learning_rates: dict[str, float] = {}
+        self.for_evaluation: Any = None
+        self._average_decay, self.created = average_decay, created
+        self.initial_learning_rates: dict[int, float] = {}
         self.is_built, self.may_be_saved, self.passes_write = False, True, False
         self.placement = make_placement(spec.model)
         self.stage_devices, self.make_stage_actions = self.placement.devices, self.placement.make_actions
@@ -196,8 +200,11 @@ class TrainState(tf.Module):
         self.variables_of_update = {update.name: update.select_variables(named) for update in self.spec.updates}
         of_updates = [(self.plain_optimizers[n], of) for n, of in self.variables_of_update.items()]
         self.slot_placement.prepare(of_updates)
-        for update in self.optimizer_updates:
-            _build_optimizer(self, update)
+        if any(keras_hooks.is_schedule_free(optimizer) for optimizer, _ in of_updates):
+            module = import_part("schedule_free.schedule_free_weights", "keras.optimizers.ScheduleFreeAdamW")
+            self.for_evaluation = module.ScheduleFreeWeights(of_updates, self.slot_placement.slots, self._average_decay)
+        stores = {id(self.optimizers[u.name]): _build_optimizer(self, u) for u in self.optimizer_updates}
+        self.slot_stores = {name: stores[id(optimizer)] for name, optimizer in self.optimizers.items()}
         keep_losses_apart(layers)
         self.layers_of_update = {
             name: [layer for layer in layers if {id(v) for v in layer.variables} & {id(v) for v in variables}]
@@ -210,6 +217,7 @@ class TrainState(tf.Module):
             pairs = [(optimizer, v) for optimizer, of in of_updates for v in of]
             self.average = self.slot_placement.make_average(self.trained_variables, self._average_decay, pairs)
             self.average.follow(optimizer for optimizer, _ in of_updates)
+            self.for_evaluation = self.average
         _refuse_synchronized(layers, self.replicas)
         replicas, per_device = self.replicas.count, self.replicas.per_device
         self.recurrent_states = _find_recurrent_states(layers, replicas)
@@ -265,31 +273,28 @@ class TrainState(tf.Module):
 
     def replica_variables(self, variable: Any) -> tuple[Any, ...]:
         """Returns the TensorFlow variable of each replica of this worker; of one stored in shards, the shards."""
-        shards = variable.shards if isinstance(variable, ComposedVariable) else [tensorflow_variable(variable)]
+        plain = tensorflow_variable(variable)
+        shards = plain.shards if isinstance(plain, ComposedVariable) else [plain]
         return tuple(replica for shard in shards for replica in self.strategy.experimental_local_results(shard))
 
     def changed_by(self, update: Update) -> list[Any]:
         """Returns the variables that applying an update changes: weights, slots and averages; their shards, if any."""
         averages = self.average.stored if self.average is not None else ()
-        return [*self.variables_of_update[update.name], *self.plain_optimizers[update.name].variables, *averages]
+        return [*self.variables_of_update[update.name], *self.slot_stores[update.name].stored, *averages]
 
     def describe(self) -> list[str]:
         """Returns lines for the console: where stages, slots and averages are, if not on every replica."""
-        return [*self.placement.describe(), *self.slot_placement.describe(self)]
+        of_evaluation = getattr(self.for_evaluation, "lines", ())
+        return [*self.placement.describe(), *self.slot_placement.describe(self), *of_evaluation]
 
     def start_slots(self) -> None:
         """Sets the averages, and the slots that begin as the weights, to the weights of now; in scope."""
-        if self.average is not None:
-            self.average.start()
-        for update in self.optimizer_updates:
-            slots = keras_hooks.slots_that_begin_as_weights(self.plain_optimizers[update.name])
-            variables = self.variables_of_update[update.name] if slots else []
-            for slot, value in zip(slots, self.slot_placement.weights(variables), strict=True):
-                tensorflow_variable(slot).assign(value)
+        if self.for_evaluation is not None:
+            self.for_evaluation.start()
 
     def averaged(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a scope in which the model has the averaged weights, if there are any."""
-        return self.average.applied() if self.average is not None else contextlib.nullcontext()
+        """Returns a scope in which the model has its weights for evaluation: averaged ones, if there are any."""
+        return self.for_evaluation.applied() if self.for_evaluation is not None else contextlib.nullcontext()
 
     def model_variables(self) -> list[Any]:
         """Returns the TensorFlow variables of the model."""
@@ -326,8 +331,8 @@ def _call(model_fn: Callable[[], ModelSpec], strategy: tf.distribute.Strategy, c
     return spec
 
 
-def _build_optimizer(state: TrainState, update: Update) -> None:
-    """Builds an update's optimizer over its variables and overrides methods of Keras."""
+def _build_optimizer(state: TrainState, update: Update) -> SlotStore:
+    """Builds an update's optimizer over its variables, overrides methods of Keras, and returns the slots."""
     optimizer, plain = state.optimizers[update.name], state.plain_optimizers[update.name]
     _require_created(state.created, [(v.name, v) for v in optimizer.variables], "optimizer")
     variables = state.variables_of_update[update.name]
@@ -337,19 +342,10 @@ def _build_optimizer(state: TrainState, update: Update) -> None:
         pairs = zip(variables, are_decayed, strict=True)
         decayed = {id(v) for v, is_decayed in pairs if is_decayed and plain._use_weight_decay(tensorflow_variable(v))}
         plain.exclude_from_weight_decay([v for v in variables if id(v) not in decayed])
-    state.slot_placement.build(optimizer, plain, variables)
-    keras_hooks.skip_reduction(plain)
-    views = [
-        (view, v, factor)
-        for v, factor in zip(variables, factors, strict=True)
-        for view in state.slot_placement.views(v)
-    ]
-    keras_hooks.simplify_adam(plain, [(view, int(tf.TensorShape(v.shape).num_elements())) for view, v, _ in views])
-    if update.learning_rates:
-        keras_hooks.scale_learning_rates(plain, [(view, factor) for view, _, factor in views])
-    state.placement.adapt_optimizer(plain)
-    if isinstance(rate := plain._learning_rate, keras.Variable):
-        state.initial_learning_rates[update.name] = float(rate.numpy())
+    store = state.slot_placement.build(optimizer, plain, variables, factors)
+    rates = [v for v in plain.variables if v.name == "learning_rate" and v.shape == ()]
+    state.initial_learning_rates |= {id(rate): float(rate.numpy()) for rate in rates}
+    return store
 
 
 def _require_created(created: Mapping[int, Any], variables: Iterable[tuple[str, Any]], owner: str) -> None:

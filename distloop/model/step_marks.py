@@ -1,65 +1,95 @@
-"""Step marks: after an error in the compiled loop, whether each variable has the value of a finished step.
+"""Step marks: when each step of the compiled loop began and ended, and so whether an error has left a finished step.
 
     marks = StepMarks(strategy)
-    with marks.around(is_fetched):              # in the compiled loop
-        train_step(batch)
+    marks.start(count)                          # in the compiled loop, before its steps
+    begun = marks.begin(number, is_fetched)     # in each step
+    train_step(batch)
+    ended_at = marks.end(number, begun, failed)
     marks.are_equal                             # on the host, once an error has ended the loop
 
-Where an operation fails, TensorFlow begins no other one: what a step wrote before stays. So a step raises a count on
-the host when its batch is there, before its first write, and a count on each device after its last write there.
+Where an operation fails, TensorFlow begins no other one: what a step wrote before stays. So a step records the time on
+the host when its batch is there, before its first write, and another one after its last write there; for each other
+device, it raises a count after its last write there.
 """
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import tensorflow as tf
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from distloop.distributed import strategies
 from distloop.distributed.devices import HOST, short_device
-from distloop.graph_functions import may_write
+from distloop.graph_functions import has_clock, may_write, read_clock
+
+_HOST = short_device(HOST)
 
 
 class StepMarks:
-    """The numbers of steps that have begun, and that have ended on each device."""
+    """The times at which the steps of a call have begun and ended, and how many each other device has ended.
+
+    Attributes:
+        times: `[count]` each: when the steps' batches were there, and what `end` recorded, by `read_clock`; 0: not yet.
+    """
 
     def __init__(self, strategy: tf.distribute.Strategy):
-        """Creates the counts; call it outside a `tf.function`."""
-        self._begun = _count(HOST)
+        """Creates the variables; call it outside a `tf.function`."""
+        self.times = [_variable(HOST, tf.float64, [None]) for _ in range(2)]
         lead = strategies.lead_device(strategy)
-        devices = [lead, HOST, *strategies.replica_devices(strategy)]
-        self._ended = {short_device(device): _count(device) for device in devices}
+        devices = {short_device(device): device for device in [lead, *strategies.replica_devices(strategy)]}
+        self._num_ended = {name: _variable(device, tf.int64, []) for name, device in devices.items() if name != _HOST}
         self._lead = short_device(lead)
 
     @property
     def are_equal(self) -> bool:
         """Whether each step that has begun has ended on all devices."""
-        return all(int(ended) == int(self._begun) for ended in self._ended.values())
+        begun, ended = (int(np.count_nonzero(times.numpy())) for times in self.times)
+        return all(begun <= count for count in (ended, *map(int, self._num_ended.values())))
 
-    @contextlib.contextmanager
-    def around(self, is_fetched: Sequence[tf.Tensor]) -> Iterator[None]:
-        """Counts the step that is traced, or runs eagerly, in this block.
+    def start(self, count: tf.Tensor) -> None:
+        """Forgets the steps before; `count` is the most steps that follow."""
+        self.times[1].assign(self.times[0].assign(tf.zeros([count], tf.float64)))  # one after the other
+        for num_ended in self._num_ended.values():
+            num_ended.assign(0)
+
+    def begin(self, number: tf.Tensor, is_fetched: Sequence[tf.Tensor]) -> Any:
+        """Records that a step begins; returns the operation, None eagerly.
 
         Args:
-            is_fetched: tensors that are there once the batch is; the step writes nothing before.
+            number: of the step, from 0 in each call of the loop.
+            is_fetched: tensors that are there once its batch is; the step writes nothing before.
         """
-        with tf.control_dependencies(is_fetched):
-            begun = self._begun.assign_add(1, read_value=False)
-        is_eager, graph = tf.executing_eagerly(), tf.compat.v1.get_default_graph()
-        num_ops = 0 if is_eager else len(graph.get_operations())
-        yield
-        writes = [] if is_eager else [op for op in graph.get_operations()[num_ops:] if may_write(op)]
-        for op in writes:
+        with tf.device(HOST), tf.control_dependencies(is_fetched):
+            return _record(self.times[0], number)[0]
+
+    def end(self, number: tf.Tensor, begun: Any, failed: tf.Tensor, time: tf.Tensor | None = None) -> tf.Tensor:
+        """Records that a step has ended, once all that was traced since its beginning is written; returns the time.
+
+        Args:
+            number: of the step.
+            begun: as `begin` returned it.
+            failed: what the host has to know before.
+            time: recorded in place of the present one, which is not waited for: when the step began.
+        """
+        operations = [] if begun is None else begun.graph.get_operations()
+        writes: dict[str, list[Any]] = {name: [] for name in (_HOST, *self._num_ended)}
+        for op in filter(may_write, operations[operations.index(begun) + 1 :] if operations else ()):
             op._add_control_input(begun)  # replicas are traced in threads, which no scope of this one reaches
-        for device, ended in self._ended.items():
-            with tf.device(device), tf.control_dependencies([op for op in writes if self._device_of(op) == device]):
-                ended.assign_add(1, read_value=False)
-
-    def _device_of(self, op: tf.Operation) -> str:
-        """Returns the device whose count follows an operation."""
-        device = short_device(op.device) if op.device else self._lead
-        return device if device in self._ended else self._lead
+            writes.get(short_device(op.device) if op.device else "", writes[self._lead]).append(op)
+        for name, num_ended in self._num_ended.items():
+            with tf.device(num_ended.device), tf.control_dependencies(writes[name]):
+                num_ended.assign_add(1, read_value=False)
+        with tf.device(HOST), tf.control_dependencies(writes[_HOST] if time is not None else [*writes[_HOST], failed]):
+            return _record(self.times[1], number, time)[1]
 
 
-def _count(device: str) -> tf.Variable:
-    with tf.device(device):
-        return tf.Variable(0, dtype=tf.int64, trainable=False)
+def _variable(device: str, dtype: tf.DType, shape: Sequence[int | None]) -> tf.Variable:
+    with tf.device(device):  # of this device alone, where the caller is in the scope of a strategy, too
+        return ResourceVariable(tf.zeros([0] * len(shape), dtype), shape=shape, trainable=False)
+
+
+def _record(times: tf.Variable, number: tf.Tensor, time: tf.Tensor | None = None) -> tuple[Any, tf.Tensor]:
+    """Writes the time of a step, 1 where a graph has no clock; returns the operation and the time."""
+    now = (read_clock() if time is None else time) if has_clock() else tf.constant(1.0, tf.float64)
+    return tf.raw_ops.ResourceScatterUpdate(resource=times.handle, indices=number, updates=now), now

@@ -207,7 +207,8 @@ class StateUpdates:
             rows = flat[0]
             totals, flat = _cut(flat[1:], averaged)
             for variable, total in zip(averaged, totals, strict=True):
-                values[id(variable)] = tf.cast(tf.math.divide_no_nan(total, rows), variable.dtype)
+                mean = tf.cast(tf.math.divide_no_nan(total, rows), variable.dtype)
+                values[id(variable)] = tf.where(rows > 0, mean, values[id(variable)])  # a batch may have no rows
         for variable in self.from_first(mutated):
             size = _to_bytes(values[id(variable)]).shape.num_elements()
             values[id(variable)] = _from_bytes(flat[:size], variable)

@@ -158,12 +158,13 @@ class Console:
             self._draw()
             self._live.stop()
 
-    def summarize(self, clock: timing.Clock, against_waiting: str = "") -> None:
+    def summarize(self, clock: timing.Clock, against_waiting: str = "", stages: Mapping[str, float] = {}) -> None:
         """Prints the closing summary: last and best metrics, time by phase, and a hint if there is one.
 
         Args:
             clock: the run's clock.
             against_waiting: as for `Clock.advice`.
+            stages: likewise.
         """
         seconds = clock.seconds()
         total = sum(seconds.values())
@@ -176,7 +177,8 @@ class Console:
         metrics = self._closing_metrics()
         lines = [end, *metrics[:_MAX_METRICS]]
         lines += [f"and {len(metrics) - _MAX_METRICS} more"] if len(metrics) > _MAX_METRICS else []
-        lines += filter(None, [timing.show_fractions(seconds), self._busy(), clock.advice(against_waiting)])
+        times, advice = timing.show_fractions(seconds, stages), clock.advice(against_waiting, stages)
+        lines += filter(None, [times, self._busy(), advice])
         for text in lines:
             print_line(f"distloop: {text}", self._console.file)
 
@@ -301,9 +303,9 @@ class NotebookConsole(Console):
         """Shows the last lines."""
         self._cell.draw()
 
-    def summarize(self, clock: timing.Clock, against_waiting: str = "") -> None:
+    def summarize(self, clock: timing.Clock, against_waiting: str = "", stages: Mapping[str, float] = {}) -> None:
         """Adds the closing summary; the arguments are those of `Console`."""
-        super().summarize(clock, against_waiting)
+        super().summarize(clock, against_waiting, stages)
         self._cell.draw()
 
 

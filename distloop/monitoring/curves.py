@@ -48,7 +48,7 @@ class Picture:
                 "Pictures of curves need matplotlib, which is not installed: pip install matplotlib."
             ) from None
         names = dict.fromkeys(name for curves in charts.values() for name in curves)
-        styles = {name: (f"C{i % 10}", ("-", "--", ":")[i // 10 % 3]) for i, name in enumerate(names)}
+        styles = {name: f"C{i % 10}{('-', '--', ':')[i // 10 % 3]}" for i, name in enumerate(names)}
         num_columns, num_rows = min(2, max(1, len(charts))), max(1, math.ceil(len(charts) / 2))
         self.figure = Figure(figsize=(6 * num_columns, 3.5 * num_rows + 0.2 * len(names)), layout="constrained")
         lines: dict[str, Any] = {}
@@ -56,9 +56,8 @@ class Picture:
             axes = self.figure.add_subplot(num_rows, num_columns, i + 1, xlabel="step")
             axes.set_title(title, parse_math=False)
             for name, curve in curves.items():
-                color, dashes = styles[name]
                 marker = "." if len(curve.steps) < _FEW_POINTS else None
-                (lines[name],) = axes.plot(curve.steps, curve.values, color=color, linestyle=dashes, marker=marker)
+                (lines[name],) = axes.plot(curve.steps, curve.values, styles[name], marker=marker)
             values = [value for curve in curves.values() for value in curve.finite]
             if values and min(values) > 0 and max(values) > _LOG_RANGE * min(values):
                 axes.set_yscale("log")
@@ -72,9 +71,13 @@ class Picture:
             path: of the file; it ends in `.svg`, `.pdf` or another format of matplotlib, else it is a PNG.
 
         Raises:
+            ValueError: if matplotlib has no format of that name, or the path is of a directory.
             OSError: if it cannot be written.
         """
-        self.figure.savefig(path, format=os.path.splitext(path)[1][1:] or "png")
+        kind, kinds = os.path.splitext(path)[1][1:].lower() or "png", self.figure.canvas.get_supported_filetypes()
+        if kind not in kinds or os.path.isdir(path):
+            raise ValueError(f"{os.fspath(path)!r} is no picture: let it end in .{', .'.join(sorted(kinds))}.")
+        self.figure.savefig(path, format=kind)
 
     def _repr_svg_(self) -> str:
         file = io.StringIO()
@@ -89,7 +92,7 @@ class _ByName(dict[str, _T]):
     """What a run reported, by name."""
 
     def __missing__(self, name: str) -> _T:
-        close = closest(name, self)
+        close = closest(str(name), self)
         hint = f"did you mean {close!r}?" if close else f"there are {sorted(self)}."
         raise KeyError(f"The run reported no {name!r}: {hint}")
 
@@ -143,8 +146,7 @@ class History(_ByName[float]):
         charts: dict[str, dict[str, Series]] = {}
         for name in names or filter(is_of_the_model, self.history):
             source, _, metric = name.rpartition("/")
-            curve = Series(name, self.steps[name], self.history[name])
-            charts.setdefault(metric, {})[source or "training"] = curve
+            charts.setdefault(metric, {})[source or "training"] = Series(name, self.steps[name], self.history[name])
         return Picture(charts)
 
     def __repr__(self) -> str:

@@ -29,6 +29,7 @@ from tensorboard.plugins.pr_curve import summary as pr_curves
 from tensorboard.plugins.text import metadata as text
 
 from distloop.monitoring.writers import MediaFile
+from distloop.settings.durations import require_integer
 
 Encoded = tuple[TensorProto, SummaryMetadata]
 
@@ -120,6 +121,7 @@ class Images(Media):
     captions: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
+        require_integer("Images", 1, max=self.max)
         if not are_pictures(self.array):
             raise ValueError(
                 f"Images was given {np.asarray(self.array).dtype} of shape {list(np.shape(self.array))}; it takes "
@@ -146,6 +148,7 @@ class Audio(Media):
     rate: int
 
     def __post_init__(self) -> None:
+        require_integer("Audio", 1, rate=self.rate)
         if np.ndim(self.array) not in (1, 2) or np.asarray(self.array).dtype.kind != "f":
             raise ValueError(
                 f"Audio was given {np.asarray(self.array).dtype} of shape {list(np.shape(self.array))}; it takes "

@@ -5,7 +5,6 @@
     with profile.loop(step):        # profiled if the step is in the window
         ...
     profile.close()
-    busy_fractions("run/train")        # {"CPU:0": 0.8, "CPU:1": 0.7}
 
 The plugin does not recognize the steps inside a compiled loop. Therefore steps are called one by one in the window, and
 the one before it, which traces; the gap between two of them in the profile is the cost of such a call.
@@ -13,23 +12,17 @@ the one before it, which traces; the gap between two of them in the profile is t
 
 import collections
 import contextlib
-import glob
 import os
 import re
-from collections.abc import Iterable, Iterator
-from typing import Any, TypeAlias
+from collections.abc import Iterator
+from typing import Any
 
 import tensorflow as tf
-from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
-from distloop.distributed.devices import short_device
 from distloop.log import log
 from distloop.settings.durations import profile_window
 
-_OPERATION = re.compile(r"^[^:\s]+:(_?[A-Z]\w*)$")
-_WAITING = "IteratorGetNext"  # the beginning of the types of operations that wait rather than compute
-
-_Span: TypeAlias = tuple[int, int]  # start and end, picoseconds
+FIRST_MAP = "first map"  # of a pipeline over the numbers of batches
 
 
 class Profile:
@@ -104,70 +97,16 @@ class Profile:
                 log.error("The profile is lost: %s", error)
 
 
-def busy_fractions(directory: str) -> dict[str, float]:
-    """Returns the fraction of the profiled steps' time in which an operation ran on each device, such as `CPU:1`.
-
-    Virtual CPUs share their threads, so only the profile can tell them apart: TensorFlow runs a step as one subgraph
-    per device, the profile names the subgraph of each operation, and a subgraph's first `_Send` names its device.
+def pipeline_secs(iterator: Any) -> dict[str, float]:
+    """Returns the seconds that threads have worked on each kind of operation of a pipeline, as tf.data measures them.
 
     Args:
-        directory: the TensorBoard run that the profile belongs to, as for `Profile`; the newest profile is read.
-
-    Returns:
-        The fractions of devices that sent a tensor to another one; empty if there is no profile.
+        iterator: of tf.data; for another one the result is empty.
     """
-    paths = glob.glob(os.path.join(glob.escape(directory), "plugins", "profile", "*", "*.xplane.pb"))
-    if not paths:
+    if not isinstance(iterator, tf.data.Iterator):
         return {}
-    space = xplane_pb2.XSpace()
-    with open(max(paths, key=os.path.getmtime), "rb") as file:
-        space.ParseFromString(file.read())
-    steps: list[_Span] = []
-    operations: dict[Any, list[_Span]] = collections.defaultdict(list)  # by subgraph
-    devices: dict[Any, str] = {}  # by subgraph
-    kernels: dict[str, list[_Span]] = collections.defaultdict(list)  # by GPU
-    lines = [(plane, line) for plane in space.planes for line in plane.lines]
-    for plane, line in lines:
-        if plane.name.startswith("/device:GPU"):
-            if line.name.startswith("Stream"):
-                kernels[short_device(plane.name)] += [span for _, span, _ in _events(plane, line)]
-            continue
-        subgraph, until = None, 0
-        for name, span, stats in _events(plane, line):
-            if name == "train":
-                steps.append(span)
-            elif name == "ExecutorState::Process":
-                subgraph, until = (stats.get("id"), stats.get("_c")), span[1]
-            elif subgraph is not None and span[0] < until and (match := _OPERATION.match(name)):
-                if not match[1].startswith(_WAITING):
-                    operations[subgraph].append(span)
-                if match[1] == "_Send":  # its key begins with the sending device
-                    devices[subgraph] = short_device(stats["key"].partition(";")[0])
-    fractions = {}
-    for device in sorted(set(devices.values())):
-        computed = [span for subgraph, spans in operations.items() if devices.get(subgraph) == device for span in spans]
-        fractions[device] = _covered(kernels.get(device) or computed) / max(1, _covered(steps))
-    return fractions
-
-
-def _events(plane: Any, line: Any) -> Iterator[tuple[str, _Span, dict[str, Any]]]:
-    """Yields name, span and stats of a thread's events by their start, outer events before those inside them."""
-    names = {key: value.name for key, value in plane.stat_metadata.items()}
-    line_start = line.timestamp_ns * 1000
-    for event in sorted(line.events, key=lambda event: (event.offset_ps, -event.duration_ps)):
-        stats = {}
-        for stat in event.stats:
-            kind = stat.WhichOneof("value")
-            value = getattr(stat, kind)
-            stats[names[stat.metadata_id]] = names.get(value, "") if kind == "ref_value" else value
-        start = line_start + event.offset_ps
-        yield plane.event_metadata[event.metadata_id].name, (start, start + event.duration_ps), stats
-
-
-def _covered(spans: Iterable[_Span]) -> int:
-    """Returns the total time that spans cover; time covered twice counts once."""
-    total = until = 0
-    for start, end in sorted(spans):
-        total += max(0, end - max(start, until))
-        until = max(until, end)
-    return total
+    nodes, secs = tf.data.experimental.get_model_proto(iterator).nodes, collections.defaultdict[str, float](float)
+    for node in nodes.values():
+        is_first = [nodes[i].name for i in node.inputs] == ["Range"] and "Map" in node.name
+        secs[FIRST_MAP if is_first else re.sub(r"^Parallel|V\d+$", "", node.name)] += node.processing_time / 1e9
+    return dict(secs)

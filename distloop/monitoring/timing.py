@@ -11,7 +11,6 @@ It does not know what happens in a phase.
 """
 
 import contextlib
-import dataclasses
 import math
 import time
 from collections import defaultdict
@@ -26,6 +25,7 @@ _ADVICE = {
     "evaluation": "a larger eval_every, or larger batches to evaluate on",
     "saving": "a larger checkpoint_every, or a faster disk for the workdir",
     "logging": "a larger log_every",
+    "waiting for other workers": "evaluations and actions that take as long on each worker",
     "other": "a larger steps_per_loop, log_every or batch_size, or a larger `every` of actions",
 }
 
@@ -82,13 +82,14 @@ class Clock:
         seconds["other"] = seconds.pop("other", 0.0) + max(0.0, unseen)
         return seconds
 
-    def advice(self, against_waiting: str = "") -> str | None:
+    def advice(self, against_waiting: str = "", stages: Mapping[str, float] = {}) -> str | None:
         """Returns a hint if input or host work took over 20 % of the run, else None.
 
         The first time of each phase does not count: it includes tracing, which no setting avoids.
 
         Args:
             against_waiting: what makes data of this kind faster; empty: it is a `tf.data.Dataset`.
+            stages: seconds that threads worked on each stage of the input; empty: unknown.
         """
         seconds = self.seconds()
         training = sum(seconds.values()) - seconds["start-up"]
@@ -105,26 +106,33 @@ class Clock:
         if max(waited, host) <= _MIN_FRACTION:
             return None
         if waited >= host:
-            return f"{show_percent(waited)} of the time went by waiting for data: try {against_waiting or _TF_DATA}."
-        name = max(between, key=lambda phase: between[phase])
-        what = _ADVICE.get(name, f"a larger `every` of {name}")
+            name = max(stages, key=lambda stage: stages[stage], default="other")
+            how, what = "waiting for data", against_waiting or _TF_DATA
+        else:
+            name = max(between, key=lambda phase: between[phase])
+            how, what = "between two loops", _ADVICE.get(name, f"a larger `every` of {name}")
         most = "" if name == "other" else f", most of it in {name}"
-        return f"{show_percent(host)} of the time went by between two loops{most}: try {what}."
+        return f"{show_percent(max(waited, host))} of the time after start-up went by {how}{most}: try {what}."
 
 
-@dataclasses.dataclass
 class SaveTimes:
-    """What the last save and restore of a run took, in seconds; None: there was none, or it has been reported.
+    """What the last save and restore of a run took, in seconds, until it is reported.
 
-    Attributes:
-        save_pause: how long a save held training up.
-        write: how long its checkpoint then took in the background until it was complete.
-        restore: how long the run took to restore its newest checkpoint.
+    `save_pause`: how long a save held training up. `write`: how long its checkpoint then took in the background until
+    it was complete. `restore`: how long the run took to restore its newest checkpoint.
     """
 
-    save_pause: float | None = None
-    write: float | None = None
-    restore: float | None = None
+    def __init__(self) -> None:
+        """Begins without a time."""
+        self._secs: dict[str, float] = {}
+
+    def record(self, **secs: float) -> None:
+        """Records times by name."""
+        self._secs |= secs
+
+    def take(self, *names: str) -> dict[str, float]:
+        """Returns times by name, once all are known; empty until then, and after that."""
+        return {name: self._secs.pop(name) for name in names} if self._secs.keys() >= set(names) else {}
 
 
 def bottleneck(metrics: Mapping[str, float]) -> tuple[str, float]:
@@ -152,9 +160,16 @@ def largest_fractions(seconds: Mapping[str, float]) -> dict[str, float]:
     return dict(sorted(fractions.items(), key=lambda item: -item[1]))
 
 
-def show_fractions(seconds: Mapping[str, float]) -> str:
-    """Returns where the time went, as text: `time: 63 % step, 20 % input, 17 % start-up`; empty if none has passed."""
-    fractions = [f"{show_percent(fraction)} {name}" for name, fraction in largest_fractions(seconds).items()]
+def show_fractions(seconds: Mapping[str, float], stages: Mapping[str, float] = {}) -> str:
+    """Returns where the time went, as text; empty if none has passed.
+
+    Args:
+        seconds: by phase, as in `time: 63 % step, 20 % input, 17 % start-up`.
+        stages: as for `Clock.advice`, as in `20 % input (9.1 s of map_fn, 0.6 s of reading)`.
+    """
+    of_input = ", ".join(f"{stages[one]:.1f} s of {one}" for one in largest_fractions(stages) if stages[one] >= 0.05)
+    shown = {"input": f" ({of_input})" if of_input else ""}
+    fractions = [f"{show_percent(f)} {name}{shown.get(name, '')}" for name, f in largest_fractions(seconds).items()]
     return f"time: {', '.join(fractions)}" if fractions else ""
 
 

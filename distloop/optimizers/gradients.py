@@ -1,18 +1,18 @@
-"""Gradients: packs gradients into few vectors, reduces them once, clips the sums, and applies them.
+"""Gradients: packs gradients into few vectors, reduces them once, and clips the sums.
 
 All functions run in replica context.
 
     segments = packing.pack(gradients)                               # few vectors instead of many small tensors
     segments, sums = packing.all_reduce(segments, {"tallies": t})    # the one reduction of the step
-    _, norm, scale = norm_and_scale(segments, weight)                # norm is finite only if every gradient is
+    norm, scale = norm_and_scale(squared_norms(segments), weight)    # norm is finite only if every gradient is
     segments, scale, is_clipped = Clipping(norm=1.0).clip(packing, segments, norm, scale, tf.math.is_finite(norm))
-    apply(optimizer, packing.unpack(segments, scale), variables)
+    optimizer.apply(packing.unpack(segments, scale), variables)
 
 A segment is a flat vector, or the rows of a large table, a variable whose first axis counts its rows, that a sparse
 gradient consists of: `tables/` makes and applies such gradients.
 
     rows = map_values(lambda values: 2.0 * values, Rows(numbers, values))          # as of a dense gradient
-    write_rows(table, rows.numbers, read_rows(table, rows.numbers) - rows.values)
+    write_rows(table, rows.numbers, values)
 """
 
 import functools
@@ -89,6 +89,7 @@ class Packing:
             why_dense: why a sparse gradient is made dense, if that is to be reported.
         """
         self._shapes = [tuple(v.shape) for v in variables]
+        self._numbers = {id(v): i for i, v in enumerate(variables)}
         self._devices = list(devices or [""] * len(variables))
         workers = workers or [0] * len(variables)
         self._groups: list[list[int]] = []  # positions of the variables in each segment
@@ -106,6 +107,8 @@ class Packing:
         self.sparse: set[int] = set()
         self.reasons: dict[int, str | None] = {}
         self.dtypes = [tf.as_dtype(variables[group[0]].dtype) for group in self._groups]
+
+    _on = staticmethod(tf.device)  # enters the scope of a device
 
     def _size(self, i: int) -> int:
         return int(tf.TensorShape(self._shapes[i]).num_elements())
@@ -139,7 +142,7 @@ class Packing:
         """Packs one gradient a variable into segments; with `keeps_sparse=False`, into flat vectors alone."""
         segments: list[Segment] = []
         for group, device in zip(self._groups, self._packed_on, strict=True):
-            with tf.device(device):
+            with self._on(device):
                 segments.append(self._segment(group, gradients, keeps_sparse=keeps_sparse))
         return segments
 
@@ -157,7 +160,7 @@ class Packing:
         """
         gradients: list[Any] = []
         for flat, shape, device in zip(self.unpack_flat(segments, scale), self._shapes, self._devices, strict=True):
-            with tf.device(device):
+            with self._on(device):
                 gradients.append(self._shaped(flat, shape, keeps_sparse=keeps_sparse))
         return gradients
 
@@ -170,11 +173,20 @@ class Packing:
         """Returns the gradients for an optimizer, one a variable, times a scale; sparse where it updates rows alone."""
         return self.unpack(segments, scale)
 
+    def join(self, segments: Sequence[Segment], scale: tf.Tensor | None, variables: Sequence[Any]) -> tf.Tensor:
+        """Returns the dense gradients of variables as one vector, multiplied by `scale` as in `scaled`."""
+        positions = [self._numbers[id(variable)] for variable in variables]
+        if positions in self._groups:
+            segment = segments[self._groups.index(positions)]
+            return segment if scale is None else scaled([segment], scale)[0]
+        flats = self.unpack_flat(segments, scale)
+        return tf.concat([flats[i] for i in positions], 0)
+
     def unpack_flat(self, segments: Sequence[Segment], scale: tf.Tensor | None = None) -> list[Segment]:
         """Returns the flat gradient of each variable, times `scale` as in `scaled`."""
         flats: list[Any] = [None] * len(self._shapes)
         for group, segment, device in zip(self._groups, segments, self.devices, strict=True):
-            with tf.device(device):
+            with self._on(device):
                 (segment,) = [segment] if scale is None else scaled([segment], scale)
                 flat = [segment] if len(group) == 1 else self._split(segment, self._sizes(group))
                 for i, each in zip(group, flat, strict=True):
@@ -192,12 +204,17 @@ class Packing:
         """Returns the sums of two microbatches' segments."""
         sums: list[Segment] = []
         for a, b, group, device in zip(segments, others, self._groups, self._packed_on, strict=True):
-            with tf.device(device):
+            with self._on(device):
                 sums.append(self._sum(group, a, b))
         return sums
 
     def _sum(self, group: Sequence[int], a: Segment, b: Segment) -> Segment:
         return a + b
+
+    def has_other_sparse(self, segments: Sequence[Segment]) -> bool:
+        """Records in `sparse` which segments are `Rows`; returns whether that was not known."""
+        before, self.sparse = self.sparse, {i for i, segment in enumerate(segments) if isinstance(segment, Rows)}
+        return self.sparse != before
 
     def row_specs(self, segment: int) -> tuple[tf.TensorSpec, tf.TensorSpec]:
         """Returns what numbers and values of a sparse segment look like, given its index."""
@@ -278,26 +295,23 @@ class Packing:
         return reduced, vector
 
 
-def norm_and_scale(
-    segments: Sequence[Segment], weight: tf.Tensor, add: Callable[[tf.Tensor], tf.Tensor] | None = None
-) -> tuple[list[tf.Tensor], tf.Tensor, tf.Tensor]:
-    """Computes the global norm of summed gradients, and the factor that divides them by a weight; 0 makes them 0.
-
-    Where each worker has some of the segments, and empty ones for others, `add` returns the sum of a tensor over them.
-
-    Returns:
-        The squared norm of each segment, the norm of all gradients after the division, and the factor: float32 scalars.
-        The norm is finite only if every gradient is.
-    """
+def squared_norms(segments: Sequence[Segment]) -> list[tf.Tensor]:
+    """Returns the squared norm of each segment, float32 scalars; one is finite only if its gradients are."""
     squares = []
     for segment in segments:
         values = values_of(segment)
         with tf.device(values.device):  # a number is cheaper to move than a gradient
             squares.append(2.0 * tf.nn.l2_loss(tf.cast(values, tf.float32)))
-    if add is not None:
-        squares = tf.unstack(add(tf.stack(squares)))
+    return squares
+
+
+def norm_and_scale(squares: Sequence[tf.Tensor], weight: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Computes the norm of all gradients after their division by a weight, and the factor that divides them.
+
+    The gradients are those of which `squared_norms` are given; a weight of 0 makes them 0.
+    """
     scale = tf.math.divide_no_nan(1.0, weight)
-    return squares, tf.sqrt(tf.add_n(squares)) * scale, scale
+    return tf.sqrt(tf.add_n(squares)) * scale, scale
 
 
 def scaled(segments: Sequence[Segment], scale: tf.Tensor) -> list[Segment]:
@@ -366,22 +380,6 @@ class Clipping:
 
             largest = tf.reduce_max(tf.abs(values_of(divided)))
             return map_values(clip, divided, segment), tf.cast(largest, tf.float32)
-
-
-def apply(optimizer: keras.optimizers.Optimizer, gradients: Sequence[tf.Tensor], variables: Sequence[Any]) -> None:
-    """Applies reduced gradients, the same on every replica."""
-    with tf.control_dependencies(gradients):
-        # A step whose data fails is not counted: the count's write waits for every read, and this read for the
-        # gradients. All of `apply` could wait for them, but its independent operations would start later (25 us of 90).
-        tf.identity(optimizer.iterations)
-    optimizer.apply(gradients, variables)
-
-
-def read_rows(variable: Any, numbers: tf.Tensor) -> tf.Tensor:
-    """Returns rows of a variable by their numbers, `[n]`."""
-    plain = tensorflow_variable(variable)
-    rows = tf.raw_ops.ResourceGather(resource=plain.handle, indices=numbers, dtype=plain.dtype)
-    return tf.ensure_shape(rows, [None, *plain.shape[1:]])
 
 
 def write_rows(variable: Any, numbers: tf.Tensor, rows: tf.Tensor) -> None:

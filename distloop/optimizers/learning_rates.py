@@ -9,6 +9,7 @@ the last one `steps - 1`.
 
 import contextlib
 import copy
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ import keras
 from keras.optimizers import schedules
 
 from distloop.log import shown
-from distloop.settings.durations import Units, finite_number, parse, whole_number
+from distloop.settings.durations import Units, finite_number, parse, require_integer, whole_number
 
 
 def scale_learning_rate(
@@ -70,10 +71,7 @@ class WarmUp(schedules.LearningRateSchedule):
         super().__init__()
         if not isinstance(schedule, schedules.LearningRateSchedule):
             raise ValueError(f"schedule={schedule!r} was given to WarmUp; give a Keras LearningRateSchedule.")
-        if (whole_number(warmup_steps) or 0) < 1:
-            raise ValueError(
-                f"warmup_steps={shown(warmup_steps)} was given to WarmUp; give a whole number, 1 or more, or no WarmUp."
-            )
+        require_integer("WarmUp", 1, warmup_steps=warmup_steps)
         if (first := finite_number(start)) is None or first < 0:
             raise ValueError(f"start={shown(start)} was given to WarmUp; give a learning rate, 0 or more.")
         self.schedule = schedule
@@ -187,7 +185,7 @@ def resolve(
         ValueError: as for `RunSchedule.resolve`.
     """
     changes = []
-    for optimizer in optimizers:
+    for optimizer in itertools.chain.from_iterable((each, *getattr(each, "optimizers", ())) for each in optimizers):
         if isinstance(optimizer._learning_rate, schedules.LearningRateSchedule):
             optimizer._learning_rate = _with_copies(optimizer._learning_rate, optimizer)
         changes += [schedule.resolve(units, count_tokens) for schedule in _run_schedules(optimizer._learning_rate)]

@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from distloop.log import shown
-from distloop.optimizers import gradients, keras_hooks
+from distloop.optimizers import gradients, slot_store
 from distloop.settings.durations import finite_number, whole_number
 
 # After this many overflows in a row at the smallest scale, the scale is not the cause.
@@ -97,13 +97,13 @@ class LossScaleOptimizer(tf.Module):
                 "initial_scale <= max_scale, all finite in float32, and a whole number of growth_steps, 1 or more."
             )
         self.inner_optimizer = inner_optimizer
-        self.growth_steps = growth_steps
+        self.growth_steps = growth_steps = int(growth_steps)
         self.min_scale = min_scale
         self.max_scale = max_scale
         self.loss_scale = tf.Variable(initial_scale, dtype=tf.float32, trainable=False, name="loss_scale")
         self._search_streak = growth_steps - min(growth_steps, _SEARCH_STEPS)  # where the count starts in a search
         self.streak = tf.Variable(self._search_streak, dtype=tf.int32, trainable=False, name="streak")
-        keras_hooks.skip_reduction(inner_optimizer)
+        slot_store.skip_reduction(inner_optimizer)
 
     @property
     def variables(self) -> tuple[Any, ...]:
@@ -160,16 +160,14 @@ class LossScaleOptimizer(tf.Module):
             )
         pairs = [(g, v) for g, v in zip(grads, variables, strict=True) if g is not None]
         if not pairs:
-            raise ValueError(
-                "apply was given no gradient: compute the loss from the model's variables inside the tape."
-            )
+            raise ValueError("apply was given no gradient: compute the loss from the model's variables in the tape.")
         packing = gradients.Packing([v for _, v in pairs])
         segments, _ = packing.all_reduce(packing.pack([g for g, _ in pairs]), {})
-        _, norm, scale = gradients.norm_and_scale(segments, self.loss_scale)
+        norm, scale = gradients.norm_and_scale(gradients.squared_norms(segments), self.loss_scale)
 
         def apply_inner(segments: list[tf.Tensor], scale: tf.Tensor) -> None:
             summed = packing.unpack(gradients.scaled(segments, scale))
-            gradients.apply(self.inner_optimizer, summed, [v for _, v in pairs])
+            self.inner_optimizer.apply(summed, [v for _, v in pairs])
 
         _branch(tf.math.is_finite(norm), apply_inner, (segments, scale), self.update_scale)
 

@@ -1,7 +1,7 @@
 """Slot placement: optimizer slots and moving averages on every replica, which updates all weights.
 
     placement = make_slot_placement(strategy, shard_optimizer=False)
-    placement.build(optimizer, variables)
+    store = placement.build(optimizer, plain_optimizer, variables, factors)
     packing = placement.make_packing(state, update, variables, needs_all=False)
     average = placement.make_average(variables, 0.99, trained)      # `update()` after a step, `applied()` to evaluate
 
@@ -20,6 +20,7 @@ import tensorflow as tf
 from distloop.graph_functions import graph_function
 from distloop.installed import import_part
 from distloop.optimizers.gradients import Packing
+from distloop.optimizers.slot_store import SlotStore, View
 from distloop.variables import slot_names, tensorflow_variable
 
 _NEVER = 2**62  # more steps than any optimizer takes
@@ -49,24 +50,28 @@ class MovingAverage(tf.Module):
     def __init__(self, variables: Sequence[Any], decay: float):
         """Creates the averages with the variables' values; to be called in the strategy's scope."""
         super().__init__(name="average")
-        self.decay = decay
-        self._averaged: dict[int, Any] = {}
-        for variable in variables:
-            with tf.distribute.get_strategy().extended.colocate_vars_with(tensorflow_variable(variable)):
-                self._averaged[id(variable)] = self._make(variable)
-        self._variables = list(variables)
+        self.decay, self._variables = decay, list(variables)
+        self._averaged = {id(variable): self._colocate(variable) for variable in variables}
+        self._swap = graph_function(self._exchange)
 
-        @graph_function
-        def swap() -> None:
-            for variable, average in self._swapped():
-                weight = tf.identity(variable)
-                variable.assign(tf.identity(average))
-                average.assign(weight)
-
-        self._swap = swap
+    def _colocate(self, variable: Any) -> Any:
+        """Returns the average of a variable, where the variable is."""
+        with tf.distribute.get_strategy().extended.colocate_vars_with(tensorflow_variable(variable)):
+            return self._make(variable)
 
     def _make(self, variable: Any) -> Any:
         return tf.Variable(tf.convert_to_tensor(variable), trainable=False)
+
+    def _stored_with(self, variables: Sequence[Any]) -> list[tuple[Any, Any]]:
+        """Returns each variable, or each shard of variables, with the variable that holds its average."""
+        return [(variable, self._averaged[id(variable)]) for variable in variables]
+
+    def _exchange(self) -> None:
+        """Gives the variables the values of their averages, and the averages the values of the variables."""
+        for variable, average in self._swapped():
+            weight = tf.identity(variable)
+            variable.assign(tf.identity(average))
+            average.assign(weight)
 
     def _swapped(self) -> list[tuple[Any, Any]]:
         return self.pairs
@@ -79,7 +84,7 @@ class MovingAverage(tf.Module):
     @property
     def stored(self) -> Sequence[tf.Variable]:
         """The variables that hold the averages."""
-        return self.variables
+        return [average for _, average in self._stored_with(self._variables)]
 
     def start(self) -> None:
         """Sets the averages to the variables' values; in cross-replica context."""
@@ -153,8 +158,8 @@ class MovingAverage(tf.Module):
     def update(self, variables: Sequence[Any], applied_steps: tf.Tensor) -> None:
         """Moves the averages of variables that were updated in `applied_steps` steps; in replica context."""
         rate = self._rate(applied_steps)
-        for variable in variables:
-            self._move(variable, self._averaged[id(variable)], rate)
+        for variable, average in self._stored_with(variables):
+            self._move(variable, average, rate)
 
     def _move(self, variable: Any, average: Any, rate: tf.Tensor) -> None:
         with tf.device(average.device):
@@ -196,20 +201,22 @@ class SlotPlacement:
     def prepare(self, pairs: Iterable[tuple[keras.optimizers.Optimizer, Sequence[Any]]]) -> None:
         """Prepares to build optimizers, each with the variables that it trains."""
 
-    def build(self, optimizer: Any, plain: keras.optimizers.Optimizer, variables: Sequence[Any]) -> None:
-        """Makes the slots of an optimizer, which may be within a `LossScaleOptimizer`; in the strategy's scope."""
+    def build(
+        self, optimizer: Any, plain: keras.optimizers.Optimizer, variables: Sequence[Any], factors: Sequence[float]
+    ) -> SlotStore:
+        """Makes the slots of an optimizer, which may be within a `LossScaleOptimizer`; in the strategy's scope.
+
+        Args:
+            optimizer: the optimizer.
+            plain: the Keras optimizer.
+            variables: those that it trains.
+            factors: of the learning rate of each.
+        """
         if not optimizer.built:
             optimizer.build(variables)
         if (row_updates := _import("row_updates", variables)) is not None:
             row_updates.update_rows(plain)
-
-    def views(self, variable: Any) -> Sequence[Any]:
-        """Returns what an optimizer updates in place of a variable of the model."""
-        return [variable]
-
-    def weights(self, variables: Sequence[Any]) -> list[tf.Tensor]:
-        """Returns the weights of which an optimizer has a slot each, in the order of its slots."""
-        return [tensorflow_variable(variable).read_value() for variable in variables]
+        return SlotStore(plain, [View(v, v, factor) for v, factor in zip(variables, factors, strict=True)])
 
     def slots(
         self, optimizer: keras.optimizers.Optimizer, variables: Sequence[Any], names: Sequence[str]
@@ -227,10 +234,11 @@ class SlotPlacement:
 
     def make_packing(self, state: Any, update: Any, variables: Sequence[Any], *, needs_all: bool) -> Packing:
         """Returns the layout of the gradients of an `Update`; `needs_all`: whether each worker needs all of them."""
-        if (devices := state.placement.gradient_devices(variables)) is not None:
-            return Packing(variables, devices)
+        packing: Packing | None = state.placement.make_packing(variables)
+        if packing is not None:
+            return packing
         if (tables := _import("sparse_packing", variables)) is not None:
-            packing: Packing = tables.SparsePacking(variables, state, for_rows=update.gradient_fn is None)
+            packing = tables.SparsePacking(variables, state, for_rows=update.gradient_fn is None)
             return packing
         return Packing(variables, why_dense="the part of distloop that updates rows alone, the folder tables, is gone")
 

@@ -13,6 +13,7 @@ module does not know how a step goes.
 import contextlib
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops
 
-from distloop.distributed import collectives
+from distloop.distributed import strategies
 from distloop.distributed.devices import short_device
 from distloop.errors import require_bool
 from distloop.log import shown
@@ -38,7 +39,8 @@ class Pipeline(ModelRunner):
     Attributes:
         model: the Keras model, or the list of modules; variables have the names that they have in it, for any cuts.
         modules: the modules of each stage, called one after the other.
-        devices: the device of each stage, as in `GPU:0`; empty for a single stage on the default device.
+        devices: the device of each stage, as in `GPU:0`, of the first replica in this process; empty for a single
+            stage on the default device.
     """
 
     make_placement = StagePlacement  # where a model with such networks computes
@@ -53,11 +55,14 @@ class Pipeline(ModelRunner):
             recompute: as for `stages`.
         """
         self.model = model
-        self.devices = _choose_devices(len(modules), devices)
+        self._of_replicas = _choose_devices(len(modules), devices)
+        self.devices = self._of_replicas[0]
         self.modules = [list(stage) for stage in modules]
         self._recompute = recompute
         self._is_placed = bool(self.devices)
-        self._finished: Sequence[Sequence[tf.Tensor]] = ()  # as for `ordered`
+        self._finished: dict[
+            int, Sequence[Sequence[tf.Tensor]]
+        ] = {}  # thread that traces a replica -> as for `ordered`
         self._require_disjoint()
         self._place_variables()
 
@@ -80,6 +85,13 @@ class Pipeline(ModelRunner):
             self._place_variables()  # of layers that this call has built
         return inputs
 
+    def device(self, stage: int) -> str:
+        """Returns the device of a stage of the replica that is computed; outside of replicas, of the first one."""
+        is_alone = 1 in (len(self._of_replicas), tf.distribute.get_strategy().num_replicas_in_sync)  # as in an audit
+        if is_alone or (context := tf.distribute.get_replica_context()) is None:
+            return self.devices[stage]
+        return self._of_replicas[int(tf.get_static_value(context.replica_id_in_sync_group))][stage]
+
     def variables_of(self, stage: int) -> list[Any]:
         """Returns the variables of a stage."""
         return list(named_variables(self.modules[stage]).values())
@@ -92,7 +104,7 @@ class Pipeline(ModelRunner):
 
     @contextlib.contextmanager
     def ordered(self, finished: Sequence[Sequence[tf.Tensor]]) -> Iterator[None]:
-        """Enters a scope in which forward passes are traced in order, one for each microbatch.
+        """Enters a scope in which the forward pass of a microbatch is traced, after those before it.
 
         With S stages, stage s, counted from 0, begins a microbatch when the backward pass of the microbatch S - s + 1
         before it has finished on that stage, so it holds the activations of at most S - s + 1 microbatches. This is
@@ -100,13 +112,13 @@ class Pipeline(ModelRunner):
         does not wait for its next one.
 
         Args:
-            finished: for each microbatch traced so far, the sum of the gradients up to it; the caller appends to it.
+            finished: for each microbatch traced so far, the sum of the gradients up to it.
         """
-        self._finished = finished
+        self._finished[threading.get_ident()] = finished
         try:
             yield
         finally:
-            self._finished = ()
+            del self._finished[threading.get_ident()]
 
     @contextlib.contextmanager
     def unplaced(self) -> Iterator[None]:
@@ -123,7 +135,7 @@ class Pipeline(ModelRunner):
             call = functools.partial(self._call_recomputed, stage, call)
         if not self._is_placed:
             return call(inputs)
-        with tf.device(self.devices[stage]):
+        with tf.device(self.device(stage)):
             with tf.control_dependencies(self._predecessors(stage)):
                 copies = tf.nest.map_structure(tf.identity, inputs)
             return call(with_masks(copies, masks_of(inputs)))
@@ -131,11 +143,12 @@ class Pipeline(ModelRunner):
     def _predecessors(self, stage: int) -> list[tf.Tensor]:
         """Returns the tensors that a stage's next forward pass waits for."""
         queue_size = len(self) - stage + 1
-        if len(self._finished) < queue_size or tf.executing_eagerly():
+        finished = self._finished.get(threading.get_ident(), ())
+        if len(finished) < queue_size or tf.executing_eagerly():
             return []
         graph = tf.compat.v1.get_default_graph()  # another graph inside a branch of loss_fn
-        gradients = [tensor for tensor in self._finished[-queue_size] if tensor.graph is graph]
-        return [gradient for gradient in gradients if short_device(gradient.device) == self.devices[stage]]
+        gradients = [tensor for tensor in finished[-queue_size] if tensor.graph is graph]
+        return [gradient for gradient in gradients if short_device(gradient.device) == self.device(stage)]
 
     def _call(self, stage: int, inputs: Any, training: bool | None) -> Any:
         for module in self.modules[stage]:
@@ -163,11 +176,12 @@ class Pipeline(ModelRunner):
 
     def _place_variables(self) -> None:
         """Moves each variable to its stage's device, unless it is there already."""
-        for stage, device in enumerate(self.devices):
-            for variable in self.variables_of(stage):
-                for local in tf.distribute.get_strategy().experimental_local_results(tensorflow_variable(variable)):
-                    if short_device(local.device) != device:
-                        _move(local, device)
+        for stage in range(len(self.devices)):
+            for variable in map(tensorflow_variable, self.variables_of(stage)):
+                copies = tf.distribute.get_strategy().experimental_local_results(variable)
+                for copy, devices in zip(copies, self._of_replicas, strict=False):
+                    if short_device(copy.device) != devices[stage]:
+                        _move(copy, devices[stage])
 
     def _require_disjoint(self) -> None:
         owners: dict[int, int] = {}
@@ -187,7 +201,8 @@ def stages(modules: Sequence[Any], devices: Sequence[str] | None = None, *, reco
     Args:
         modules: Keras layers or models, or `tf.Module`s, called one after the other, each with the outputs of the one
             before it (and with `training`, if it takes that). A list of modules becomes one stage.
-        devices: one for each stage, such as `["GPU:0", "GPU:1"]`; None: this process's devices, in their order.
+        devices: one for each stage, such as `["GPU:0", "GPU:1"]`, of one replica after the other; None: this process's
+            devices, in their order.
         recompute: True to recompute a stage's activations in the backward pass instead of keeping them: less memory for
             one more forward pass. Random draws and Keras variables are the same in both passes.
 
@@ -195,8 +210,7 @@ def stages(modules: Sequence[Any], devices: Sequence[str] | None = None, *, reco
         The pipeline, for `ModelSpec(model=...)`; it is called like a model in `loss_fn`.
 
     Raises:
-        ValueError: if there are fewer devices than stages, the strategy copies the network to several devices, or
-            stages share a variable.
+        ValueError: if there are fewer devices than stages, or stages share a variable.
     """
     require_bool("stages", recompute=recompute)
     staged = [list(stage) if isinstance(stage, (list, tuple)) else [stage] for stage in modules]
@@ -243,38 +257,44 @@ def split(model: Any, num_stages: int, devices: Sequence[str] | None = None, *, 
     return Pipeline(model, [[stage] for stage in splitting.split_graph(model, num_stages)], devices, recompute)
 
 
-def _choose_devices(count: int, devices: Sequence[str] | None) -> list[str]:
-    """Returns the device of each stage; empty for a single stage without a given device.
+def _choose_devices(count: int, devices: Sequence[str] | None) -> list[list[str]]:
+    """Returns for each replica in this process the device of each stage; `[[]]` for a single one on the default device.
 
     Raises:
-        ValueError: if there are too few devices, or the strategy copies the network to several.
+        ValueError: if there are too few devices, or replicas add by collectives, which are made for one device each.
     """
     if count == 1 and devices is None:
-        return []
-    replicas = collectives.num_local_replicas(tf.distribute.get_strategy())
-    if replicas > 1:
+        return [[]]
+    strategy = tf.distribute.get_strategy()
+    firsts = [short_device(device) for device in strategies.replica_devices(strategy)]
+    needed = count * len(firsts)
+    if len(firsts) > 1 and strategies.uses_collectives(strategy):
         raise ValueError(
-            f"A network of {count} stages was made under a strategy that copies it to {replicas} devices: give "
-            f"strategy=none and num_stages={count}, so that each stage has a device of its own."
+            f"A network of {count} stages was made under a strategy that adds over {len(firsts)} replicas of a process "
+            f"by collectives: give num_stages={count} and num_devices={needed} without a strategy object, and on "
+            f"several workers num_devices={count}."
         )
     available = [short_device(d.name) for kind in ("GPU", "CPU") for d in tf.config.list_logical_devices(kind)]
-    if devices is None:
-        kind = available[0].partition(":")[0]
-        devices = [device for device in available if device.startswith(kind)][:count]
-        if len(devices) < count:
+    if devices is None:  # those from its own on
+        alike = [device for device in available if device.startswith(firsts[0].partition(":")[0])]
+        devices = [device for first in firsts for device in alike[alike.index(first) :][:count]]
+        if len(set(devices)) < needed:
+            begin = f" on each of {len(firsts)} replicas, which begin on {' and '.join(firsts)}," if firsts[1:] else ""
+            fewer = f"num_stages={len(alike)} or fewer, " if not firsts[1:] else ""
             raise ValueError(
-                f"{count} stages were asked for, but there are {len(devices)} devices ({', '.join(devices)}): give "
-                f"num_stages={len(devices)} or fewer, num_stages={count} with device=cpu, or devices=[...], where one "
-                "may stand several times."
+                f"{count} stages{begin} were asked for, but there are {len(alike)} devices ({', '.join(alike)}): give "
+                f"{fewer}num_stages={count} and num_devices={needed} with device=cpu, or devices=[...], where one may "
+                "stand several times."
             )
     chosen = [short_device(device) for device in devices]
     if unknown := [device for device in chosen if device not in available]:
         raise ValueError(
             f"devices={list(devices)} were given; {unknown[0]} is none of {', '.join(available)}: give those."
         )
-    if len(chosen) != count:
-        raise ValueError(f"devices={list(devices)} were given for {count} stages: give one for each.")
-    return chosen
+    if len(chosen) != needed:
+        each = f" on each of {len(firsts)} replicas" if len(firsts) > 1 else ""
+        raise ValueError(f"devices={list(devices)} were given for {count} stages{each}: give one for each.")
+    return [chosen[start : start + count] for start in range(0, needed, count)]
 
 
 def _move(variable: Any, device: str) -> None:

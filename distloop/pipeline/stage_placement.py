@@ -1,22 +1,33 @@
 """Stage placement: puts each stage on its device, with its variables, gradients, slots and averages.
 
-placement = StagePlacement(networks)        # in place of `model.placement.Placement`
+placement = StagePlacement(networks)        # in place of the plain `Placement`
+busy_fractions("run/train")                 # {"CPU:0": 0.8, "CPU:1": 0.7}, of the steps in a profile
 """
 
+import collections
 import contextlib
-from collections.abc import Sequence
-from typing import Any
+import glob
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
+from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
+from distloop.distributed.devices import short_device
 from distloop.model import memory
-from distloop.model.placement import Compute, Placement, Sums, wrong_num_stages
-from distloop.monitoring.profiler import Profile, busy_fractions
-from distloop.optimizers import keras_hooks
+from distloop.model.placement import Placement, wrong_num_stages
+from distloop.monitoring.profiler import Profile
 from distloop.optimizers.gradients import Packing
-from distloop.training.action import Action, Report
+from distloop.training.action import Report, RowAction
 from distloop.variables import tensorflow_variable
+
+_OPERATION = re.compile(r"^[^:\s]+:(_?[A-Z]\w*)$")
+_WAITING = "IteratorGetNext"  # the beginning of the types of operations that wait rather than compute
+
+_Span: TypeAlias = tuple[int, int]  # start and end, picoseconds
 
 
 class StagePlacement(Placement):
@@ -36,7 +47,7 @@ class StagePlacement(Placement):
         """Returns a line for each network, as in `stages 2 = 1,024 on CPU:0 + 512 on CPU:1`."""
         return [f"stages {network.describe()}" for network in self._networks]
 
-    def make_actions(self, profile: Profile) -> "list[Action]":
+    def make_actions(self, profile: Profile) -> "list[RowAction]":
         """Returns the action that reports on the stages."""
         return [StageUsage(self.devices, profile)]
 
@@ -53,13 +64,9 @@ class StagePlacement(Placement):
                 f"empty ones: give microbatches={batch_size} or fewer, or larger batches."
             )
 
-    def adapt_optimizer(self, optimizer: keras.optimizers.Optimizer) -> None:
-        """Lets a built optimizer work where its variables are."""
-        keras_hooks.update_on_variable_devices(optimizer)
-
-    def gradient_devices(self, variables: Sequence[Any]) -> list[str] | None:
-        """Returns the device of each variable."""
-        return [tensorflow_variable(variable).device for variable in variables]
+    def make_packing(self, variables: Sequence[Any]) -> Packing:
+        """Returns a layout in which the gradients of a stage stay on its device."""
+        return StagePacking(variables)
 
     def layer_scope(self, layer: keras.Layer) -> contextlib.AbstractContextManager[Any]:
         """Returns a scope that places operations on a layer's device."""
@@ -71,27 +78,18 @@ class StagePlacement(Placement):
         is_eager, differentiate = tf.executing_eagerly(), super().differentiate
         return differentiate(tape, objective, tensors) if is_eager else list(tf.gradients(objective, tensors))
 
-    def sum_microbatches(
-        self, packing: Packing, count: int, compute: Compute, row_specs: Sequence[tf.TensorSpec] = ()
-    ) -> Sums:
-        """Sums gradients and tallies over microbatches that flow through the stages, all in one graph."""
-        sums: list[list[tf.Tensor]] = []  # of the gradients, after each microbatch
+    @contextlib.contextmanager
+    def in_order(self, finished: Sequence[Sequence[tf.Tensor]]) -> Iterator[None]:
+        """Enters a scope in which a microbatch is traced; what is in no stage, as the loss, is on the last one.
+
+        A stage waits for the sum of the gradients, not for those of a microbatch: else TensorFlow may add up late and
+        keep both.
+        """
         with contextlib.ExitStack() as stack:
             for network in self._networks:
-                stack.enter_context(network.ordered(sums))
-            segments, tallies, rows = self._compute_loss_last(compute, 0)
-            for index in range(1, count):
-                # A stage waits for the sum, not for the gradients: else TensorFlow may add up late and keep both.
-                sums.append(segments)
-                more_segments, more_tallies, more_rows = self._compute_loss_last(compute, index)
-                segments, tallies = packing.add(segments, more_segments), tallies + more_tallies
-                rows = [tf.concat(pieces, 0) for pieces in zip(rows, more_rows, strict=True)]
-        return segments, tallies, rows
-
-    def _compute_loss_last(self, compute: Compute, index: int) -> Sums:
-        """Computes a microbatch; what is in no stage, such as the loss, runs on the last stage's device."""
-        with tf.device(self.devices[-1]):
-            return compute(index)
+                stack.enter_context(network.ordered(finished))
+            stack.enter_context(tf.device(self._networks[-1].device(-1)))
+            yield
 
     @contextlib.contextmanager
     def unplaced(self) -> Any:
@@ -102,15 +100,27 @@ class StagePlacement(Placement):
             yield
 
 
-class StageUsage(Action):
+class StagePacking(Packing):
+    """The layout of gradients in vectors, each of variables on one device, which is another one on each replica."""
+
+    def __init__(self, variables: Sequence[Any]):
+        """Plans the layout; call it outside of replicas."""
+        plain = [tensorflow_variable(variable) for variable in variables]
+        self._one_on = {variable.device: variable for variable in plain}
+        super().__init__(variables, [variable.device for variable in plain])
+
+    def _on(self, device: str) -> contextlib.AbstractContextManager[Any]:
+        scope: contextlib.AbstractContextManager[Any] = tf.device(self._one_on[device].device)
+        return scope
+
+
+class StageUsage(RowAction):
     """Reports `stage_N/device_memory_gb` and `stage_N/device_busy_share` for each stage of a pipeline.
 
     The memory is the peak of the stage's device, at each log; virtual CPUs share the host's memory and have none. The
     busy share is the fraction of a step's time in which an operation runs on the device; it is read from the profile,
     once `--profile` has written one. With several workers these are the chief's numbers.
     """
-
-    every, phase, only_writes = None, "logging", True
 
     def __init__(self, devices: Sequence[str], profile: Profile):
         """Stores the device of each stage, and the profile."""
@@ -127,3 +137,72 @@ class StageUsage(Action):
             if device in fractions:
                 metrics[f"stage_{stage}/device_busy_share"] = fractions[device]
         return metrics
+
+
+def busy_fractions(directory: str) -> dict[str, float]:
+    """Returns the fraction of the profiled steps' time in which an operation ran on each device, such as `CPU:1`.
+
+    Virtual CPUs share their threads, so only the profile can tell them apart: TensorFlow runs a step as one subgraph
+    per device, the profile names the subgraph of each operation, and a subgraph's first `_Send` names its device.
+
+    Args:
+        directory: the TensorBoard run that the profile belongs to, as for `Profile`; the newest profile is read.
+
+    Returns:
+        The fractions of devices that sent a tensor to another one; empty if there is no profile.
+    """
+    paths = glob.glob(os.path.join(glob.escape(directory), "plugins", "profile", "*", "*.xplane.pb"))
+    if not paths:
+        return {}
+    space = xplane_pb2.XSpace()
+    with open(max(paths, key=os.path.getmtime), "rb") as file:
+        space.ParseFromString(file.read())
+    steps: list[_Span] = []
+    operations: dict[Any, list[_Span]] = collections.defaultdict(list)  # by subgraph
+    devices: dict[Any, str] = {}  # by subgraph
+    kernels: dict[str, list[_Span]] = collections.defaultdict(list)  # by GPU
+    lines = [(plane, line) for plane in space.planes for line in plane.lines]
+    for plane, line in lines:
+        if plane.name.startswith("/device:GPU"):
+            if line.name.startswith("Stream"):
+                kernels[short_device(plane.name)] += [span for _, span, _ in _events(plane, line)]
+            continue
+        subgraph, until = None, 0
+        for name, span, stats in _events(plane, line):
+            if name == "train":
+                steps.append(span)
+            elif name == "ExecutorState::Process":
+                subgraph, until = (stats.get("id"), stats.get("_c")), span[1]
+            elif subgraph is not None and span[0] < until and (match := _OPERATION.match(name)):
+                if not match[1].startswith(_WAITING):
+                    operations[subgraph].append(span)
+                if match[1] == "_Send":  # its key begins with the sending device
+                    devices[subgraph] = short_device(stats["key"].partition(";")[0])
+    fractions = {}
+    for device in sorted(set(devices.values())):
+        computed = [span for subgraph, spans in operations.items() if devices.get(subgraph) == device for span in spans]
+        fractions[device] = _covered(kernels.get(device) or computed) / max(1, _covered(steps))
+    return fractions
+
+
+def _events(plane: Any, line: Any) -> Iterator[tuple[str, _Span, dict[str, Any]]]:
+    """Yields name, span and stats of a thread's events by their start, outer events before those inside them."""
+    names = {key: value.name for key, value in plane.stat_metadata.items()}
+    line_start = line.timestamp_ns * 1000
+    for event in sorted(line.events, key=lambda event: (event.offset_ps, -event.duration_ps)):
+        stats = {}
+        for stat in event.stats:
+            kind = stat.WhichOneof("value")
+            value = getattr(stat, kind)
+            stats[names[stat.metadata_id]] = names.get(value, "") if kind == "ref_value" else value
+        start = line_start + event.offset_ps
+        yield plane.event_metadata[event.metadata_id].name, (start, start + event.duration_ps), stats
+
+
+def _covered(spans: Iterable[_Span]) -> int:
+    """Returns the total time that spans cover; time covered twice counts once."""
+    total = until = 0
+    for start, end in sorted(spans):
+        total += max(0, end - max(start, until))
+        until = max(until, end)
+    return total

@@ -9,12 +9,15 @@ private part of TensorFlow, and `tf.recompute_grad`, which does it, has no secon
 by tensors of the closure.
 """
 
+import contextlib
+import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend.common import global_state
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 from tensorflow.python.eager import record
@@ -22,9 +25,10 @@ from tensorflow.python.eager import tape as tapes
 from tensorflow.python.ops import control_flow_util
 
 from distloop.graph_functions import RECOMPUTED_SCOPE, assigned_resources, outermost
-from distloop.optimizers.keras_hooks import call_context, in_call_context, masks_of, with_masks
+from distloop.optimizers.keras_hooks import masks_of, with_masks
 from distloop.variables import tensorflow_variable
 
+_CONTEXT = ("current_call_ctx", "autocast_scope")  # what Keras knows in a call of a layer, such as `training`
 _WITHOUT_SLOPE = ("Const", "Placeholder", "StopGradient")  # types of operations through which no gradient flows
 
 
@@ -45,7 +49,7 @@ class RecomputedCall:
         self._flat = _flatten(arguments)
         self._masks = masks_of(self._flat)
         self._watched = [i for i, value in enumerate(self._flat) if _has_gradient(value) and _is_watched(value)]
-        self._context = call_context()
+        self._context = _call_context()
         # By `id`. Later calls may write them before the second one.
         kept = [v for v in layer.non_trainable_variables if not _is_watched(tensorflow_variable(v).handle)]
         self._before = {id(v): tf.identity(tensorflow_variable(v)) for v in kept}
@@ -123,7 +127,7 @@ class RecomputedCall:
                 for source in sources:
                     tape.watch(source)
                 self._refuse_leaks(sources)
-                with _Scope(before) as scope, in_call_context(self._context):
+                with _Scope(before) as scope, _in_call_context(self._context):
                     outputs = self._call(*arguments, **options)
             for loss in scope.losses:
                 self._take_back(loss)
@@ -226,3 +230,24 @@ def _has_gradient(value: Any) -> bool:
 def _is_watched(tensor: tf.Tensor) -> bool:
     """Returns whether a tape needs the gradient of a tensor or of a variable's handle."""
     return bool(record.should_record_backprop([tensor]))
+
+
+def _call_context() -> dict[str, Any]:
+    """Returns the context in which Keras calls a layer now, for `_in_call_context`.
+
+    It is a copy: in Keras's own, a layer that is called with `training=False` changes `training` for all later ones.
+    """
+    return {name: copy.copy(global_state.get_global_attribute(name)) for name in _CONTEXT}
+
+
+@contextlib.contextmanager
+def _in_call_context(values: Mapping[str, Any]) -> Iterator[None]:
+    """Enters the context of an earlier call."""
+    before = {name: global_state.get_global_attribute(name) for name in values}
+    for name, value in values.items():
+        global_state.set_global_attribute(name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            global_state.set_global_attribute(name, value)

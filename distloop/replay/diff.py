@@ -21,6 +21,7 @@ from distloop.urls import is_url
 from distloop.workdir import records
 from distloop.workdir.directory import fetch_reports, local_copy
 from distloop.workdir.records import OF_THE_MACHINE, show_number
+from distloop.workdir.run_files import manifests_of, program_of
 
 _PLACES = ("workdir", "config", "resume", "replay")  # settings that say nothing about numbers
 _POSITION = ("batches", "examples", "skipped", "state")  # how far a run is in its data; the rest says which data it is
@@ -138,24 +139,6 @@ def _compare_rows(paths: Sequence[str], found: Difference) -> None:
             return
 
 
-def manifests_of(path: str) -> dict[int, Any]:
-    """Returns the manifest of each checkpoint by step; one that cannot be read is named in the log and left out."""
-    folder, found = os.path.join(path, "checkpoints"), {}
-    for name in os.listdir(folder) if os.path.isdir(folder) else ():
-        file = os.path.join(folder, name, "manifest.json")
-        if name.isdecimal() and (read := records.read_json(file, _as_manifest, instead="it is left out")):
-            found[int(name)] = read
-    return found
-
-
-def _as_manifest(value: Any) -> dict[str, Any]:
-    """Returns a manifest whose metadata may be read."""
-    metadata = records.as_object(value["notes"])
-    for name in ("versions", "input"):
-        records.as_object(metadata.get(name, {}))
-    return records.as_object(value)
-
-
 def _compare_checkpoints(paths: Sequence[str], steps: Sequence[int], found: Difference) -> None:
     """Finds the first checkpoint of which the runs have others, and the first variable in it, or which is damaged."""
     for step in steps:
@@ -197,14 +180,6 @@ def _first_variable(paths: Sequence[str]) -> tuple[str, float] | None:
             apart = np.abs(a.astype(np.float64) - b.astype(np.float64)) if is_number else np.zeros(1)
             return name, float(np.max(apart, initial=0.0))
     return None
-
-
-def program_of(path: str) -> str:
-    """Returns the command of a run without its flags, as `flags.txt` begins; empty: it does not say."""
-    with contextlib.suppress(OSError, ValueError), open(os.path.join(path, "flags.txt"), encoding="utf-8") as file:
-        line = file.readline().strip()
-        return line.removeprefix("# ") if line.startswith("# python") else ""
-    return ""
 
 
 def _command(workdir: str, step: int) -> str:

@@ -18,9 +18,9 @@ import tensorflow as tf
 
 from distloop.data.order import Order
 from distloop.log import shown
-from distloop.replay.diff import manifests_of
 from distloop.workdir import ledger, records
 from distloop.workdir.directory import fetch_reports
+from distloop.workdir.run_files import manifests_of
 
 _MOST_STEPS = 10**8  # of a run
 

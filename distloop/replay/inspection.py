@@ -1,11 +1,11 @@
 """Inspects one step: the values of each example and the gradients, brought to the host while the step runs.
 
     inspector = StepInspector(state)
-    step = inspector.watch(lambda: TrainStep(state, inspect=inspector.gradients))
-    ...                                                 # the step runs
-    inspector.values(batch), inspector.gradients_by_path
+    step = inspector.watch(lambda: TrainStep(state, needs_full_gradients=True))
+    gradients_by_path(step, update, step.sums(update, batch, layout))      # in the graph that takes the step
+    inspector.values(batch, layout)                                         # once it has run
 
-Nothing of the step changes: it computes what it computes, and the host is handed copies.
+Nothing of the step changes: it computes what it computes, and the host is handed copies of the values.
 """
 
 import copy
@@ -19,12 +19,15 @@ import numpy as np
 import tensorflow as tf
 
 from distloop.data.iterators import iterate
-from distloop.data.shards import Batch, batch_size, shard_bounds
+from distloop.data.shards import Batch, BatchLayout, batch_size
 from distloop.distributed import gathering
 from distloop.distributed.devices import HOST
 from distloop.model.metrics import Weighted
 from distloop.model.state import TrainState
 from distloop.monitoring.text_tables import Table, print_lines
+from distloop.training.forward_backward import ForwardBackward
+from distloop.training.microbatches import Sums
+from distloop.training.step import TrainStep
 from distloop.workdir.records import show_number
 
 _MOST_EXAMPLES, _MOST_GRADIENTS = 20, 10  # that are shown
@@ -94,16 +97,11 @@ class Replay:
 
 
 class StepInspector:
-    """Collects what a step computes.
-
-    Attributes:
-        gradients_by_path: as `Replay.gradients`, once the step has run.
-    """
+    """Collects the values that `loss_fn` returns in a step."""
 
     def __init__(self, state: TrainState):
         """Prepares for a step of a state."""
         self._state = state
-        self.gradients_by_path: dict[str, np.ndarray] = {}
         # By name and replica, then by the number of the call of `loss_fn`. Calls of the host have no order of their
         # own, and TensorFlow reads one iterator in the program's order, inside functions and loops, too.
         self._values: dict[str, dict[int, dict[int, np.ndarray]]] = {}
@@ -122,26 +120,15 @@ class StepInspector:
         finally:
             self._state.spec = spec
 
-    def gradients(self, update: Any, segments: Any, scale: tf.Tensor) -> None:
-        """Hands over the gradients of an update, which are the same on each replica; while a step is traced."""
-        names = [update.full_name(self._state.paths[id(variable)]) for variable in update.variables]
-        gradients = map(tf.convert_to_tensor, update.packing.unpack(segments, scale))
-
-        def keep(*arrays: np.ndarray) -> None:
-            self.gradients_by_path |= dict(zip(names, arrays, strict=True))
-
-        _hand_over(keep, list(gradients))
-
-    def values(self, batch: Batch) -> dict[str, np.ndarray]:
+    def values(self, batch: Batch, layout: BatchLayout) -> dict[str, np.ndarray]:
         """Returns the values of each example by name, in the order of the batch."""
-        total, replicas = int(batch_size(batch.rows)), self._state.strategy.num_replicas_in_sync
-        bounds = [shard_bounds(replica, replicas, total) for replica in range(replicas)]
+        sizes = layout.shard_sizes(self._state.strategy.num_replicas_in_sync, int(batch_size(batch.rows)))
         values = {}
         for name, of_replicas in self._values.items():
             pieces = []
-            for replica, (start, end) in enumerate(bounds):
+            for replica, size in enumerate(sizes):
                 calls = of_replicas[replica]
-                pieces.append(_join([calls[number] for number in sorted(calls)])[: end - start])  # of the first pass
+                pieces.append(_join([calls[number] for number in sorted(calls)])[:size])  # of the first pass
             values[name] = _join(pieces)[: None if batch.size is None else int(batch.size)]
         return values
 
@@ -157,12 +144,20 @@ class StepInspector:
 
                 def keep(number: np.ndarray, replica: np.ndarray, *arrays: np.ndarray) -> None:
                     for name, array in zip(named, arrays, strict=True):
-                        self._values.setdefault(name, {}).setdefault(int(replica), {})[int(number)] = array
+                        self._values.setdefault(name, {}).setdefault(int(replica), {})[int(number)] = np.array(array)
 
-                _hand_over(keep, [next(self._numbers), replica, *named.values()])
+                tf.numpy_function(keep, [next(self._numbers), replica, *named.values()], [], stateful=True)
             return outputs
 
         return call
+
+
+def gradients_by_path(step: TrainStep, update: ForwardBackward, sums: Sums) -> dict[str, tf.Tensor]:
+    """Returns the gradients of an update in a step, as in `Replay.gradients`; outside of replicas."""
+    segments, weight = step.application.first((sums.segments, sums.weight))
+    scale = tf.math.divide_no_nan(1.0, weight)
+    names = [update.full_name(step.state.paths[id(variable)]) for variable in update.variables]
+    return dict(zip(names, map(tf.convert_to_tensor, update.packing.unpack(segments, scale)), strict=True))
 
 
 def _tensors(prefix: str, outputs: Mapping[str, Any]) -> dict[str, tf.Tensor]:
@@ -186,8 +181,3 @@ def _join(pieces: list[np.ndarray]) -> np.ndarray:
     shape = np.max([piece.shape for piece in pieces], 0)[1:]
     widths = [[(0, 0), *((0, int(n)) for n in shape - piece.shape[1:])] for piece in pieces]
     return np.concatenate([np.pad(piece, width) for piece, width in zip(pieces, widths, strict=True)])
-
-
-def _hand_over(keep: Callable[..., None], tensors: list[tf.Tensor]) -> None:
-    """Has the host called with arrays whenever the step comes here."""
-    tf.numpy_function(lambda *arrays: keep(*map(np.array, arrays)), tensors, [], stateful=True)

@@ -14,11 +14,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from distloop.checkpoints.loading import jit_compile_of
 from distloop.model.state import TrainState
-from distloop.replay.diff import manifests_of
 from distloop.settings.config import Config
 from distloop.settings.precision import PRECISIONS
 from distloop.workdir import records
+from distloop.workdir.run_files import manifests_of
 
 _TOLERANCE = 1e-6  # of a number, relative, where the bits need not be those of the run
 _ROUNDOFFS = 4  # likewise of half precision on another number of replicas, as each rounds its term of a gradient
@@ -26,7 +27,7 @@ _OF_THE_STEP = frozenset({*records.GROUPS[records.METRICS], *records.GROUPS["opt
 # Settings about numbers.
 _OF_NUMBERS = (
     *("batch_size", "seed", "precision", "microbatches", "clip_norm", "clip_variable_norm", "clip_value"),
-    *("average_decay", "on_nonfinite", "virtual_replicas", "jit_compile", "limit_train_batches"),
+    *("average_decay", "on_nonfinite", "virtual_replicas", "device_shares", "jit_compile", "limit_train_batches"),
 )
 
 
@@ -102,7 +103,8 @@ def find_difference(
     saved = run.metadata_after(step)
     now, then, precision = state.strategy.num_replicas_in_sync, saved.get("replicas"), PRECISIONS[config.precision]
     is_cut_otherwise = then not in (None, now) and not state.replicas.same_bits
-    is_rounded = is_cut_otherwise and precision.is_half
+    has_other_ratios = saved.get("config", run.settings).get("device_shares", "") != config.device_shares
+    is_rounded = (is_cut_otherwise or has_other_ratios) and precision.is_half
     tolerance = _ROUNDOFFS * precision.roundoff if is_rounded else _TOLERANCE
     recorded = run.rows.get(step, {})
     for name, value in numbers.items():
@@ -130,7 +132,7 @@ def _changes(versions: Mapping[str, str], settings: Mapping[str, Any], config: C
         if now.get(name, version) != version
     ]
     for name in _OF_NUMBERS:
-        before, setting = settings.get(name), getattr(config, name)
+        before, setting = {**settings, "jit_compile": jit_compile_of(settings)}.get(name), getattr(config, name)
         if name in settings and before != setting:
             changes.append(f"the run had {name}={before!r}, and this is {setting!r}")
     return changes

@@ -9,10 +9,8 @@ before are taken as they were, and each row of `metrics.jsonl` on the way is com
 
 import contextlib
 import dataclasses
-import math
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,28 +18,26 @@ import tensorflow as tf
 
 from distloop.checkpoints.checkpoint import DamagedError
 from distloop.checkpoints.resume import RunCheckpoints
-from distloop.checkpoints.warm_start import warm_start
 from distloop.data.feeds import Feed
 from distloop.data.iterators import read_again
 from distloop.data.shards import Batch
 from distloop.data.source import Source
 from distloop.graph_functions import graph_function
+from distloop.installed import import_part
 from distloop.log import shown, speaker
 from distloop.model.saved_state import SavedState
 from distloop.model.state import TrainState
 from distloop.monitoring.console import make_console
-from distloop.monitoring.profiler import Profile
-from distloop.optimizers import learning_rates
-from distloop.replay.inspection import Replay, StepInspector
+from distloop.replay.inspection import Replay, StepInspector, gradients_by_path
 from distloop.replay.recorded_run import RecordedRun, find_difference, read_run
-from distloop.run import fit_call
-from distloop.run.assembly import make_step
+from distloop.run.assembly import begin_run, make_step
 from distloop.run.overview import ForwardPass
-from distloop.settings import durations
-from distloop.settings.config import Config
-from distloop.settings.durations import Units
+from distloop.settings import contradictions, durations
+from distloop.settings.config import Config, fields
+from distloop.settings.durations import Period, Units
 from distloop.trainer import Trainer
 from distloop.training.loop import Diverged, Host, TrainLoop
+from distloop.training.window import Progress
 from distloop.variables import named_variables
 from distloop.workdir import records
 from distloop.workdir.directory import fetch_reports
@@ -80,126 +76,123 @@ def replay(state: TrainState, config: Config, source: Source, units: Units, step
         ValueError: if the run has no such step, cannot be taken up before it, or is of another model or other data.
     """
     say = speaker(is_chief=True, console=config.console)
+    # Nothing of this decides about a step: some settings need a workdir, and the noise two microbatches.
+    names = [*(name.partition("=")[0] for name, *_ in contradictions.NEEDS), "workdir", "gradient_noise_every"]
+    off: dict[str, Any] = {name: fields()[name].metadata["default"] for name in names}
+    settings = dataclasses.replace(config, **off)
+    checkpoints = RunCheckpoints(state, settings)
     with tempfile.TemporaryDirectory(prefix="distloop_") as root:  # for the files of a run at a URL
         directory = fetch_reports(config.workdir, root)
         run = read_run(directory)
         number = _step_of(run, config, step)
         run.require_same_replicas(config.workdir, state.replicas.virtual)
-        # Nothing of this decides about a step: `on_divergence` needs a workdir, and the noise two microbatches.
-        off: dict[str, Any] = {"histograms_every": 0, "gradient_noise_every": 0, "profile": ""}
-        settings = dataclasses.replace(config, workdir="", on_divergence="none", **off)
-        start = _start(run, config, RunCheckpoints(state, settings), state, number)
+        start = _start(run, config, checkpoints, state, number)
         rows = records.rows_between(os.path.join(directory, "metrics.jsonl"), start, number)
         run.rows = {int(row["step"]): records.as_metrics(row) for row in rows}
     if isinstance(source.feed, Feed):
         source.feed.require_first_run()
-    if metadata := run.checkpoints.get(start, {}):
-        source.restore_position(metadata["input"])
-    source.skipped_batches = run.skipped_at(number)
+    loop = TrainLoop(state, make_step(state, settings), keeps_batch=True)
+    begin_run(state, settings, units, loop)
+    checkpoints.attach(source, [], Period(), settings)
+    source.leave_out(run.skipped_at(number))
     say(_announcement(run, start, number))
-    last, differences = _LastStep(state, source, number), list[str]()
-
-    def compare(at: int, numbers: Mapping[str, float]) -> None:
-        if not differences and (difference := find_difference(run, at, numbers, state, config)):
-            differences.append(difference)
-            say(difference)
-
     console = make_console(number, start, may_draw=config.console == "auto")
-    with contextlib.closing(console):
-        progress = Host.show_progress if config.console == "quiet" else console.show_progress
+    with source.gate, contextlib.closing(console):
+        show = Host.show_progress if config.console == "quiet" else console.show_progress
         executor = ForwardPass(state, settings).choose_executor(source)  # as in the run: the last bits may depend on it
-        host = Host(profile=last, executor=executor, say=say, show_progress=progress)
-        read_again(source.fast_forward, state.strategy, None, say, host.show_progress)
-        loop = _make_loop(state, settings, units, metadata)
-        failure = _train(loop, source, sorted({*run.rows, number}), host, metadata.get("window"), compare)
-    return last.again(settings, loop.last_batch(), failure, differences)
+        host = Host(executor=executor, say=say, show_progress=show)
+        read_again(source.fast_forward, state.strategy, None, say, show)
+        rerun = _Rerun(state, source, loop, host, run, config)
+        return rerun.last_step(rerun.train(number, checkpoints.begin(loop)), settings)
 
 
-def _train(
-    loop: TrainLoop, source: Source, stops: Sequence[int], host: Host, window: Any, compare: Callable[..., None]
-) -> str:
-    """Trains until some steps, and compares the numbers at each; returns a sentence if the last step failed."""
-    for stop in stops:
+class _Rerun:
+    """The steps of a run, up to the one that is replayed."""
+
+    def __init__(
+        self, state: TrainState, source: Source, loop: TrainLoop, host: Host, run: RecordedRun, config: Config
+    ):
+        """Stores what trains, and the run whose steps it takes."""
+        self._state, self._source, self._loop, self._host = state, source, loop, host
+        self._run, self._config = run, config
+        self._differences: list[str] = []
+
+    def train(self, number: int, progress: Progress) -> Progress:
+        """Takes the steps before a number, and compares the numbers at each row of the run.
+
+        Raises:
+            ValueError: if one of them fails.
+        """
         try:
-            compare(stop, loop.train(source, stop, [], host, window=window))
+            for step in sorted(at for at in self._run.rows if at < number):
+                progress = self._loop.train(self._source, step, [], self._host, progress)
+                self._compare(progress)
+            # The last steps are in the window of the row after them.
+            host = dataclasses.replace(self._host, pause_at=number - 1)
+            return self._loop.train(self._source, number, [], host, progress)
         except Diverged as error:
-            if error.step == stops[-1]:
-                return str(error)
             raise ValueError(f"{error} No step after it can be replayed: replay step {error.step}.") from error
-        window = None  # goes on from one to the next
-    return ""
 
-
-def _make_loop(state: TrainState, config: Config, units: Units, metadata: Mapping[str, Any]) -> TrainLoop:
-    """Returns the loop of a run, as it was at a checkpoint with these metadata; empty: at step 0."""
-    loop = TrainLoop(state, make_step(state, config), keeps_batch=True)
-    loop.tokens = metadata.get("tokens", math.nan) if metadata else 0.0
-    learning_rates.resolve(state.plain_optimizers.values(), units, loop.trace_again, state.count_tokens)
-    if state.average is not None:
-        state.average.set_state(metadata.get("average"))
-        state.average.begin_at(fit_call.first_averaged(config, units), int(state.step))
-    return loop
-
-
-class _LastStep(Profile):
-    """Looks at one step of a loop, in place of the profiler: at what goes in, and what comes out."""
-
-    def __init__(self, state: TrainState, source: Source, number: int):
-        """Stores the number of the step, which becomes a loop of its own."""
-        super().__init__(f"{number - 1}:{number}", "", writes=False)
-        self._state, self._source, self._number = state, source, number
-        self._saved_state = SavedState(state)
-
-    def is_single(self, step: int) -> bool:
-        """Returns False: the step runs in a TensorFlow loop, as those before it."""
-        return False
-
-    @contextlib.contextmanager
-    def loop(self, step: int) -> Iterator[None]:
-        """Stores what is there before the step."""
-        if step == self._number - 1:
-            state = self._state
-            self._examples = self._source.examples_of(self._source.batches_taken)
-            self._before, self._weights_before = self._saved_state.snapshot(), _weights(state)
-            self._num_skipped = int(state.skipped_steps)
-            self._rates = {name: float(o.learning_rate.numpy()) for name, o in state.plain_optimizers.items()}
-        yield
-
-    def again(self, config: Config, batch: Batch, failure: str, differences: list[str]) -> Replay:
-        """Takes the step once more, inspected; returns what it was given and computed.
+    def last_step(self, progress: Progress, settings: Config) -> Replay:
+        """Takes the next step, and once more, inspected; returns what it was given and computed.
 
         What the host is handed keeps TensorFlow from joining some operations, which changes last bits. So the weights
         are those that the loop has left.
         """
-        state, layout = self._state, self._source.layout
-        after, weights_after = self._saved_state.snapshot(), _weights(state)
-        self._saved_state.restore(self._before)
+        state, source, saved_state, failure = self._state, self._source, SavedState(self._state), ""
+        source.start_loop()  # leaves batches out
+        examples = source.examples_of(source.batches_taken)
+        before, weights_before, num_skipped = saved_state.snapshot(), _weights(state), int(state.skipped_steps)
+        rates = {name: float(o.learning_rate.numpy()) for name, o in state.plain_optimizers.items()}
+        try:
+            self._compare(self._loop.train(source, progress.step + 1, [], self._host, progress))
+        except Diverged as error:
+            failure = str(error)
+        after, weights_after, batch = saved_state.snapshot(), _weights(state), self._loop.last_batch()
+        saved_state.restore(before)
         inspector = StepInspector(state)
-        # XLA and the host do not go together, so this step is compiled without.
-        settings = dataclasses.replace(config, jit_compile=False)
-        step = inspector.watch(lambda: make_step(state, settings, inspect=inspector.gradients))
-
-        def inspected(batch: Batch) -> None:
-            for update in step.updates[:-1]:
-                step.advance(update, batch, layout)
-            step.gradients(step.updates[-1], batch, layout)
-
-        (inspected if config.eager else graph_function(inspected))(batch)
-        self._saved_state.restore(after)
+        gradients = self._gradients(inspector, batch, settings)
+        saved_state.restore(after)
         size = None if batch.size is None else int(batch.size)
         return Replay(
-            step=self._number,
+            step=progress.step + 1,
             batch=tf.nest.map_structure(lambda rows: _array(rows)[:size], batch.rows),
-            rows=self._examples,
-            values=inspector.values(batch),
-            gradients=inspector.gradients_by_path,
-            weights_before=self._weights_before,
+            rows=examples,
+            values=inspector.values(batch, source.layout),
+            gradients=gradients,
+            weights_before=weights_before,
             weights_after=weights_after,
-            learning_rate=self._rates.get("", self._rates),
-            is_finite=not failure and int(state.skipped_steps) == self._num_skipped,
-            differences=differences,
+            learning_rate=rates.get("", rates),
+            is_finite=not failure and int(state.skipped_steps) == num_skipped,
+            differences=self._differences,
             failure=failure,
         )
+
+    def _compare(self, progress: Progress) -> None:
+        if self._differences:  # the first one is shown
+            return
+        if difference := find_difference(self._run, progress.step, progress.reported, self._state, self._config):
+            self._differences.append(difference)
+            self._host.say(difference)
+
+    def _gradients(self, inspector: StepInspector, batch: Batch, config: Config) -> dict[str, np.ndarray]:
+        """Takes a step on a batch, inspected; returns its gradients by path."""
+        layout = self._source.layout
+        # XLA and the host do not go together, so this step is compiled without.
+        settings = dataclasses.replace(config, jit_compile="none")
+        step = inspector.watch(lambda: make_step(self._state, settings, needs_full_gradients=True))
+
+        def inspected(batch: Batch) -> dict[str, tf.Tensor]:
+            gradients: dict[str, tf.Tensor] = {}
+            for update in step.updates:
+                sums = step.sums(update, batch, layout)
+                gradients |= gradients_by_path(step, update, sums)
+                if update is not step.updates[-1]:
+                    step.advance(update, sums)
+            return gradients
+
+        gradients = (inspected if config.eager else graph_function(inspected))(batch)
+        return {path: gradient.numpy() for path, gradient in gradients.items()}
 
 
 def _step_of(run: RecordedRun, config: Config, step: Any) -> int:
@@ -240,7 +233,7 @@ def _start(run: RecordedRun, config: Config, checkpoints: RunCheckpoints, state:
             "make another Trainer."
         )
     if config.init_from:
-        warm_start(state, config.init_from, config.init_rename)
+        import_part("warm_start.warm_start", "init_from").warm_start(state, config.init_from, config.init_rename)
     return 0
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from distloop.actions.histograms import WeightHistograms
 from distloop.data.source import Source
 from distloop.distributed import collectives, devices
 from distloop.installed import import_part
@@ -20,9 +19,11 @@ from distloop.keras_models.fit_arguments import FitData
 from distloop.model import dtype_policy, user_functions
 from distloop.model.spec import ModelSpec
 from distloop.model.state import TrainState
+from distloop.optimizers import learning_rates
 from distloop.optimizers.gradients import Clipping
-from distloop.run import overview, stops
+from distloop.run import fit_call, overview, stops
 from distloop.settings.config import Config
+from distloop.settings.durations import Units
 from distloop.settings.precision import PRECISIONS
 from distloop.training.loop import TrainLoop
 from distloop.training.step import TrainStep
@@ -48,8 +49,9 @@ def make_state(model_fn: Callable[[], ModelSpec], strategy: tf.distribute.Strate
 def make_train_loop(state: TrainState, config: Config) -> TrainLoop:
     """Builds what trains; to be called when the weights are those that training begins with."""
     histograms = None
-    if config.workdir and config.histograms_every:
-        histograms = WeightHistograms(state.variables_of_update, state.paths, config.histograms_every)
+    if every := config.histograms_every:
+        module = import_part("histograms.histograms", f"histograms_every={every}")
+        histograms = module.WeightHistograms(state.variables_of_update, state.paths, every)
     step = make_step(state, config, histograms=histograms)
     is_shown = collectives.is_chief(state.strategy) and config.console != "quiet"
 
@@ -71,7 +73,7 @@ def make_train_loop(state: TrainState, config: Config) -> TrainLoop:
 
 
 def make_step(state: TrainState, config: Config, **options: Any) -> TrainStep:
-    """Builds one step as the settings say; `options` are `histograms` and `inspect` of `TrainStep`.
+    """Builds one step as the settings say; `options` are other arguments of `TrainStep`.
 
     Raises:
         ValueError: if the gradients of microbatches are to be compared, and there is one.
@@ -95,6 +97,19 @@ def make_step(state: TrainState, config: Config, **options: Any) -> TrainStep:
     )
 
 
+def begin_run(state: TrainState, config: Config, units: Units, loop: TrainLoop) -> None:
+    """Resolves durations of the schedules and of the average, at the step that the state has been restored to."""
+    learning_rates.resolve(state.plain_optimizers.values(), units, loop.trace_again, state.count_tokens)
+    if state.average is not None:
+        state.average.begin_at(fit_call.first_averaged(config, units), int(state.step))
+
+
+def reading(state: TrainState, config: Config) -> dict[str, Any]:
+    """Returns how all data of a run is read, as arguments of `Source`."""
+    batch_size = config.global_batch_size(state.strategy)
+    return {"batch_size": batch_size, "replicas": state.replicas, "empty_batches": config.empty_batches}
+
+
 def make_training_source(data: FitData, state: TrainState, config: Config, latest: Source | None = None) -> Source:
     """Returns the source of the data to train on: the latest one if it is asked for again.
 
@@ -108,11 +123,11 @@ def make_training_source(data: FitData, state: TrainState, config: Config, lates
         *(data.train, state.strategy),
         shuffle_seed=config.seed,
         microbatches=config.microbatches,
-        replicas=state.replicas,
         may_go_back=config.on_divergence == "rollback",
         limit=config.overfit_batches or config.limit_train_batches,
         is_cached=bool(config.overfit_batches),
-        **data.source_settings(config.global_batch_size(state.strategy)),
+        is_stacked=config.jit_compile == "loop",
+        **{**reading(state, config), **data.source_settings(config.global_batch_size(state.strategy))},
     )
     if source.info.batch_size is not None:
         state.placement.check_microbatches(config.microbatches, source.info.batch_size)

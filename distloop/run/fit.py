@@ -11,32 +11,32 @@ import dataclasses
 import functools
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 from distloop.actions import built_in
-from distloop.actions.save import SaveCosts, make_save, require_metrics
+from distloop.actions.save import SaveCosts, SaveToKeep, make_save, require_metrics
 from distloop.actions.stop_early import SyncStop
 from distloop.actions.write import Write
 from distloop.checkpoints.loading import may_lack_best
 from distloop.checkpoints.resume import RunCheckpoints
-from distloop.checkpoints.warm_start import warm_start
 from distloop.data.iterators import read_again
+from distloop.installed import import_part
 from distloop.keras_models.compiled_model import weights_returned
 from distloop.monitoring.curves import History
 from distloop.monitoring.profiler import Profile
-from distloop.optimizers import learning_rates
 from distloop.run import fit_call, overview
+from distloop.run.assembly import begin_run
 from distloop.run.fit_call import FitCall
 from distloop.run.outputs import Outputs
 from distloop.run.stops import Stops
 from distloop.settings.durations import Plan
-from distloop.training.action import Action, Report, member, metrics_to_restore
+from distloop.training.action import Action, Kept, Report, member, metrics_to_restore
 from distloop.training.boundary import run_actions, started
 from distloop.training.loop import Diverged, Host, TrainLoop
 from distloop.workdir.records import unix_time
 from distloop.workers.preemption import StopRequests
 
-_PERIODS = "log_every checkpoint_every histograms_every check_replicas_every gradient_noise_every".split()
+_PERIODS = "log_every checkpoint_every keep_every histograms_every check_replicas_every gradient_noise_every".split()
 
 
 @dataclasses.dataclass
@@ -65,8 +65,9 @@ class Fit:
         every, updates = call.config.gradient_noise_every, [update.name for update in call.state.spec.updates]
         self._noise = [built_in.GradientNoise(every, updates)] if every else []
         self._plan = Plan(call.units, is_chief=call.is_chief)
-        periods = [getattr(call.config, name) for name in _PERIODS]
-        self._plan.check([*periods, *(action.every for action in [*call.evaluations, *call.actions])])
+        everys = [action.every for action in [*call.evaluations, *call.actions] if action.every is not None]
+        for every in [*everys, *(getattr(call.config, name) for name in _PERIODS)]:
+            self._plan.period(every)
 
     def run(self) -> History:
         """Trains until the run is over and its last checkpoint is complete.
@@ -79,20 +80,24 @@ class Fit:
             Diverged: at a step that fails, if there is no checkpoint to go back to.
         """
         call, outputs, until = self.call, self._outputs, self.call.units.run.last_step
-        with weights_returned(call.state, is_dry_run=call.config.fast_dev_run), self.checkpoints.directory:
+        with call.source.gate, weights_returned(call.state, is_dry_run=call.config.fast_dev_run), self.checkpoints:
             self._resume()
-            shown = call.step - (self._loop.open_boundary is not None)  # the row of an open boundary is yet to come
+            progress = self.checkpoints.progress
+            shown = call.step - (progress.open_boundary is not None)  # the row of an open boundary is yet to come
             with outputs.delivering(shown, self._is_over), self._stops.interruptible() as stop_requests:
                 if self._is_over():
-                    call.say(fit_call.why_over(call, self._loop.secs, self._loop.tokens, self.checkpoints.stop_reason))
+                    call.say(fit_call.why_over(call, progress.secs, progress.tokens, self.checkpoints.stop_reason))
                     self._finish()
                 else:
                     self._prepare()
                     with started([*self._measurements, *call.actions], self._report, is_chief=call.is_chief):
                         while not self._has_finished:
                             with self._training(stop_requests) as (actions, host):
-                                self._loop.train(call.source, until, actions, host, window=self._window)
-        outputs.history.update(self._loop.reported)
+                                if not (call.config.eager or self._is_at_end()):
+                                    names = self._loop.trace(call.source, host)
+                                    require_metrics(call.actions, call.evaluations, names)
+                                self._loop.train(call.source, until, actions, host, self.checkpoints.begin(self._loop))
+        outputs.history.update(self.checkpoints.progress.reported)
         return outputs.history
 
     def _resume(self) -> None:
@@ -102,34 +107,34 @@ class Fit:
         fit_call.require_same_run(state, call.units.run.last_step, call.evaluations, call.actions)
         self.checkpoints.resume()
         if config.init_from and self.checkpoints.is_new:
-            call.say(warm_start(state, config.init_from, config.init_rename))
+            starts = import_part("warm_start.warm_start", f"init_from={config.init_from!r}")
+            call.say(starts.warm_start(state, config.init_from, config.init_rename))
         self._loop = self.make_loop()
-        self._loop.log_every = fit_call.log_every(config, call.units)
-        again, count_tokens = self._loop.trace_again, state.count_tokens
-        learning_rates.resolve(state.plain_optimizers.values(), call.units, again, count_tokens)
+        begin_run(state, config, call.units, self._loop)
         self._attach()
 
     def _attach(self) -> None:
-        """Restores the position in the data, the state of the actions and the open window from the checkpoint."""
-        call, config = self.call, self.call.config
+        """Restores the position in the data, the state of the actions and the progress from the checkpoint."""
+        call, config, before = self.call, self.call.config, self.checkpoints.progress
         actions = [*call.actions, *call.evaluations, *self._noise]
-        self._window = self.checkpoints.attach(call.source, self._loop, actions, call.units.run)
-        self.checkpoints.settings = config
+        self.checkpoints.attach(call.source, actions, call.units.run, config)
         if (histograms := self._loop.histograms) is not None:
-            histograms.every = self._plan.period(config.histograms_every).steps or config.histograms_every
-            histograms.begin(call.step, is_restored=self._window is not None)
+            every = self._plan.period(config.histograms_every).steps or config.histograms_every
+            histograms.begin(call.step, every, is_restored=self.checkpoints.progress is not before)
+
+    def _is_at_end(self) -> bool:
+        """Returns whether no step is left to train."""
+        progress = self.checkpoints.progress
+        return self.call.units.run.is_over(self.call.step, progress.secs, progress.tokens)
 
     def _is_over(self) -> bool:
-        """Returns whether there is nothing left to train."""
-        is_at_end = self.call.units.run.is_over(self.call.step, self._loop.secs, self._loop.tokens)
-        is_over = bool(self.checkpoints.stop_reason) or (is_at_end and self._loop.open_boundary is None)
-        return self._has_finished or is_over
+        """Returns whether there is nothing left to do."""
+        is_over = self._is_at_end() and self.checkpoints.progress.open_boundary is None
+        return self._has_finished or bool(self.checkpoints.stop_reason) or is_over
 
     def _prepare(self) -> None:
         """Makes sure of a checkpoint to go back to, and looks at the forward pass to choose how operations run."""
-        call, config, info = self.call, self.call.config, self.call.source.info
-        if call.state.average is not None:
-            call.state.average.begin_at(fit_call.first_averaged(config, call.units), call.step)
+        config, info = self.call.config, self.call.source.info
         self._outputs.announce()
         if config.on_divergence == "rollback" and not self.checkpoints.can_go_back():
             self.checkpoints.save()
@@ -151,14 +156,16 @@ class Fit:
         directory = os.path.join(call.config.local_workdir, "train")
         profile = Profile(call.config.profile, directory, writes=call.is_chief)
         try:
-            with contextlib.closing(profile), self._outputs.open(self._loop, self._forward) as write:
+            with contextlib.closing(profile), self._outputs.open(self.checkpoints.progress, self._forward) as write:
                 actions, host = self._begin(write, profile, stop_requests)
+                before = call.source.stage_secs()
                 with self._stops.training():
                     yield actions, host
                 with call.clock.phase("saving"):
                     self.checkpoints.wait()
             if (console := self._outputs.console) is not None:
-                console.summarize(call.clock, call.source.against_waiting)
+                stages = {name: secs - before.get(name, 0.0) for name, secs in call.source.stage_secs().items()}
+                console.summarize(call.clock, call.source.against_waiting, stages)
         except Diverged as diverged:
             self._go_back(diverged)
         else:
@@ -173,6 +180,7 @@ class Fit:
         actions = self._all_actions(write, profile)
         host = Host(
             plan=self._plan,
+            log_every=fit_call.log_every(call.config, call.units),
             stop_requests=stop_requests,
             clock=call.clock,
             profile=profile,
@@ -181,7 +189,6 @@ class Fit:
             show_progress=Host.show_progress if console is None or call.config.eager else console.show_progress,
         )
         read_again(call.source.fast_forward, call.state.strategy, stop_requests, host.say, host.show_progress)
-        self._loop.require_metrics = functools.partial(require_metrics, call.actions, call.evaluations)
         return actions, host
 
     def _all_actions(self, write: Write, profile: Profile) -> list[Action]:
@@ -197,19 +204,22 @@ class Fit:
         save = make_save(functools.partial(self._save, write), config.checkpoint_every, self._plan)
         for action in actions:
             member(action, "set_saves")(save.saves if config.workdir else None)
-        return [*actions, SaveCosts(self.checkpoints.times), write, *([save] if config.workdir else [])]
+            member(action, "set_fit")(call, self._loop, self.checkpoints)
+        to_keep = [SaveToKeep(save.saves, config.keep_every, self._plan)] if config.keep_every else []
+        return [*actions, SaveCosts(self.checkpoints.times), write, *([*to_keep, save] if config.workdir else [])]
 
-    def _save(self, write: Write, report: Report, best_steps: Mapping[str, list[int]]) -> None:
+    def _save(self, write: Write, report: Report, kept: Kept) -> None:
         began_at = time.monotonic()
         with self.checkpoints.disk_watch.over("saving"):
             write.flush()  # a run that resumes from here finds all rows up to it
-            self.checkpoints.save(report, best_steps)
-        self.checkpoints.times.save_pause = time.monotonic() - began_at
+            self.checkpoints.save(report, kept)
+        self.checkpoints.times.record(save_pause=time.monotonic() - began_at)
 
     def _go_back(self, diverged: Diverged) -> None:
         """Restores a checkpoint from before the batch that failed; raises the failure again if there is none."""
-        hint = f"; --replay={diverged.step} shows the step again." if self.call.config.workdir else "."
-        diverged = Diverged(str(diverged).removesuffix(".") + hint, diverged.step, diverged.batch)
+        hint = "".join(member(action, "explain_fault")(diverged, diverged.step) for action in self.call.actions)
+        hint += f"; --replay={diverged.step} shows the step again." if self.call.config.workdir else "."
+        diverged.add(hint)
         if self.call.config.on_divergence != "rollback":
             raise diverged
         with self._goodput.between_starts(self.call.step):
@@ -226,5 +236,5 @@ class Fit:
                 self.checkpoints.restore_best(metric, run_goes_on_from_it=False)
 
     def _report(self) -> Report:
-        call, numbers, until = self.call, self._loop.reported, self.call.units.run.last_step
+        call, numbers, until = self.call, self.checkpoints.progress.reported, self.call.units.run.last_step
         return Report(call.step, until, numbers, call.state, time=unix_time(), units=call.units)

@@ -21,12 +21,14 @@ from distloop.model.state import TrainState
 from distloop.monitoring.timing import Clock, show_secs
 from distloop.monitoring.writers import Writer
 from distloop.settings import durations
-from distloop.settings.config import Config
+from distloop.settings.config import Config, fields
 from distloop.settings.durations import Units, parse
 from distloop.training.action import Action
 from distloop.variables import named_variables
 
 _LOG_STEPS = 100  # between two logs of a run that is not as long as epochs
+_NEEDS = dict.fromkeys(("checkpoint_every", "keep_checkpoints"), "a workdir")
+_NEEDS |= dict.fromkeys(("eval_every", "eval_first"), "evals")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,6 +69,14 @@ class FitCall:
     def say(self) -> Callable[[str], None]:
         """Prints a line about the run, on the chief, unless the console is quiet."""
         return speaker(self.is_chief, self.config.console)
+
+
+def idle_settings(call: FitCall) -> list[str]:
+    """Returns a line for each setting that was given and does nothing in this call."""
+    has, known = {"a workdir": call.config.workdir, "evals": call.evaluations}, fields()
+    idle = {name: getattr(call.config, name) for name, needed in _NEEDS.items() if not has[needed]}
+    given = {name: value for name, value in idle.items() if value != known[name].metadata["default"]}
+    return [f"{name}={value} has no effect without {_NEEDS[name]}" for name, value in given.items()]
 
 
 def run_end(config: Config, step: int, *, steps: int | None, epochs: int | None, until: int | str | None) -> int | str:

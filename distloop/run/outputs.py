@@ -3,7 +3,7 @@
     outputs = Outputs(call, checkpoints)
     with outputs.delivering(step, is_over):             # the user's writers are open
         outputs.announce()
-        with outputs.open(loop, forward) as write:      # an action: event files, `metrics.jsonl`, the console
+        with outputs.open(progress, forward) as write:  # an action: event files, `metrics.jsonl`, the console
             ...
 
 The chief writes the files; each worker prints what it reads.
@@ -30,9 +30,9 @@ from distloop.monitoring.deliveries import Deliveries
 from distloop.monitoring.tensorboard import SummaryWriter
 from distloop.monitoring.writers import RunFile
 from distloop.run import overview
-from distloop.run.fit_call import FitCall
+from distloop.run.fit_call import FitCall, idle_settings
 from distloop.settings import flags
-from distloop.training.loop import TrainLoop
+from distloop.training.window import Progress
 from distloop.workdir import ledger
 
 
@@ -73,7 +73,7 @@ class Outputs:
         call = self._call
         if call.is_chief:
             flags.write(call.config, call.config.local_workdir)
-        for line in overview.console_lines(call.state, call.config, call.source):
+        for line in [*overview.console_lines(call.state, call.config, call.source), *idle_settings(call)]:
             call.say(line)
         if collectives.num_workers(call.state.strategy) > 1 and call.config.console != "quiet":
             say(overview.describe_shard(call.source, call.state.strategy))  # each worker prints what it reads
@@ -83,18 +83,18 @@ class Outputs:
         self._deliveries.discard(self._call.step + 1)
         self._has_gone_back = True
 
-    def open(self, loop: TrainLoop, forward: tf.Graph | None) -> Write:
+    def open(self, progress: Progress, forward: tf.Graph | None) -> Write:
         """Returns the action that hands rows to all writers of this worker; it closes them as a context.
 
         Args:
-            loop: that is to train.
+            progress: of the run.
             forward: the graph of the forward pass, for TensorBoard; None: there is none.
         """
         writers: list[Any] = [self.history]
         if self._call.is_chief:
-            writers += self._open_files(loop, forward) if self._call.config.local_workdir else []
+            writers += self._open_files(progress, forward) if self._call.config.local_workdir else []
             writers += [self._deliveries] if self._call.writers else []  # after `metrics.jsonl`, from which they read
-            self.console = self._make_console(loop.secs) if self._call.config.console != "quiet" else None
+            self.console = self._make_console(progress.secs) if self._call.config.console != "quiet" else None
             writers += [self.console] if self.console is not None else []
         return Write(writers, self._checkpoints.directory.verify)
 
@@ -107,15 +107,15 @@ class Outputs:
             console.remember(earlier_rows(workdir, call.evaluations))  # the best value may have been before
         return console
 
-    def _open_files(self, loop: TrainLoop, forward: tf.Graph | None) -> list[Any]:
+    def _open_files(self, progress: Progress, forward: tf.Graph | None) -> list[Any]:
         """Returns the writers of the event files and of `metrics.jsonl`."""
-        call, workdir, times = self._call, self._call.config.local_workdir, self._checkpoints.times
+        call, workdir = self._call, self._call.config.local_workdir
         try:
-            restore_secs, times.restore = times.restore, None
+            restore_secs = self._checkpoints.times.take("restore").get("restore")
             begin_in(workdir, call, restore_secs)
             summaries = SummaryWriter(workdir, [evaluation.name for evaluation in call.evaluations], call.step)
             overview.introduce(summaries, call.state, call.config, forward)
-            again = loop.open_boundary is not None or (call.config.eval_first and call.step == 0)
+            again = progress.open_boundary is not None or (call.config.eval_first and call.step == 0)
             path, goes_on = f"{workdir}/metrics.jsonl", restore_secs is not None or self._has_gone_back
             rows = JsonWriter(path, call.step, is_written_again=again, goes_on=goes_on)
             if rows.renamed:
@@ -129,7 +129,7 @@ def begin_in(workdir: str, call: FitCall, restore_secs: float | None) -> None:
     """Creates the workdir and records the start, unless the disk is full, on which a run may train."""
     os.makedirs(os.path.join(workdir, "train"), exist_ok=True)
     kind = "GPU" if has_gpus(call.state.strategy) else "CPU"
-    facts: dict[str, Any] = {"devices": overview.num_devices(call.state), "position": call.source.save_position()}
+    facts: dict[str, Any] = {"devices": overview.num_devices(call.state), "position": call.source.position()}
     try:
         ledger.record_start(workdir, step=call.step, kind=kind, **facts, restore_secs=restore_secs)
     except OSError as error:

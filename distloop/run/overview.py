@@ -300,8 +300,8 @@ def describe_shard(source: Source, strategy: tf.distribute.Strategy) -> str:
         return f"{worker} reads its own shard, {batches}{fillers}."
     first, last = index * local, (index + 1) * local - 1
     shards = f"shard {first}" if local == 1 else f"shards {first} to {last}"
-    reads = "reads its rows of every batch" if source.reads_own_rows else "reads every batch"
-    return f"{worker} {reads} and trains on {shards} of {total} of its rows."
+    reads = "reads" if getattr(source.feed, "worker_rows", None) else "reads all and trains on"
+    return f"{worker} {reads} {shards} of {total} of every batch."
 
 
 def _precision(state: TrainState, settings: Config) -> str:

@@ -146,17 +146,17 @@ def make_replicas(strategy: tf.distribute.Strategy, config: Config) -> Replicas:
     """Returns the replicas on which the step of a run is defined.
 
     Raises:
-        ValueError: if the workers cannot share them out evenly; the launcher hears which numbers of workers can.
+        ValueError: if the workers cannot share them out evenly, or ratios do not fit; the launcher hears which numbers
+            of workers can.
     """
     replicas = strategies.replicas_of(strategy, config)
     if not replicas.fit_on(replicas.devices):
         if membership := messages.find_membership():
             of_worker = collectives.num_local_replicas(strategy)
             membership.send(sizes=_worker_counts(membership, of_worker, replicas, config))
-        raise ValueError(
-            f"{replicas.setting} was given for {strategies.describe(strategy)}, and each runs as many virtual ones as "
-            f"the others: give a number of devices and workers that divides {replicas.count}."
-        )
+        each = f"as many virtual ones as the others: give a number of devices and workers that divides {replicas.count}"
+        each = "one share: give as many numbers, or leave device_shares out" if replicas.ratios else each
+        raise ValueError(f"{replicas.setting} was given for {strategies.describe(strategy)}, and each has {each}.")
     return replicas
 
 

@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 import textwrap
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from absl import flags
@@ -66,9 +66,9 @@ def setting(
     help: str,
     *,
     choices: tuple[T, ...] = (),
-    minimum: float = 0,
-    below: float = math.inf,
+    of_bool: tuple[T, ...] = (),
     is_none: bool = False,
+    **limits: float,
 ) -> T:
     """Returns a `dataclasses.Field` of `Config`, typed as its default because that is how dataclasses read it.
 
@@ -77,11 +77,12 @@ def setting(
         default: its default.
         help: what it does, for `--help`.
         choices: the allowed values; empty: any.
-        minimum: the smallest allowed number.
-        below: the upper bound of allowed numbers, exclusive.
+        of_bool: the values that False and True stand for, which are allowed, too; empty: none.
         is_none: whether the field is None until `Config` knows whether a setting that excludes it was given.
+        **limits: `minimum`, the smallest allowed number, and `below`, the upper bound, exclusive.
     """
-    metadata = dict(group=group, default=default, help=help, choices=choices, minimum=minimum, below=below)
+    limits = {"minimum": 0, "below": math.inf} | limits
+    metadata = dict(group=group, default=default, help=help, choices=choices, of_bool=of_bool, **limits)
     field: Any = dataclasses.field(default=None if is_none else default, metadata=metadata)
     return field
 
@@ -123,14 +124,12 @@ class Config:
     num_devices: int = setting(
         DEVICES, 0, "Devices per worker; 0: all. With device=cpu: the number of virtual CPUs to create."
     )
+    device_shares: Sequence[int] | str = setting(DEVICES, "", "Ratios of the replicas' rows: 3,1; empty: equal.")
     virtual_replicas: int = setting(
         DEVICES, 0, "Replicas that devices split, for the same bits on any number of them: 2, 4, 8, ...; 0: none."
     )
     num_stages: int = setting(
-        DEVICES,
-        1,
-        "Pipeline stages of a network, one per device of a worker, made by distloop.split(model, num_stages).",
-        minimum=1,
+        DEVICES, 1, "Pipeline stages of a network, each on a device of its own: distloop.split(model, n).", minimum=1
     )
     intra_op_threads: int = setting(DEVICES, 0, "Threads of an operation; 0: one per core, divided among virtual CPUs.")
 
@@ -160,7 +159,13 @@ class Config:
         choices=tuple(PRECISIONS),
     )
     deterministic: bool = setting(NUMERICS, False, "Use deterministic operations only, in the whole process; slower.")
-    jit_compile: bool = setting(NUMERICS, False, "Compile forward and backward pass with XLA; for large layers.")
+    jit_compile: str = setting(
+        NUMERICS,
+        "none",
+        "What XLA compiles; pass: forward and backward pass, of large layers; loop: many small steps in one program.",
+        choices=("none", "pass", "loop"),
+        of_bool=("none", "pass"),
+    )
     executor: str = setting(
         NUMERICS,
         "auto",
@@ -183,6 +188,7 @@ class Config:
         CHECKPOINTS, "10 min", "Duration between two checkpoints: 500, 1 epoch, 2 h; 0: only at the end."
     )
     keep_checkpoints: int = setting(CHECKPOINTS, 3, "Number of newest checkpoints to keep.", minimum=1)
+    keep_every: int | str = setting(CHECKPOINTS, 0, "Duration between kept checkpoints: 500; 0: none. Needs a workdir.")
     resume: bool = setting(CHECKPOINTS, True, "Resume from the newest checkpoint in the workdir, if there is one.")
     init_from: str = setting(
         CHECKPOINTS,
@@ -190,9 +196,7 @@ class Config:
         "Start a new run from the weights in this workdir, its checkpoints/best.json, checkpoint, .keras, .weights.h5, "
         ".npz or .safetensors file; empty: from the model's initial weights.",
     )
-    init_rename: str = setting(
-        CHECKPOINTS, "", "Select and rename weights of init_from: PATTERN=>REPLACEMENT, as in re.sub."
-    )
+    init_rename: str = setting(CHECKPOINTS, "", "Select and rename weights of init_from: PATTERN=>REPLACEMENT.")
 
     console: str = setting(
         MONITORING,
@@ -208,9 +212,7 @@ class Config:
     )
     gradient_noise_every: int | str = setting(MONITORING, 0, "Duration between two gradient noise scales; 0: none.")
     histograms_every: int | str = setting(
-        MONITORING,
-        0,
-        "Duration between two histograms of weights and gradients: 500, 1 epoch, 10 min; 0: none. Needs a workdir.",
+        MONITORING, 0, "Duration between histograms of weights and gradients: 500, 1 epoch; 0: none. Needs a workdir."
     )
     graph: str = setting(
         MONITORING,
@@ -220,23 +222,20 @@ class Config:
     )
     profile: str = setting(MONITORING, "", "Steps to profile; 100:110: steps 101 to 110. Needs a workdir.")
     peak_flops: float = setting(
-        MONITORING,
-        0.0,
-        "Peak floating-point operations per second of one device, for model_flops_utilization; 0: the data sheet's, "
-        "for known GPUs.",
+        MONITORING, 0.0, "Peak FLOP/s of one device, for model_flops_utilization; 0: the data sheet's, for known GPUs."
     )
 
     on_nonfinite: str = setting(
-        FAILURES,
-        "raise",
-        "What happens if a gradient is inf or NaN: the run stops, or the step is skipped.",
-        choices=("raise", "skip"),
+        FAILURES, "raise", "If a gradient is inf or NaN: the run stops, or skips the step.", choices=("raise", "skip")
     )
     unread_entries: str = setting(
         FAILURES,
         "print",
         "What to do about entries of a batch that no loss_fn reads; print: one line.",
         choices=("print", "ignore", "warn", "refuse"),
+    )
+    empty_batches: str = setting(
+        FAILURES, "step", "Batches without rows; step: gradients of 0.", choices=("step", "ignore", "warn", "refuse")
     )
     max_traces: int = setting(
         FAILURES, 0, "The most traces of the train step, and of evaluations, before an error; 0: no limit."
@@ -252,10 +251,7 @@ class Config:
         choices=("none", "rollback"),
     )
     loss_jump: float = setting(
-        FAILURES,
-        10.0,
-        "With on_divergence=rollback: a loss jumps if it exceeds its mean over the last 100 steps by this many times "
-        "(standard deviation + absolute mean).",
+        FAILURES, 10.0, "A loss jumps if it exceeds the mean of 100 steps by so many times (deviation + absolute mean)."
     )
     check_replicas_every: int | str = setting(
         FAILURES, 0, "Duration between comparisons of all variables over all replicas and workers; 0: none."
@@ -278,6 +274,10 @@ class Config:
     replay: int = setting(
         TRYOUT, 0, "Take this step of the workdir's run again, print what it computed, and exit; 0: train."
     )
+    evaluate: str = setting(
+        TRYOUT, "", "Evaluate on the evals of fit with this checkpoint, newest, best or a step, and exit; empty: train."
+    )
+    predict: str = setting(TRYOUT, "", "Write predict_fn's outputs on evals to this directory, and exit; empty: train.")
     fast_dev_run: bool = setting(
         TRYOUT, False, "Try each part of a run for one step, in a temporary directory; the workdir is not changed."
     )
@@ -351,11 +351,11 @@ def fields() -> dict[str, dataclasses.Field[Any]]:
 
 def check_names(names: Collection[str]) -> None:
     """Raises ValueError at the first name that is not a field of `Config`."""
-    for name in names:
-        if name not in fields():
-            close = OTHER_WORDS.get(name) or " or ".join(difflib.get_close_matches(name, fields()))
-            hint = f"did you mean {close}?" if close else "help(distloop.Config) lists all."
-            raise ValueError(f"{name!r} is no setting of distloop: {hint}")
+    known = fields()
+    for name in (name for name in names if name not in known):
+        close = OTHER_WORDS.get(name) or " or ".join(difflib.get_close_matches(name, known))
+        hint = f"did you mean {close}?" if close else "help(distloop.Config) lists all."
+        raise ValueError(f"{name!r} is no setting of distloop: {hint}")
 
 
 def _merged(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -373,8 +373,8 @@ def _checked(field: dataclasses.Field[Any], value: Any) -> Any:
     """Returns a value as the field's type; raises ValueError if it is not allowed."""
     if field.type == int | str and isinstance(value, str) and value == field.default:
         return value  # "auto", or empty
-    converted = durations.converted(field.type, value)
-    choices, minimum, below = (field.metadata[key] for key in ("choices", "minimum", "below"))
+    choices, of_bool, minimum, below = (field.metadata[key] for key in ("choices", "of_bool", "minimum", "below"))
+    converted = durations.converted(field.type, of_bool[value] if of_bool and isinstance(value, bool) else value)
     is_number = field.type in (int, float) and isinstance(converted, int | float)
     is_outside = is_number and not minimum <= converted < below
     if converted is None or is_outside or (choices and converted not in choices):
@@ -391,7 +391,7 @@ def _allowed(field: dataclasses.Field[Any]) -> str:
     if field.type == int | str and durations.normalize(field.default) is None:
         return f"{durations.ALLOWED}, or {field.default or 'nothing'}"
     if field.type not in (int, float):
-        return {str: "a string", bool: "True or False", int | str: durations.ALLOWED}[field.type]  # type: ignore[index]
+        return durations.ALLOWED_OF[field.name if field.name in durations.ALLOWED_OF else field.type]
     minimum, below = field.metadata["minimum"], field.metadata["below"]
     words = f"a {'whole ' if field.type is int else ''}number, {minimum} or more"
     return words if below == math.inf else f"{words} and below {below}"

@@ -6,37 +6,53 @@ What one setting allows by itself stands at its field in `config`.
 """
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Callable
 from typing import Any
 
 from distloop.settings import durations
 
-# Settings that need a workdir, and why. A name stands for each value but the default, `name=value` for one value.
-_IN_A_WORKDIR = {
-    "max_secs": "so the run would be lost",
-    "on_divergence=rollback": "so there is no checkpoint to go back to",
-    "profile": "so the profile would be lost",
-}
+# A setting, another that it needs, and why. A name stands for each value but the default, `name=value` for one value.
+NEEDS = [
+    ("max_secs", "a workdir", "so the run would be lost"),
+    ("on_divergence=rollback", "a workdir", "so there is no checkpoint to go back to"),
+    ("profile", "a workdir", "so the profile would be lost"),
+    ("keep_every", "a workdir", "so no checkpoint would be kept"),
+    ("histograms_every", "a workdir", "so the histograms would be lost"),
+    ("graph=always", "a workdir", "so the graph would be lost"),
+    *((name, "a workdir", "so there is no checkpoint") for name in ("evaluate", "predict")),
+    *((name, "on_divergence=rollback", "so a run never goes back") for name in ("max_rollbacks", "loss_jump")),
+    ("init_rename", "init_from", "whose names it is for"),
+]
+
+# Settings by which `fit` does something else than to train.
+_IN_PLACE = ("audit", "memory", "autotune_batch", "replay", "fast_dev_run", "evaluate", "predict")
+_ONE_VERB = "each takes the place of training: leave either out"
 
 # Two settings that exclude each other, and why.
 _PAIRS = [
     ("steps", "epochs", "a run has one length: set either to 0"),
-    ("until", "steps", "a run has one length: give one of them"),
-    ("until", "epochs", "a run has one length: give one of them"),
+    *(("until", other, "a run has one length: give one of them") for other in ("steps", "epochs")),
+    *((*pair, _ONE_VERB) for pair in itertools.combinations(_IN_PLACE, 2) if pair != ("evaluate", "predict")),
     ("clip_norm", "clip_variable_norm", "gradients are clipped in one way: set either to 0"),
     ("clip_norm", "clip_value", "gradients are clipped in one way: set either to 0"),
     ("clip_variable_norm", "clip_value", "gradients are clipped in one way: set either to 0"),
     ("average_from", "average_decay", "there is one average of the weights: leave either out"),
     ("overfit_batches", "limit_train_batches", "each selects the batches to train on: set either to 0"),
     ("locate_nonfinite", "on_nonfinite=skip", "a skipped step is not diagnosed: leave either out"),
-    ("eager", "jit_compile", "eager runs the step without the graph that jit_compile needs: set either to False"),
+    ("eager", "jit_compile", "eager runs the step without the graph that jit_compile needs: leave either out"),
     ("eager", "locate_nonfinite", "eager runs the step without the graph that is searched: set either to False"),
-    ("num_stages", "strategy=mirrored", "mirroring copies the whole network to each device: give strategy=none"),
+    ("eager", "max_traces", "eager runs the step without a trace: leave either out"),
+    ("eager", "executor", "eager runs the step without the graph that an executor runs: leave either out"),
+    ("executor", "jit_compile=loop", "XLA runs the operations itself: leave executor out"),
     ("num_stages", "executor=serial", "stages would wait for each other: give executor=auto"),
     ("num_stages", "jit_compile", "XLA compiles for one device: leave either out"),
     ("num_stages", "shard_optimizer", "a stage's slots are on its device alone already: leave shard_optimizer out"),
-    ("virtual_replicas", "jit_compile", "XLA promises no bits: leave either out"),
+    ("virtual_replicas", "jit_compile=pass", "XLA promises no bits: leave either out"),
+    ("device_shares", "replica_batch_size", "shares cut the batch unequally: give batch_size in its place"),
+    ("device_shares", "virtual_replicas", "each device runs as many virtual replicas as the others: leave either out"),
+    ("locate_nonfinite", "jit_compile=loop", "XLA has no operations that could be searched: leave either out"),
 ]
 
 # A condition that is an error, and its message.
@@ -65,13 +81,14 @@ _OTHERS: list[tuple[Callable[[Any], Any], str]] = [
         "until={config.until!r} was given, a fraction of the length that it sets: give steps, epochs or a time.",
     ),
     (
-        lambda config: config.init_rename and not config.init_from,
-        "init_rename={config.init_rename!r} was given without init_from, whose names it is for: add it.",
+        lambda config: config.num_devices % config.num_stages,
+        "num_stages={config.num_stages} and num_devices={config.num_devices} were given; each stage of a replica takes "
+        "one device: leave num_devices out, or give a multiple of {config.num_stages}.",
     ),
     (
-        lambda config: config.num_devices and 1 < config.num_stages != config.num_devices,
-        "num_stages={config.num_stages} and num_devices={config.num_devices} were given; each stage takes one device: "
-        "leave num_devices out, or give num_devices={config.num_stages}.",
+        lambda config: config.strategy == "mirrored" and 1 < config.num_stages >= config.num_devices,
+        "strategy=mirrored, num_stages={config.num_stages} and num_devices={config.num_devices} were given, which is "
+        "one replica: give a larger multiple of {config.num_stages} as num_devices, or leave strategy out.",
     ),
     (
         lambda config: config.virtual_replicas.bit_count() > 1,
@@ -79,7 +96,7 @@ _OTHERS: list[tuple[Callable[[Any], Any], str]] = [
         "give 2, 4, 8 and so on.",
     ),
     (
-        lambda config: config.virtual_replicas and config.num_devices and config.virtual_replicas % config.num_devices,
+        lambda c: c.virtual_replicas and c.num_devices and c.virtual_replicas % (c.num_devices // c.num_stages),
         "virtual_replicas={config.virtual_replicas} and num_devices={config.num_devices} were given; each device runs "
         "as many virtual replicas as the others: give a number of devices that divides {config.virtual_replicas}.",
     ),
@@ -89,9 +106,9 @@ _OTHERS: list[tuple[Callable[[Any], Any], str]] = [
         "bits of a gradient depend on the threads within an operation, of which there is 1 then: leave either out.",
     ),
     (
-        lambda config: config.strategy == "none" and config.num_devices > 1 and config.num_stages == 1,
+        lambda config: config.strategy == "none" and config.num_devices > config.num_stages,
         "strategy=none and num_devices={config.num_devices} contradict each other; without a strategy there is one "
-        "device: give strategy=mirrored or num_devices=1.",
+        "replica: give strategy=mirrored or num_devices={config.num_stages}.",
     ),
 ]
 
@@ -111,22 +128,20 @@ def check(config: Any) -> None:
         """Returns `name=value` of a setting of the tables above, or nothing if it was not given."""
         name, _, wanted = setting.partition("=")
         value = getattr(config, name)
-        if not (str(value) == wanted if wanted else value != defaults[name]):
-            return ""
-        return f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}"
+        is_given = str(value) == wanted if wanted else value != defaults[name]
+        return f"{name}={f'{value:g}' if isinstance(value, float) else value}" if is_given else ""
 
-    for setting, reason in _IN_A_WORKDIR.items():
-        if given(setting) and not config.workdir:
-            raise ValueError(f"{given(setting)} was given without a workdir, {reason}: give a workdir, too.")
     for one, other, reason in _PAIRS:
         if given(one) and given(other):
             raise ValueError(f"{given(one)} and {given(other)} were both given; {reason}.")
+    for setting, needed, reason in NEEDS:
+        if given(setting) and not given(needed.removeprefix("a ")):
+            raise ValueError(f"{given(setting)} was given without {needed}, {reason}: give {needed}, too.")
 
 
 def _is_no_pattern(text: str) -> bool:
     """Returns whether a text is no regular expression."""
     try:
-        re.compile(text)
+        return not re.compile(text)
     except re.error:
         return True
-    return False

@@ -28,12 +28,18 @@ ALLOWED = (
     "'15 min', '2 h' or '25 %' of the run"
 )
 
+# What a setting takes, by its type, or by its name.
+ALLOWED_OF: dict[Any, str] = {str: "a string", bool: "True or False", int | str: ALLOWED}
+ALLOWED_OF[Sequence[int] | str] = "whole numbers of 1 or more, one for each replica, as in [3, 1] or '3,1'"
+ALLOWED_OF["evaluate"] = "'newest', 'best' or the step of a checkpoint as a string, such as '500'"
+
 MOST_STEPS = 2**63  # above what TensorFlow counts in an int64
 
 _SECS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 _COUNTS = {"": "steps", "%": "%"} | {
     unit[: len(unit) - s]: unit for unit in ("steps", "epochs", "examples", "tokens") for s in (0, 1)
 }
+_RATIOS = re.compile(r"([1-9][0-9]{0,8}(,[1-9][0-9]{0,8})*)?")
 _FORM = re.compile(r"\s*(\d+(?:\.\d*)?(?:e\d+)?)\s*([a-z%]*)\s*")
 
 
@@ -98,9 +104,7 @@ class Units:
         amount, unit = parse(value)
         if unit == "%":
             if amount and not any(self.run):
-                raise ValueError(
-                    f"The duration {value!r} was given where the length of a run is not known: give steps."
-                )
+                raise ValueError(f"The duration {value!r} was given where a run's length is not known: give steps.")
             fraction = amount / 100
             return Period(_round_up(fraction * self.run.steps), fraction * self.run.secs, fraction * self.run.tokens)
         if unit in ("secs", "tokens"):
@@ -123,7 +127,6 @@ class Plan:
         units: of the run's durations.
         due_secs: the periods in seconds that are due at the end of the next step.
         due_tokens: the periods in tokens that are due at the step that was counted last.
-        last_step: the one that the run ends with; inf: not known yet, as it ends by time, with the step after that.
         is_chief: whether this worker calls what the chief alone calls.
     """
 
@@ -138,30 +141,22 @@ class Plan:
         self.is_chief = is_chief
         self.due_secs: set[float] = set()
         self.due_tokens: set[float] = set()
-        self.last_step = math.inf
         self._periods: dict[int | str, Period] = {}
-
-    def check(self, everys: Iterable[int | str | None]) -> None:
-        """Checks the durations of a run before its first step.
-
-        Raises:
-            ValueError: if the size of a unit is not known.
-        """
-        for every in everys:
-            if every is not None:
-                self.period(every)
 
     @property
     def counts_tokens(self) -> bool:
         """Whether anything is due by tokens, so that each step is a loop of its own."""
         return self.units.run.tokens > 0 or any(period.tokens for period in self._periods.values())
 
-    def count_tokens(self, before: float, now: float, step: int) -> None:
-        """Notes what is due at a step that raised the tokens of the run from `before` to `now`."""
+    def set_due(self, secs: Iterable[float] = (), tokens: Iterable[float] = ()) -> None:
+        """Sets what is due by time and tokens, as it was at a boundary that was left open."""
+        self.due_secs, self.due_tokens = set(secs), set(tokens)
+
+    def count_tokens(self, before: float, now: float) -> bool:
+        """Notes what is due at a step that raised the tokens of the run; returns whether the run ends with it."""
         periods = {period.tokens for period in self._periods.values()} - {0.0}
         self.due_tokens = {tokens for tokens in periods if before // tokens < now // tokens}
-        if now >= (self.units.run.tokens or math.inf):
-            self.last_step = step
+        return now >= (self.units.run.tokens or math.inf)
 
     def period(self, every: int | str) -> Period:
         """Returns a duration in steps, seconds or tokens.
@@ -199,19 +194,17 @@ class Plan:
         boundary = min([until] + [step - step % steps + steps for steps in periods if steps])
         return min(boundary, step + steps_per_loop) if steps_per_loop else boundary
 
-    def check_clock(self, before: float, now: float, everys: Sequence[int | str | None], step: int) -> None:
-        """Notes what is due by time.
+    def check_clock(self, before: float, now: float, everys: Sequence[int | str | None]) -> bool:
+        """Notes what is due by time; returns whether the run ends with the next step.
 
         Args:
             before: the seconds that the run had trained when this was called before, by the chief's clock.
             now: the seconds that it has trained now.
             everys: the durations that may be due.
-            step: the number of steps done.
         """
         periods = {self.period(every).secs for every in everys if every is not None} - {0.0}
         self.due_secs = {secs for secs in periods if before // secs < now // secs}
-        if now >= (self.units.run.secs or math.inf):
-            self.last_step = step + 1
+        return now >= (self.units.run.secs or math.inf)
 
 
 def parse(value: int | str) -> Duration:
@@ -257,6 +250,13 @@ def whole_number(value: Any) -> int | None:
     return int(value) if number is not None and number.is_integer() and abs(number) < MOST_STEPS else None
 
 
+def require_integer(owner: str, least: int, also: str = "", **arguments: Any) -> None:
+    """Raises a ValueError for an argument that is no whole number of Python's or NumPy's, or less than `least`."""
+    for name, value in arguments.items():
+        if not isinstance(value, numbers.Integral) or whole_number(value) is None or value < least:
+            raise ValueError(f"{owner} was given {name}={shown(value)}; give {also}a whole number, {least} or more.")
+
+
 def finite_number(value: Any) -> float | None:
     """Returns a number as a float; None if it is none, or not finite as a float."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
@@ -296,6 +296,9 @@ def converted(kind: Any, value: Any) -> Any:
     """Returns a setting's value as its type, or None if the conversion would be a guess."""
     if kind == int | str:
         return normalize(value)
+    if kind == Sequence[int] | str:
+        text = ",".join(map(str, value)) if isinstance(value, list | tuple) or getattr(value, "ndim", 0) == 1 else value
+        return text if isinstance(text, str) and _RATIOS.fullmatch(text) else None
     if kind is bool or isinstance(value, bool):
         return value if kind is bool and isinstance(value, bool) else None
     if kind is str:

@@ -15,7 +15,7 @@ import os
 import shlex
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from absl import flags
@@ -144,7 +144,7 @@ def flags_of(arguments: Sequence[str]) -> list[str]:
             owner = ""
             continue
         names.append(name)
-        takes_value = not sign and name in flags.FLAGS and flags.FLAGS[name].flag_type() != "bool"
+        takes_value = not sign and name in flags.FLAGS and not flags.FLAGS[name].boolean
         owner = name if takes_value else ""
     return names
 
@@ -274,7 +274,9 @@ def _make_flags(defaults: Config) -> flags.FlagValues:
     made = flags.FlagValues()
     for name, field in fields().items():
         default, help = getattr(defaults, name), field.metadata["help"]
-        if field.metadata["choices"]:
+        if field.metadata["of_bool"]:
+            flags.DEFINE_flag(_SwitchFlag(name, default, field.metadata), made)
+        elif field.metadata["choices"]:
             flags.DEFINE_enum(name, default, field.metadata["choices"], help, flag_values=made)
         elif field.type is bool:
             flags.DEFINE_bool(name, default, help, flag_values=made)
@@ -285,6 +287,32 @@ def _make_flags(defaults: Config) -> flags.FlagValues:
         else:
             flags.DEFINE_string(name, str(default), help, flag_values=made)
     return made
+
+
+class _SwitchParser(flags.EnumParser):
+    """Parses the values of a setting, of which two may be given as those of a bool: --name, --noname, --name=true."""
+
+    def __init__(self, choices: Sequence[str], of_bool: Sequence[str]):
+        """Stores all values, and those that False and True stand for."""
+        super().__init__(list(choices))
+        self._of_bool = of_bool
+
+    def parse(self, argument: Any) -> str:
+        with contextlib.suppress(ValueError):
+            argument = self._of_bool[flags.BooleanParser().parse(argument)]
+        return super().parse(argument)
+
+
+class _SwitchFlag(flags.Flag[str]):
+    """A flag that absl takes without a value, too."""
+
+    def __init__(self, name: str, default: str, metadata: Mapping[str, Any]):
+        """Makes the flag of a setting with this metadata."""
+        parser = _SwitchParser(metadata["choices"], metadata["of_bool"])
+        super().__init__(parser, flags.ArgumentSerializer(), name, default, metadata["help"], boolean=True)
+
+    def serialize(self) -> str:
+        return f"--{self.name}={self.value}"
 
 
 def _describe(setting: Setting) -> str:
@@ -298,7 +326,7 @@ def _describe(setting: Setting) -> str:
     return "\n".join([*head, *body])
 
 
-_PLACEHOLDERS: dict[Any, str] = {int: "N", float: "X", str: "TEXT", int | str: "DURATION"}
+_PLACEHOLDERS: dict[Any, str] = {int: "N", float: "X", str: "TEXT", int | str: "DURATION", Sequence[int] | str: "N,N"}
 
 
 def _flag_lines(config: Config) -> list[str]:

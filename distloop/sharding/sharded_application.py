@@ -1,33 +1,32 @@
 """Sharded application: updates by gradients that are summed only on the device whose slots need them.
 
-    placement = place_slots(strategy)
-    packing = placement.make_packing(...)           # segments that each belong to one device
-    application = placement.adapt(Application(state))
+    slots = place_slots(strategy)
+    packing = slots.make_packing(...)               # segments that each belong to one device
+    application = slots.adapt(Application(state, clipping))
 
 `sharding.py` knows the shards.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from distloop.distributed import collectives, strategies, tensorflow_internals
-from distloop.graph_functions import graph_function
+from distloop.distributed import collectives, strategies
 from distloop.model import variable_writes
 from distloop.model.memory import held_by_device
 from distloop.model.spec import Update
 from distloop.model.state import TrainState
-from distloop.optimizers import gradients
-from distloop.optimizers.gradients import Packing, Reduce, Segment
+from distloop.optimizers.gradients import Clipping, Packing, Reduce, Segment
 from distloop.optimizers.slot_placement import MovingAverage, SlotPlacement
+from distloop.sharding.exchange import outside_strategies
 from distloop.sharding.sharding import Sharding
 from distloop.sharding.variable_shards import VariableShard
-from distloop.training.application import Application, reached
-from distloop.training.forward_backward import ForwardBackward, Summed
-from distloop.variables import tensorflow_variable
+from distloop.training.application import Application, Gradients, reached
+from distloop.training.forward_backward import ForwardBackward
+from distloop.training.microbatches import Sums
 
 _WHY_DENSE = "shard_optimizer cuts gradients into shards"
 
@@ -52,6 +51,7 @@ class SplitPacking(Packing):
         super().__init__(flat, devices, owners, why_dense=_WHY_DENSE)
         self._packed_on = [""] * len(self.devices)
         self._of_variables = [(tuple(v.shape), list(of)) for v, of in zip(variables, shards, strict=True)]
+        self._numbers = {id(shard.trained): number for number, (_, shard) in enumerate(pairs)}
         self._positions = [i for i, _ in pairs]
         firsts = [pairs[group[0]][1] for group in self._groups]
         self.owners = [shard.worker for shard in firsts]
@@ -75,11 +75,6 @@ class SplitPacking(Packing):
             of_shards = [next(flats) for _ in shards]
             unpacked.append(tf.reshape(tf.concat(of_shards, 0) if len(of_shards) > 1 else of_shards[0], shape))
         return unpacked
-
-    def unpack_shards(self, segments: Sequence[Segment], scale: tf.Tensor) -> list[list[tf.Tensor]]:
-        """Returns the flat gradient of each shard of each variable; without elements if another worker updates it."""
-        flats = iter(self.unpack_flat(segments, scale))
-        return [[next(flats) for _ in shards] for _, shards in self._of_variables]
 
     def _split(self, segment: tf.Tensor, sizes: Sequence[int]) -> Sequence[tf.Tensor]:
         return [segment] * len(sizes) if segment.shape[0] == 0 else super()._split(segment, sizes)
@@ -107,76 +102,43 @@ class SplitPacking(Packing):
 class ShardedApplication(Application):
     """The application of updates where each shard of the weights has its slots on one device."""
 
-    def __init__(self, state: TrainState, sharding: Sharding):
-        """Stores what is trained, and its shards."""
-        super().__init__(state)
+    def __init__(self, state: TrainState, clipping: Clipping, sharding: Sharding):
+        """Stores what is trained, the limit of gradients, and the shards."""
+        super().__init__(state, clipping)
         self._sharding = sharding
 
-    def apply(self, update: ForwardBackward, segments: Any, scale: Any, replacements: Any) -> None:
+    def apply(self, update: ForwardBackward, gradients: Gradients) -> None:
         """Changes weights, slots and averages; segments that were summed apart are each on the device of its shard."""
         variables = reached(update)
         if not variables and not update.replaced:
             return  # a step_fn applies nothing
-        optimizer = self.state.plain_optimizers[update.name]
-        self._sharding.apply(optimizer, variables, self._gradients_of_shards(update, segments, scale))
+        store = self.state.slot_stores[update.name]
+        packed = update.packing, gradients.segments, gradients.scale
+        of_shards = self._gradients_of_shards(update, gradients)
+        self._sharding.apply(store, variables, of_shards, *(packed if isinstance(update.packing, SplitPacking) else ()))
         if update.replaced:
             assign = functools.partial(variable_writes.assign, update.replaced)
-            self._strategy.run(assign, args=(replacements,))
+            self._strategy.run(assign, args=(gradients.replacements,))
         if self.state.average is not None:
             average = self.state.average
-            average.update([*update.variables, *update.replaced], average.count(optimizer))
+            average.update([*update.variables, *update.replaced], average.count(store.optimizer))
 
-    def _gradients_of_shards(self, update: ForwardBackward, segments: Any, scale: Any) -> list[tf.Tensor]:
+    def _gradients_of_shards(self, update: ForwardBackward, gradients: Gradients) -> list[tf.Tensor]:
         """Returns the gradient of each shard of the variables that the loss reaches, on the shard's device."""
+        segments, scale = gradients.segments, gradients.scale
         if isinstance(update.packing, SplitPacking):
-            pairs = zip(update.packing.unpack_shards(segments, scale), update.trace.reached, strict=True)
-            return [gradient for of_shards, is_reached in pairs if is_reached for gradient in of_shards]
-        if update.update.gradient_fn is not None:
-            on_replicas = self._strategy.run(functools.partial(self.gradients, update), args=(segments, scale))
-            pairs = zip(reached(update), on_replicas, strict=True)
-            return [gradient for variable, of in pairs for gradient in self._sharding.cut(variable, of)]
-        on_replicas = self._strategy.run(update.packing.unpack, args=(segments,))
-        (scale, *_) = self._strategy.experimental_local_results(scale)
-        scaled = []
-        for variable, of, is_reached in zip(update.variables, on_replicas, update.trace.reached, strict=True):
-            for shard in self._sharding.cut(variable, of) if is_reached else ():
-                with tf.device(shard.device):
-                    scaled += gradients.scaled([shard], scale)  # of the shard alone
-        return scaled
+            flats, ids = update.packing.unpack_flat(segments, scale), {id(v) for v in reached(update)}
+            shards = zip(flats, self._sharding.shards(update.variables), strict=True)
+            return [gradient for gradient, shard in shards if id(shard.variable) in ids]
+        on_replicas = self._strategy.run(functools.partial(self._wanted, update), args=(segments, scale))
+        pairs = zip(reached(update), on_replicas, strict=True)
+        return [gradient for variable, of in pairs for gradient in self._sharding.cut(variable, of)]
 
-    def read_all(self, variables: Sequence[Any]) -> Any:
-        """Returns the values of variables: per replica, and those that are on one device."""
-        mirrored, single = self._apart(variables)
-        values = []
-        for variable in single:
-            with tf.device(variable.device):
-                values.append(tf.identity(variable))
-        return super().read_all(mirrored), values
-
-    def assign_all(self, variables: Sequence[Any], values: Any, unless: Any = None) -> None:
-        """Assigns what `read_all` returned, unless a condition of each replica holds."""
-        mirrored, single = self._apart(variables)
-        super().assign_all(mirrored, values[0], unless)
-        for variable, value in zip(single, values[1], strict=True):
-            with tf.device(variable.device):
-                condition = None if unless is None else self._strategy.experimental_local_results(unless)[0]
-                variable_writes.assign([variable], [value], condition)
-
-    def _apart(self, variables: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Returns the variables that each replica has, and the others."""
-        plain = [tensorflow_variable(v) for v in variables]
-        are_mirrored = [isinstance(v, tf.distribute.DistributedValues) for v in plain]
-        mirrored = [v for v, is_mirrored in zip(variables, are_mirrored, strict=True) if is_mirrored]
-        return mirrored, [v for v, is_mirrored in zip(plain, are_mirrored, strict=True) if not is_mirrored]
-
-    def reduce(self, update: ForwardBackward, sums: Summed) -> Summed:
+    def reduce(self, update: ForwardBackward, sums: Sums) -> Sums:
         """Returns sums whose gradients are added up on the devices that use them; all else is the first replica's."""
         packing = update.packing
         if not isinstance(packing, SplitPacking):
             return sums
-
-        def first(value: Any) -> Any:
-            return tf.nest.map_structure(lambda v: self._strategy.experimental_local_results(v)[0], value)
 
         segments = []
         for of_replicas, device in zip(sums.segments, packing.devices, strict=True):
@@ -184,70 +146,50 @@ class ShardedApplication(Application):
                 segments.append(tf.add_n(self._strategy.experimental_local_results(of_replicas)))
         if self._sharding.num_workers > 1:
             segments = self._sharding.exchange.collect(segments, packing.owners)
-        return sums._replace(
-            segments=segments,
-            weight=first(sums.weight),
-            tallies=first(sums.tallies),
-            replacements=first(sums.replacements),
-            secs=None if sums.secs is None else first(sums.secs),
-            noise=None if sums.noise is None else first(sums.noise),
-        )
+        first: Sums = self.first(sums._replace(segments=segments, writes={}))
+        return first._replace(writes=sums.writes)
 
-    def call(self, update: ForwardBackward, fn: Callable[[Summed], Any], sums: Summed) -> Any:
-        """Calls a function of an update's sums where `reduce` has left them: once, or on each replica."""
-        return fn(sums) if isinstance(update.packing, SplitPacking) else super().call(update, fn, sums)
+    def check(self, update: ForwardBackward, sums: Sums) -> Gradients:
+        """Divides, unscales and clips an update's sums where `reduce` has left them: once, or on each replica."""
+        return self._check(update, sums) if isinstance(update.packing, SplitPacking) else super().check(update, sums)
 
-    def sum_over_owners(self, update: ForwardBackward) -> Callable[[tf.Tensor], tf.Tensor] | None:
-        """Returns what adds up numbers about an update's gradients, if each worker has some; None: each has all."""
-        is_shared = isinstance(update.packing, SplitPacking) and self._sharding.num_workers > 1
-        return functools.partial(collectives.sum_over_workers, self._strategy) if is_shared else None
+    def has_all_gradients(self, update: ForwardBackward) -> bool:
+        """Returns whether each worker has all gradients of an update after `reduce`, rather than those that it uses."""
+        return not isinstance(update.packing, SplitPacking) or self._sharding.num_workers == 1
+
+    def _sum_over_owners(self, update: ForwardBackward, numbers: list[tf.Tensor]) -> list[tf.Tensor]:
+        if self.has_all_gradients(update):
+            return numbers
+        return list(tf.unstack(collectives.sum_over_workers(self._strategy, tf.stack(numbers))))
 
 
 class ShardedAverage(MovingAverage):
     """Moving averages that are stored in shards, each on the device that updates that shard of the weights."""
 
     def __init__(self, variables: Sequence[Any], decay: float, sharding: Sharding):
-        """Creates the averages with the variables' values; outside of strategies, as each is on one device.
-
-        Args:
-            variables: the variables to average.
-            decay: d, in (0, 1).
-            sharding: knows their shards.
-        """
-        tf.Module.__init__(self, name="average")
-        self.decay = decay
-        self._variables = list(variables)
+        """Creates the averages with the variables' values, as `MovingAverage` does; `sharding` has their shards."""
         self._sharding = sharding
-        self._stored: dict[int, list[tuple[VariableShard, tf.Variable]]] = {}
-        self._averaged = {}
-        for variable in self._variables:
-            stored = self._stored[id(variable)] = []
-            for shard in sharding.shards([variable]):
-                with tf.device(shard.device):
-                    stored.append((shard, tf.Variable(tf.identity(shard.value()), trainable=False)))
-            self._averaged[id(variable)] = sharding.join("average", variable, [average for _, average in stored])
+        with outside_strategies():  # each is on one device
+            super().__init__(variables, decay)
 
-        @graph_function
-        def swap() -> None:
-            stored = [pair for variable in self._variables for pair in self._stored[id(variable)]]
-            weights = [tf.identity(shard.value()) for shard, _ in stored]
-            sharding.send([(v, [average for _, average in self._stored[id(v)]]) for v in self._variables])
-            for (_, average), weight in zip(stored, weights, strict=True):
-                average.assign(weight)
-
-        self._swap = swap
-
-    @property
-    def stored(self) -> list[tf.Variable]:
-        """The variables that hold the averages, on the device of each shard."""
-        return [average for stored in self._stored.values() for _, average in stored]
-
-    def update(self, variables: Sequence[Any], applied_steps: tf.Tensor) -> None:
-        """Moves the averages of some of the variables; outside of replicas, after an update was applied."""
-        rate = self._rate(applied_steps)
-        for shard, average in (pair for variable in variables for pair in self._stored[id(variable)]):
+    def _colocate(self, variable: Any) -> Any:
+        stored = []
+        for shard in self._sharding.shards([variable]):
             with tf.device(shard.device):
-                average.assign_add(tf.cast(rate, average.dtype) * (shard.value() - average))
+                stored.append(tf.Variable(tf.identity(shard), trainable=False))
+        return self._sharding.join("average", variable, stored)
+
+    def _stored_with(self, variables: Sequence[Any]) -> list[tuple[Any, Any]]:
+        averages = [self._averaged[id(variable)] for variable in variables]
+        stored = [shard for average in averages for shard in getattr(average, "shards", [average])]
+        return list(zip(self._sharding.shards(variables), stored, strict=True))
+
+    def _exchange(self) -> None:
+        pairs = self._stored_with(self._variables)
+        weights = [tf.identity(shard) for shard, _ in pairs]
+        self._sharding.send([(v, [average for _, average in self._stored_with([v])]) for v in self._variables])
+        for (_, average), weight in zip(pairs, weights, strict=True):
+            average.assign(weight)
 
 
 class ShardedPlacement(Sharding):
@@ -270,8 +212,7 @@ class ShardedPlacement(Sharding):
     ) -> ShardedAverage:
         """Returns moving averages, each shard on the device that updates it."""
         self.add(variables, are_uncut=False)
-        with tensorflow_internals.outside_strategies():
-            return ShardedAverage(variables, decay, self)
+        return ShardedAverage(variables, decay, self)
 
     def make_packing(self, state: TrainState, update: Update, variables: Sequence[Any], *, needs_all: bool) -> Packing:
         """Returns the layout of gradients: of their shards, if each is needed on one device alone."""
@@ -282,7 +223,7 @@ class ShardedPlacement(Sharding):
 
     def adapt(self, application: Application) -> ShardedApplication:
         """Returns the application of updates to shards."""
-        return ShardedApplication(application.state, self)
+        return ShardedApplication(application.state, application.clipping, self)
 
 
 class OnlyReplica(SlotPlacement):
@@ -299,4 +240,20 @@ def place_slots(strategy: tf.distribute.Strategy) -> SlotPlacement:
     Raises:
         ValueError: if there are several, and distloop cannot do so.
     """
-    return ShardedPlacement(strategy) if strategies.can_shard(strategy) else OnlyReplica()
+    return ShardedPlacement(strategy) if _can_shard(strategy) else OnlyReplica()
+
+
+def _can_shard(strategy: tf.distribute.Strategy) -> bool:
+    """Returns whether there are several replicas, to split an optimizer's slots over.
+
+    Raises:
+        ValueError: if there are several replicas, and distloop cannot do so.
+    """
+    if strategy.num_replicas_in_sync == 1:
+        return False
+    if not isinstance(strategy, strategies.MIRRORED):
+        raise ValueError(
+            f"shard_optimizer=True was given with a {type(strategy).__name__}; slots are shared out to the devices of "
+            "a MirroredStrategy: use strategy=mirrored, or leave shard_optimizer out."
+        )
+    return True

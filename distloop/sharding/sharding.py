@@ -8,10 +8,6 @@
 ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054) and Xu et al. 2020 (arXiv:2004.13336). The optimizer works on the
 weights of the replica on its device, or on a copy of the shard, if the variable is cut. With several workers, each has
 variables without elements for the shards of the others, so that all have the same names in the same order.
-
-    exchange = Exchange(strategy)                           # in a `tf.function`, on every worker
-    sums = exchange.collect([a, b], owners=[0, 1])          # on worker 0 the sum of a, on worker 1 the sum of b
-    values = exchange.broadcast([c, spec], senders=[0, 1])  # c of worker 0 and d of worker 1, on both
 """
 
 import functools
@@ -22,108 +18,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from distloop.distributed import collectives, strategies, tensorflow_internals
-from distloop.distributed.devices import HOST
-from distloop.optimizers import gradients, keras_hooks
+from distloop.distributed import collectives, strategies
 from distloop.optimizers.gradients import write_rows
 from distloop.optimizers.slot_placement import SlotPlacement
+from distloop.optimizers.slot_store import BY_ELEMENT, SlotStore, View
+from distloop.sharding.exchange import Exchange, outside_strategies
 from distloop.sharding.variable_shards import JoinedVariable, Slice, VariableShard, has_rows, plan, unit
 from distloop.variables import slot_names, tensorflow_variable
-
-# Each element of their updates depends on the same element of the gradient, the weight and the slots, and on no other.
-_BY_ELEMENT = (
-    keras.optimizers.SGD,
-    keras.optimizers.Adam,
-    keras.optimizers.AdamW,
-    keras.optimizers.Adamax,
-    keras.optimizers.Nadam,
-    keras.optimizers.RMSprop,
-    keras.optimizers.Adagrad,
-    keras.optimizers.Adadelta,
-    keras.optimizers.Ftrl,
-    keras.optimizers.Lion,
-)
-
-
-class Exchange:
-    """Sends tensors between the workers of a run."""
-
-    def __init__(self, strategy: tf.distribute.Strategy):
-        """Prepares; all workers make one."""
-        self._strategy = strategy
-        self._worker, self._num_workers = collectives.worker_index(strategy), collectives.num_workers(strategy)
-        self._has_gpus = strategies.has_gpus(strategy)
-        tensorflow_internals.make_pairs(strategy)
-        with tensorflow_internals.outside_strategies(), tf.device(HOST):
-            self._count = tf.Variable(0, dtype=tf.int64, trainable=False)
-
-    def collect(self, tensors: Sequence[tf.Tensor], owners: Sequence[int]) -> list[tf.Tensor]:
-        """Returns sums of tensors over the workers, each on one worker alone.
-
-        Each worker sends its tensor as soon as it is computed: the last layers', while the backward pass goes on.
-
-        Args:
-            tensors: of this worker, flat.
-            owners: the worker that gets each sum.
-
-        Returns:
-            The sums that this worker gets, each on the device of its tensor, and empty tensors for the others.
-        """
-        sums, sent = [], list[tf.Tensor]()
-
-        def pass_on(sender: int, receiver: int, value: Any) -> tf.Tensor:
-            # NCCL waits for ever if two workers begin with different ones; in one order, none does.
-            with tf.control_dependencies(sent[-1:] if self._has_gpus else []):
-                sent.append(tensorflow_internals.send(self._strategy, sender, receiver, value))
-            return sent[-1]
-
-        for tensor, owner in reversed(list(zip(tensors, owners, strict=True))):
-            if owner != self._worker:
-                pass_on(self._worker, owner, tensor)
-                sums.append(tf.zeros([0], tensor.dtype))
-                continue
-            spec = tf.TensorSpec(tensor.shape, tensor.dtype)
-            of_workers = [tensor if w == owner else pass_on(w, owner, spec) for w in range(self._num_workers)]
-            with tf.device(tensor.device):
-                sums.append(tf.add_n(of_workers))
-        self._keep(sent)
-        return sums[::-1]
-
-    def broadcast(self, values: Sequence[tf.Tensor | tf.TensorSpec], senders: Sequence[int]) -> list[tf.Tensor]:
-        """Returns tensors of several workers on every worker; the small ones of a worker travel together.
-
-        Args:
-            values: of static shapes; what another worker sends is given as its spec.
-            senders: the worker that sends each.
-        """
-        groups: dict[Any, list[int]] = {}  # which values travel together
-        for i, (value, sender) in enumerate(zip(values, senders, strict=True)):
-            is_large = value.shape.num_elements() * value.dtype.size > gradients.LARGEST_PACKED_BYTES
-            groups.setdefault((sender, value.dtype, i if is_large else None), []).append(i)
-        received: dict[int, tf.Tensor] = {}
-        before: list[tf.Tensor] = []  # one after the other: all workers in one order, and little memory
-        for (sender, dtype, _), numbers in groups.items():
-            of_group = [values[i] for i in numbers]
-            sizes = [value.shape.num_elements() for value in of_group]
-            is_here = isinstance(of_group[0], tf.Tensor)
-            flat = tf.TensorSpec([sum(sizes)], dtype)
-            if is_here:
-                flat = tf.concat([tf.reshape(value, [-1]) for value in of_group], 0)
-            with tf.control_dependencies(before):
-                flat = tensorflow_internals.broadcast(self._strategy, sender, flat)
-            before = [flat]
-            pieces = tf.split(flat, sizes) if len(sizes) > 1 else [flat]
-            received |= {i: tf.reshape(piece, values[i].shape) for i, piece in zip(numbers, pieces, strict=True)}
-        self._keep(before)
-        return [received[i] for i in range(len(values))]
-
-    def _keep(self, sent: Sequence[tf.Tensor]) -> None:
-        """Keeps TensorFlow from leaving out a send that nothing waits for, whose receiver would hang.
-
-        An assignment is never left out.
-        """
-        with tf.control_dependencies(sent):
-            self._count.assign_add(1)
 
 
 class Sharding(SlotPlacement):
@@ -185,59 +86,54 @@ class Sharding(SlotPlacement):
             shape = (size // math.prod(shape[1:]), *shape[1:]) if has_rows(shape) else (size,)
         name = variable.name if isinstance(variable, keras.Variable) else variable.name.split(":")[0].replace("/", "_")
         path = getattr(variable, "path", name)
-        with tensorflow_internals.outside_strategies(), tf.device(on):
+        with outside_strategies(), tf.device(on):
             if not is_here:
                 view = tf.Variable(tf.zeros([0, *shape[1:]], replica.dtype))
             elif is_all:
                 view = replica
             else:
                 view = tf.Variable(tf.reshape(tf.reshape(replica, [-1])[start : start + size], shape))
-            trained = keras_hooks.keras_variable(view, name, path if is_all else f"{path}/{number}")
+            trained = _keras_variable(view, name, path if is_all else f"{path}/{number}")
         trained.constraint = getattr(variable, "constraint", None)
         return VariableShard(variable, replica, start, size, shape, on, worker, view, trained)
 
     def prepare(self, pairs: Iterable[tuple[keras.optimizers.Optimizer, Sequence[Any]]]) -> None:
         """Splits the variables of optimizers that need uncut ones, before `build` cuts others."""
         for optimizer, variables in pairs:
-            if type(optimizer) not in _BY_ELEMENT:
+            if type(optimizer) not in BY_ELEMENT:
                 self.add(variables, are_uncut=True)
 
-    def build(self, optimizer: Any, plain: keras.optimizers.Optimizer, variables: Sequence[Any]) -> None:
+    def build(
+        self, optimizer: Any, plain: keras.optimizers.Optimizer, variables: Sequence[Any], factors: Sequence[float]
+    ) -> SlotStore:
         """Makes an optimizer's slots, each on the device of its shard; in the strategy's scope.
 
         Raises:
             ValueError: if it is built, with slots on every replica, or lazy.
         """
-        optimizer = plain
-        if getattr(optimizer, "is_lazy", False):
+        if getattr(plain, "is_lazy", False):
             raise ValueError(
-                f"shard_optimizer=True was given with {type(optimizer).__name__}, which updates the rows of a batch, "
+                f"shard_optimizer=True was given with {type(plain).__name__}, which updates the rows of a batch, "
                 "but sharded updates have dense gradients: leave shard_optimizer out, or give "
-                f"keras.optimizers.{type(optimizer).__name__[4:]}."
+                f"keras.optimizers.{type(plain).__name__[4:]}."
             )
-        if optimizer.built:
+        if plain.built:
             raise ValueError(
-                f"shard_optimizer=True was given with the optimizer {optimizer.name!r}, which has its slots already, "
+                f"shard_optimizer=True was given with the optimizer {plain.name!r}, which has its slots already, "
                 "on every replica: let distloop build it, or leave shard_optimizer out."
             )
         self.add(variables, are_uncut=False)
-        shards = self.shards(variables)
-        keras_hooks.update_instead_of(optimizer, [(shard.trained, shard.variable) for shard in shards])
-        with tensorflow_internals.outside_strategies():
-            optimizer._distribution_strategy = tf.distribute.get_strategy()
-            optimizer.build([shard.trained for shard in shards])
-        slots = optimizer.variables
-        of_workers = collectives.Workers(self._strategy).gather([list(slot.shape) for slot in slots])
-        for slot, shapes in zip(slots, zip(*of_workers, strict=True), strict=True):
+        factored = zip(variables, factors, strict=True)
+        views = [View(shard.trained, v, factor) for v, factor in factored for shard in self._shards[id(v)]]
+        _decay_by_variable(plain, views)
+        with outside_strategies():
+            plain._distribution_strategy = tf.distribute.get_strategy()
+            plain.build([view.variable for view in views])
+            store = SlotStore(plain, views)
+        of_workers = collectives.Workers(self._strategy).gather([list(slot.shape) for slot in plain.variables])
+        for slot, shapes in zip(plain.variables, zip(*of_workers, strict=True), strict=True):
             self._slot_shapes[id(slot)] = [tuple(shape) for shape in shapes]
-
-    def views(self, variable: Any) -> list[tf.Variable]:
-        """Returns the view of each shard of a variable, which an optimizer updates in its stead."""
-        return [shard.view for shard in self._shards[id(variable)]]
-
-    def weights(self, variables: Sequence[Any]) -> list[tf.Tensor]:
-        """Returns the weights of each shard of variables, without elements if the shard is on another worker."""
-        return [shard.value() if shard.is_here else shard.view.read_value() for shard in self.shards(variables)]
+        return store
 
     def slots(
         self, optimizer: keras.optimizers.Optimizer, variables: Sequence[Any], names: Sequence[str]
@@ -273,24 +169,24 @@ class Sharding(SlotPlacement):
             self._joined[key] = JoinedVariable(name, variables, shape, shapes, read)
         return self._joined[key]
 
-    def apply(self, optimizer: Any, variables: Sequence[Any], of_shards: Sequence[tf.Tensor]) -> None:
+    def apply(self, store: SlotStore, variables: Sequence[Any], of_shards: Sequence[tf.Tensor], *packed: Any) -> None:
         """Updates each shard on its device, and sends the weights round; outside of replicas.
 
         Args:
-            optimizer: with which `build` was called.
+            store: what `build` has returned.
             variables: those that have a gradient.
             of_shards: the gradient of each of their shards, on its device.
+            packed: the layout of the gradients in segments, the segments and their scale, as for `SlotStore.join`.
         """
         pairs = [(shard, gradient) for shard, gradient in zip(self.shards(variables), of_shards, strict=True)]
         shaped = []
-        pairs = [pair for pair in pairs if pair[0].is_here] or pairs[:1]  # without any, Keras would not count the step
-        for shard, gradient in pairs:
+        for shard, gradient in [pair for pair in pairs if pair[0].is_here] or pairs[:1]:  # for Keras to count the step
             self._set_view(shard)
             with tf.device(shard.device):
-                shaped.append(tf.reshape(gradient, shard.view.shape))
-        with tensorflow_internals.outside_strategies():
-            gradients.apply(optimizer, shaped, [shard.trained for shard, _ in pairs])
-        self.send([(variable, self.views(variable)) for variable in variables])
+                shaped.append((tf.reshape(gradient, shard.view.shape), shard.trained))
+        with outside_strategies():
+            store.optimizer.apply(*zip(*store.join(shaped, *packed), strict=True))
+        self.send([(variable, [shard.view for shard in self._shards[id(variable)]]) for variable in variables])
 
     def send(self, pairs: Sequence[tuple[Any, Sequence[tf.Variable]]]) -> None:
         """Assigns values to variables of the model on all replicas; all workers call it, outside of replicas.
@@ -339,9 +235,9 @@ class Sharding(SlotPlacement):
         if shard.view is shard.replica:
             return
         if not self._has_gpus and has_rows(tuple(shard.variable.shape)):
-            write_rows(shard.view, tf.range(shard.view.shape[0]), shard.value())
+            write_rows(shard.view, tf.range(shard.view.shape[0]), tf.convert_to_tensor(shard))
         else:
-            shard.view.assign(shard.value())
+            shard.view.assign(tf.convert_to_tensor(shard))
 
     def cut(self, variable: Any, of_replicas: Any) -> list[tf.Tensor]:
         """Returns the elements of each shard of a value of the variable's shape, from the replica on its device.
@@ -356,3 +252,17 @@ class Sharding(SlotPlacement):
     def _replicas(self, variable: Any) -> tuple[tf.Variable, ...]:
         replicas: tuple[tf.Variable, ...] = self._strategy.experimental_local_results(tensorflow_variable(variable))
         return replicas
+
+
+def _keras_variable(stored: tf.Variable, name: str, path: str) -> keras.Variable:
+    """Returns a Keras variable around one of TensorFlow, with its memory; Keras names slots after the path."""
+    made = keras.Variable(0, dtype=stored.dtype.name, name=name)
+    made._value, made._shape, made._ndim, made._path = stored, tuple(stored.shape), len(stored.shape), path
+    return made
+
+
+def _decay_by_variable(optimizer: keras.optimizers.Optimizer, views: Sequence[View]) -> None:
+    """Lets the weights of a shard decay if its variable is to, in the eyes of a plain Keras optimizer."""
+    use_weight_decay = optimizer._use_weight_decay
+    by_key = {optimizer._var_key(view.variable): tensorflow_variable(view.of) for view in views}
+    optimizer._use_weight_decay = lambda shard: use_weight_decay(by_key.get(optimizer._var_key(shard), shard))

@@ -107,7 +107,7 @@ class VariableShard:
         first = self.start * self.replica.shape[0] // self.replica.shape.num_elements()
         return tf.range(first, first + self.shape[0])
 
-    def value(self) -> tf.Tensor:
+    def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
         """Returns the weights of the shard, in the shape of the view; without a copy."""
         return self.take(tf.identity(self.replica))
 
@@ -151,18 +151,15 @@ class JoinedVariable(ComposedVariable):
         self.shards = tuple(tensorflow_variable(shard) for shard in shards)
         self.shape = tf.TensorShape(shape)
         self.dtype = self.shards[0].dtype
-        self.trainable = False
         self._shapes = [tuple(shape) for shape in shapes or [shard.shape for shard in self.shards]]
         self.is_here = read is None
         self._read = read or (lambda: self.shards)
         self._read_eagerly = graph_function(self._read) if read else self._read
 
-    def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
+    def value(self) -> tf.Tensor:
         """Returns the value, on the device of the caller."""
         shards = self._read_eagerly() if tf.executing_eagerly() else self._read()
-        flat = tf.concat([tf.reshape(shard, [-1]) for shard in shards], 0)
-        value = tf.reshape(flat, self.shape)
-        return value if dtype is None else tf.cast(value, dtype)
+        return tf.reshape(tf.concat([tf.reshape(shard, [-1]) for shard in shards], 0), self.shape)
 
     def assign(self, value: Any) -> None:
         """Sets the shards to those of a value."""
@@ -174,7 +171,3 @@ class JoinedVariable(ComposedVariable):
                 with tf.device(shard.device):
                     shard.assign(tf.reshape(flat[start : start + size], shape))
             start += size
-
-    def numpy(self) -> Any:
-        """Returns the value as an array; eagerly."""
-        return tf.convert_to_tensor(self).numpy()

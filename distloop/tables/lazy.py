@@ -14,9 +14,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from distloop.optimizers.gradients import Rows, read_rows, write_rows
+from distloop.optimizers.gradients import Rows, write_rows
 from distloop.tables import sparse_packing
-from distloop.tables.row_updates import subtract_rows
+from distloop.tables.row_updates import read_rows, subtract_rows
 from distloop.variables import tensorflow_variable
 
 _Mixin: Any = object  # the methods of Keras come from the class that stands beside it

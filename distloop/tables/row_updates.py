@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from distloop.optimizers.gradients import read_rows, write_rows
+from distloop.optimizers.gradients import write_rows
 from distloop.variables import tensorflow_variable
 
 
@@ -72,3 +72,10 @@ def subtract_rows(variable: Any, numbers: tf.Tensor, differences: tf.Tensor) -> 
     with tf.control_dependencies([differences]):
         rows = read_rows(variable, numbers)
     write_rows(variable, numbers, rows - differences)
+
+
+def read_rows(variable: Any, numbers: tf.Tensor) -> tf.Tensor:
+    """Returns rows of a variable by their numbers, `[n]`."""
+    plain = tensorflow_variable(variable)
+    rows = tf.raw_ops.ResourceGather(resource=plain.handle, indices=numbers, dtype=plain.dtype)
+    return tf.ensure_shape(rows, [None, *plain.shape[1:]])

@@ -94,7 +94,7 @@ class SparsePacking(Packing):
         """
         is_alone = self._state.strategy.num_replicas_in_sync == 1
         if not self._uses_collectives or not any(isinstance(segment, Rows) for segment in segments):
-            return list(segments), lambda rows: rows if is_alone else Rows(*gathering.gather_lists(rows, None))
+            return list(segments), lambda rows: rows if is_alone else Rows(*_gather_lists(rows, None))
         assert shard is not None, "collectives gather the rows of a batch"
         batch, layout = shard
         indices = range(layout.per_device)
@@ -111,7 +111,7 @@ class SparsePacking(Packing):
             segment if isinstance(segment, Rows) and max_rows(segment) else self._dense(group, segment)
             for group, segment in zip(self._groups, segments, strict=True)
         ]
-        return kept, lambda rows: rows if is_alone else Rows(*gathering.gather_lists(rows, max_rows(rows)))
+        return kept, lambda rows: rows if is_alone else Rows(*_gather_lists(rows, max_rows(rows)))
 
     def unpack_for(
         self, optimizer: keras.optimizers.Optimizer, segments: Sequence[Segment], scale: tf.Tensor
@@ -125,6 +125,19 @@ class SparsePacking(Packing):
                 if reason is not None:
                     gradients[i] = tf.convert_to_tensor(gradient)
         return gradients
+
+
+def _gather_lists(tensors: Sequence[tf.Tensor], max_rows: int | None) -> list[tf.Tensor]:
+    """Returns tensors with the rows of all replicas, in their order. Call in replica context.
+
+    Args:
+        tensors: `[n, ...]`, the same n for all, which may differ between replicas.
+        max_rows: the largest n of any replica; None: unknown, where no collectives are used.
+    """
+    if max_rows is None:
+        return [gathering.all_gather(tensor) for tensor in tensors]
+    counts = gathering.all_gather(tf.shape(tensors[0])[:1])  # [R]
+    return [gathering.all_gather_padded(tensor, counts, max_rows) for tensor in tensors]
 
 
 def from_slices(gradient: tf.IndexedSlices, shape: Sequence[int]) -> Rows:

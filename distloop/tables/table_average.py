@@ -12,9 +12,10 @@ from typing import Any
 import tensorflow as tf
 
 from distloop.optimizers import gradients
-from distloop.optimizers.gradients import read_rows, write_rows
+from distloop.optimizers.gradients import write_rows
 from distloop.optimizers.slot_placement import MovingAverage
 from distloop.tables import row_updates
+from distloop.tables.row_updates import read_rows
 from distloop.variables import ComposedVariable, tensorflow_variable
 
 
@@ -36,7 +37,6 @@ class TableAverage(ComposedVariable):
         self.stored = {"rows": self._rows, "marks": self._marks, "decay": self._decay}
         self.shards = (self._rows,)
         self.name, self.shape, self.dtype = self._rows.name, self._rows.shape, self._rows.dtype
-        self.trainable = False
         self._is_sparse = False  # the gradient of the update that is traced
 
     @property
@@ -45,20 +45,15 @@ class TableAverage(ComposedVariable):
         device: str = self._rows.device
         return device
 
-    def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
+    def value(self) -> tf.Tensor:
         """Returns the average, up to date."""
-        value = self._up_to_date(tf.identity(self._rows), tf.identity(self._table), tf.identity(self._marks))
-        return value if dtype is None else tf.cast(value, dtype)
+        return self._up_to_date(tf.identity(self._rows), tf.identity(self._table), tf.identity(self._marks))
 
     def assign(self, value: Any) -> None:
         """Sets the average as of the current step."""
         self._rows.assign(value)
         self._marks.assign(tf.zeros_like(self._marks))
         self._decay.assign(tf.zeros_like(self._decay))
-
-    def numpy(self) -> Any:
-        """Returns the average of today as an array; eagerly."""
-        return tf.convert_to_tensor(self).numpy()
 
     def touch(self, gradient: Any) -> None:
         """Brings up to date the rows that an update is about to change; in replica context.

@@ -14,7 +14,7 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from distloop.errors import require_call
 from distloop.log import log, shown
@@ -87,11 +87,26 @@ class StopTraining(Exception):  # noqa: N818 - a request, not an error
         self.reason = reason
 
 
+class Kept(NamedTuple):
+    """What is kept with a save.
+
+    Attributes:
+        best_steps: by metric, the steps to keep as the best; those of other metrics stay, as of an earlier run.
+        stays: whether the checkpoint itself is never deleted.
+    """
+
+    best_steps: Mapping[str, list[int]]
+    stays: bool = False
+
+
+KEPT = Kept({})
+
+
 class Saves:
     """The checkpoints of a run, as actions see them: at most one save at a boundary."""
 
-    def __init__(self, save: Callable[[Report, Mapping[str, list[int]]], None]):
-        """Stores a function that saves the run; it gets the report and the steps to keep as the best, by metric."""
+    def __init__(self, save: Callable[[Report, Kept], None]):
+        """Stores a function that saves the run; it gets the report, and what is kept."""
         self._save = save
         self._best_steps: dict[str, dict[int, list[int]]] = {}  # by metric and keeper
         self._saved_step: int | None = None
@@ -106,11 +121,12 @@ class Saves:
         """
         self._best_steps.setdefault(metric, {})[id(keeper)] = steps
 
-    def save(self, report: Report) -> None:
-        """Saves the run, unless another action has done so at this step."""
+    def save(self, report: Report, *, stays: bool = False) -> None:
+        """Saves the run, unless another action has done so at this step; a checkpoint that stays is never deleted."""
         if report.step != self._saved_step:
             kept = {metric: itertools.chain(*steps.values()) for metric, steps in self._best_steps.items()}
-            self._save(report, {metric: list(dict.fromkeys(steps)) for metric, steps in kept.items()})
+            best_steps = {metric: list(dict.fromkeys(steps)) for metric, steps in kept.items()}
+            self._save(report, Kept(best_steps, stays))
             self._saved_step = report.step
 
 
@@ -176,6 +192,14 @@ class Action(Protocol):
         """Receives the run's checkpoints before training starts; None: the run has no workdir."""
         return None
 
+    def set_fit(self, call: Any, loop: Any, checkpoints: Any) -> None:
+        """Receives a `FitCall`, its loop and its checkpoints before the step is traced, and after going back to one."""
+        return None
+
+    def explain_fault(self, error: Exception, step: int) -> str:
+        """Returns what to put behind the sentence about a step that failed; all workers call it."""
+        return ""
+
     def end_boundary(self, report: Report) -> None:
         """Ends a boundary for an action that was due, after all others were called; here `SaveBest` saves."""
         return None
@@ -198,6 +222,13 @@ class Action(Protocol):
     def take_over(self, states: Mapping[str, Any]) -> None:
         """Receives the states of actions that the run had before and has no more, by name, before training starts."""
         return None
+
+
+class RowAction(Action):
+    """An action whose numbers join each row that something else causes."""
+
+    every: int | str | None = None
+    phase, only_writes = "logging", True
 
 
 def member(action: Action, name: str) -> Any:
@@ -225,6 +256,10 @@ def check_actions(actions: Sequence[Action]) -> None:
     """
     if not isinstance(actions, Sequence):
         raise ValueError(f"actions={actions!r} was given; fit takes a list of actions: actions=[action].")
+    if len({id(action) for action in actions}) < len(actions):
+        raise ValueError(
+            f"actions={actions!r} holds an action that was given twice, and would act twice: give it once."
+        )
     for action in actions:
         if not callable(action) or not hasattr(action, "every"):
             raise ValueError(
@@ -235,9 +270,7 @@ def check_actions(actions: Sequence[Action]) -> None:
         for hook in (hook for hook in _HOOKS if hasattr(action, hook)):
             require_call(getattr(action, hook), f"{hook} of the action {name_of(action)!r}", *_HOOKS[hook])
         if action.every is not None and durations.normalize(action.every) is None:
-            raise ValueError(
-                f"The action {action!r} has every={shown(action.every)}: give {durations.ALLOWED}, or None."
-            )
+            raise ValueError(f"Action {action!r} has every={shown(action.every)}: give {durations.ALLOWED}, or None.")
     if len(metrics := metrics_to_restore(actions)) > 1:
         raise ValueError(f"Actions restore the best checkpoints of {sorted(metrics)}: let only one of them restore.")
 

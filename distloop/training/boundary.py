@@ -47,8 +47,7 @@ def run_actions(
     boundary = _Boundary(replace(report, is_complete=True), clock or Clock())
     for action in actions:
         due = plan.is_due(action.every, report.step, boundary.report.until)
-        if boundary.report.is_complete and not (due and member(action, "has_fixed_metrics")):
-            boundary.report = replace(boundary.report, is_complete=False)  # for the actions after it
+        boundary.add(has_fixed_metrics=due and member(action, "has_fixed_metrics"))
         if member(action, "chief_only") and not plan.is_chief:
             continue
         if due:
@@ -92,6 +91,11 @@ class _Boundary:
         self.not_due: list[Action] = []
         self._called: list[Action] = []
         self._clock = clock
+
+    def add(self, *, has_fixed_metrics: bool) -> None:
+        """Adds an action; those after it get a report that is complete if it always returns the same metrics."""
+        if self.report.is_complete and not has_fixed_metrics:
+            self.report = replace(self.report, is_complete=False)
 
     def call(self, action: Action) -> None:
         """Calls an action; adds what it returns, or its reason to stop."""

@@ -25,6 +25,8 @@ from distloop.training.step import Outcome, TrainStep, loss_weight
 from distloop.training.window import Row, RowLayout
 from distloop.variables import tensorflow_variable
 
+_OVER = tf.int32.max  # in place of a number of steps
+
 
 class _Carry(NamedTuple):
     """The loop's values that go from one step to the next, on the device of the first replica.
@@ -32,25 +34,24 @@ class _Carry(NamedTuple):
     A GPU keeps int32 in the host's memory, so the host reads those without a copy.
     """
 
-    done: tf.Tensor  # [], int32: the steps of this call so far, up to the first one that failed
-    is_over: tf.Tensor  # [], int32: 1 if a step failed, as far as the host has looked, or no rows are ahead for another
+    done: tf.Tensor  # [], int32: the steps of this call so far; `_OVER` if the host saw one fail, or time or rows end
     failed: tf.Tensor  # []: whether a step failed
-    sums: tf.Tensor  # [S]: what the steps of the row add up to; one zero before the first, as tracing it shows S
-    diagnosis: tf.Tensor  # [D]: of the step that failed, or the last one; one zero before the first
+    sums: list[tf.Tensor]  # what the steps of the row add up to, [1] or [S]: those of `_sums_layout`, in order
+    diagnosis: list[tf.Tensor]  # pieces of [D]: of the step that failed, or the last one
 
     @classmethod
-    def start(cls) -> "_Carry":
-        """Returns what the first step of a call gets."""
+    def start(cls, num_sums: int, num_pieces: int) -> "_Carry":
+        """Returns what the first step of a call gets; where tracing it shows a length, there is one zero."""
         return cls(
             done=tf.constant(0),
-            is_over=tf.constant(0),
             failed=tf.constant(False),
-            sums=tf.zeros([1], tf.float64),
-            diagnosis=tf.zeros([1]),
+            sums=[tf.zeros([1], tf.float64)] * num_sums,
+            diagnosis=[tf.zeros([1])] * num_pieces,
         )
 
-
-_SHAPES = _Carry(*[tf.TensorShape(shape) for shape in ([], [], [], [None], [None])])
+    def shapes(self) -> "_Carry":
+        """Returns the shapes that the values may have."""
+        return tf.nest.map_structure(lambda t: tf.TensorShape([None] * t.shape.rank), self)
 
 
 class _Taken(NamedTuple):
@@ -59,7 +60,7 @@ class _Taken(NamedTuple):
     batch: Batch
     layout: BatchLayout
     is_fetched: list[tf.Tensor]  # there once its rows are on the host; with rows ahead, those of the next batch
-    is_last: tf.Tensor | None  # []: int32, 1 if no other step begins; None: that does not depend on the batch
+    is_last: tf.Tensor | None  # []: whether no other step begins; None: that does not depend on the batch
 
 
 class _Call(NamedTuple):
@@ -67,6 +68,7 @@ class _Call(NamedTuple):
 
     iterator: Any
     layout: BatchLayout  # of the batches
+    batch_size: int | None  # of each of them; None: it is known once a batch is there
     first: tf.Tensor  # []: the steps of the run before it
     count: tf.Tensor  # []: the most steps
     log_every: tf.Tensor  # []: the steps between two logs
@@ -74,28 +76,27 @@ class _Call(NamedTuple):
     while_loop: Callable[..., Any]
     ahead: shards.RowsAhead | None  # what holds the rows of the next step; None: a step fetches its own
 
-    def goes_on(self, carry: _Carry, *, until: tf.Tensor, begun: tf.Tensor | int = 0) -> tf.Tensor:
-        """Computes whether another step begins: until so many are done, and in time unless only `begun` are done.
-
-        Rows that are ahead were fetched in time.
-        """
+    def goes_on(self, carry: _Carry, *, until: tf.Tensor) -> tf.Tensor:
+        """Computes whether another step begins: until so many are done, and the steps are not over."""
         with tf.device(HOST):
-            if self.ahead is not None:
-                return (carry.done < until) & (carry.is_over == 0)
-            with tf.control_dependencies([carry.is_over]):  # the clock is read when the step before has ended
-                in_time = self.time_limit.is_ahead()
-            return (carry.done < until) & (carry.is_over == 0) & (in_time | (carry.done == begun))
+            return carry.done < until
 
-    def take(self, carry: _Carry) -> _Taken:
+    def end(self, taken: _Taken, carry: _Carry, failed: tf.Tensor, ended_at: tf.Tensor) -> _Carry:
+        """Returns a step's carry, in which the steps are over if the host knows of a failure, or time or rows end."""
+        with tf.device(HOST):
+            is_last = ~self.time_limit.is_ahead(ended_at) if taken.is_last is None else taken.is_last
+            return carry._replace(done=tf.where(failed | is_last, _OVER, carry.done))
+
+    def take(self, carry: _Carry, now: tf.Tensor | None = None) -> _Taken:
         """Takes the batch of a step, on the host; where rows are ahead, fetches the next one instead."""
         if self.ahead is None:
             batch = shards.next_batch(self.iterator, self.layout)
             return _Taken(batch, self.layout, tf.nest.flatten(batch.rows, expand_composites=True)[:1], None)
-        goes_on = (tf.cast(carry.done, tf.int64) + 1 < self.count) & self.time_limit.is_ahead()
+        goes_on = (tf.cast(carry.done, tf.int64) + 1 < self.count) & self.time_limit.is_ahead(now)
         following, is_fetched = self.fetch_if(goes_on)
         # Where the next batch is an error, this step changes nothing.
         batch = self.ahead.swap(following, after=is_fetched)
-        return _Taken(batch, self.ahead.layout, [is_fetched], 1 - is_fetched)
+        return _Taken(batch, self.ahead.layout, [is_fetched], tf.equal(is_fetched, 0))
 
     def fetch_if(self, goes_on: tf.Tensor) -> tuple[Batch, tf.Tensor]:
         """Returns the next batch if another step begins, and whether one does, int32, once the batch is there.
@@ -136,14 +137,11 @@ class CompiledLoop:
         self._run = compiled(self._steps_by_log, eager, name="train step", max_traces=max_traces)
         self._run_one = compiled(functools.partial(self._steps_by_log, while_loop=_call_once), eager)
         self._lead = strategies.lead_device(state.strategy)
-        is_timed = strategies.times_replicas(state.strategy)
-        self._num_timed_replicas = state.strategy.num_replicas_in_sync if is_timed else 0
+        self._num_timed_replicas = strategies.times_replicas(state.strategy) * state.strategy.num_replicas_in_sync
         self._number_names: list[str] = []  # set by tracing
         self._last_batch: shards.LastBatch | None = None
         self._kept: dict[str, shards.LastBatch] = {}  # by the kind of batches
         self._ahead: dict[str, shards.RowsAhead] = {}  # by the kind of batches
-        with tf.device(HOST):  # when each step of a call began, by `read_clock`
-            self._step_starts = tf.Variable(tf.zeros([0], tf.float64), shape=[None], trainable=False)
 
     def trace(self, source: Source, executor: str) -> None:
         """Traces and optimizes by a run of no steps: errors come before the first step, speeds are those of steps."""
@@ -196,24 +194,27 @@ class CompiledLoop:
         """Returns a copy of the last batch, to be looked at again; None unless the steps keep it."""
         return None if self._last_batch is None else self._last_batch.get()
 
-    def _sums_layout(self) -> RowLayout:
-        """Returns the layout of what the steps add up; known once the step was traced."""
-        sizes = {"tallies": 2 * len(self._step.names), "examples": 1, "input_secs": 1}
-        return RowLayout(sizes | {"replica_secs": self._num_timed_replicas})
+    def _sums_layout(self, batch_size: int | None = None) -> RowLayout:
+        """Returns the layout of what steps add up, given the size of all batches; known once the step was traced."""
+        sizes = {"tallies": 2 * len(self._step.names)} | ({"examples": 1} if batch_size is None else {})
+        return RowLayout(sizes | ({"replica_secs": timed} if (timed := self._num_timed_replicas) else {}))
 
     def _row_layout(self) -> RowLayout:
-        heads = {"steps_done": 1, "end": 1, "numbers": len(self._number_names)}
-        return RowLayout(heads | dict(self._sums_layout().sizes))
+        return RowLayout({"steps_done": 1, "end": 1, "numbers": len(self._number_names), **self._sums_layout().sizes})
 
     def _unpack(self, result: Mapping[str, Any], clock: Callable[[Any], np.ndarray]) -> list[Row]:
         columns = self._row_layout().unpack(result["rows"])
         rows: list[Row] = []
         start, *ends = clock([-np.inf, *columns["end"][:, 0]]).tolist()
-        step_starts, done, is_timed = clock(result["step_starts"]), 0, has_clock()
+        # `clock` needs order: a step's batch comes before its end, or, where steps run ahead, after its beginning.
+        order = -1 if self._step.runs_ahead else 1
+        first, times = np.split(clock(np.append(result["began_at"], result["step_times"][:, ::order])), [1])
+        times, done, is_timed = times.reshape(-1, 2)[:, ::order], 0, has_clock()
         for i, (done_then, end) in enumerate(zip(columns["steps_done"][:, 0], ends, strict=True)):
             is_last, seconds = i + 1 == len(result["rows"]), max(end - start, 1e-6)
             numbers = dict(zip(self._number_names, columns["numbers"][i].tolist(), strict=True))
-            step_secs = np.diff(step_starts[done : int(done_then)], append=end)
+            fetched_at, ended_at = times[done : int(done_then)].T
+            starts = ended_at if self._step.runs_ahead else np.append(start if i else first, ended_at[:-1])
             rows.append(
                 Row(
                     steps=int(done_then) - done,
@@ -221,10 +222,10 @@ class CompiledLoop:
                     seconds=seconds,
                     tallies=columns["tallies"][i],
                     examples=float(columns["examples"][i, 0]),
-                    input_secs=min(max(0.0, float(columns["input_secs"][i, 0])), seconds) if is_timed else math.nan,
+                    input_secs=float(np.clip((fetched_at - starts).sum(), 0.0, seconds)) if is_timed else math.nan,
                     numbers=numbers | metrics.flatten_results(result["keras_metrics"]) if is_last else numbers,
-                    step_secs=np.maximum(step_secs, 0.0) if is_timed else np.zeros(0),
-                    replica_secs=np.maximum(columns["replica_secs"][i], 0.0),
+                    step_secs=np.maximum(np.diff(starts, append=end), 0.0) if is_timed else np.zeros(0),
+                    replica_secs=np.maximum(columns.get("replica_secs", np.zeros([i + 1, 0]))[i], 0.0),
                     diagnosis=result["diagnosis"] if is_last and result["failed"] else None,
                 )
             )
@@ -247,26 +248,31 @@ class CompiledLoop:
         first = self._state.step.read_value()
         ahead = self._ahead.get(_kind(iterator, layout))
         with tf.device(HOST):
-            call = _Call(iterator, layout, first, count, log_every, TimeLimit(secs), while_loop, ahead)
+            size = layout.known_size(iterator.element_spec)
+            call = _Call(iterator, layout, size, first, count, log_every, TimeLimit(secs), while_loop, ahead)
             until = tf.cast(count, tf.int32)
-            self._step_starts.assign(tf.zeros([count], tf.float64))
+            self._marks.start(count)
             if ahead is not None:
                 ahead.put(call.fetch_if(count > 0)[0])
         with tf.device(self._lead):  # TensorFlow moves all that a loop carries through the device that it was built for
+            # As many as `_sums_layout` has, which is known once the step was traced.
+            num_sums = 1 + (size is None) + bool(self._num_timed_replicas)
+            start = _Carry.start(num_sums, self._step.num_diagnosis_pieces)
             carry, rows = while_loop(
                 # At a log, the host reads what the step before it did.
                 lambda carry, rows: (rows.size() == 0) | (call.goes_on(carry, until=until) & ~carry.failed),
                 functools.partial(self._run_to_log, call),
-                (_Carry.start(), tf.TensorArray(tf.float64, 0, dynamic_size=True, infer_shape=False)),
-                shape_invariants=(_SHAPES, tf.TensorShape(None)),
+                (start, tf.TensorArray(tf.float64, 0, dynamic_size=True, infer_shape=False)),
+                shape_invariants=(start.shapes(), tf.TensorShape(None)),
                 parallel_iterations=1,
             )
         with tf.device(HOST):
             return {
                 "rows": rows.stack(),
-                "step_starts": self._step_starts.read_value(),
+                "began_at": call.time_limit.began_at,
+                "step_times": tf.stack(self._marks.times, 1),
                 "failed": carry.failed,
-                "diagnosis": carry.diagnosis,
+                "diagnosis": tf.concat(carry.diagnosis or [[0.0]], 0),
                 "keras_metrics": self._state.keras_metrics.results(),
             }
 
@@ -274,98 +280,95 @@ class CompiledLoop:
         """Runs the steps up to the next log, and writes their row."""
         with tf.device(HOST):
             begun = tf.cast(carry.done, tf.int64)
-            log = tf.minimum(call.count, begun + call.log_every - (call.first + begun) % call.log_every)
-            log, begun = tf.cast(log, tf.int32), tf.identity(carry.done)
+            next_log = begun + call.log_every - (call.first + begun) % call.log_every
+            log = tf.cast(tf.minimum(call.count, next_log), tf.int32)
+        start = carry._replace(sums=[tf.zeros([1], tf.float64) for _ in carry.sums])
         (carry,) = call.while_loop(
-            lambda carry: call.goes_on(carry, until=log, begun=begun),
+            functools.partial(call.goes_on, until=log),
             functools.partial(self._run_step, call),
-            (carry._replace(sums=tf.zeros([1], tf.float64)),),
-            shape_invariants=(_SHAPES,),
+            (start,),
+            shape_invariants=(start.shapes(),),
         )
         with tf.device(HOST):
-            sums = tf.identity(carry.sums)  # the host's; the steps have ended when it is there
-            with tf.control_dependencies([sums]):
-                row = self._pack(call.layout, carry, sums)
+            sums = [tf.identity(each) for each in carry.sums]  # the host's; the steps have ended when they are there
+            with tf.control_dependencies(sums):
+                row = self._pack(call, begun, sums)
         return carry, rows.write(rows.size(), row)
 
     def _run_step(self, call: _Call, carry: _Carry) -> tuple[_Carry]:
         """Takes the next batch, runs a step on it, and adds up what it did."""
         with tf.device(HOST):
-            start = read_clock()
-            with tf.control_dependencies([start]):
-                taken = call.take(carry)
-            with tf.control_dependencies(taken.is_fetched):
-                input_secs = read_clock() - start
+            # A clock after the step would wait for the GPUs.
+            began_at = [read_clock()] if self._step.runs_ahead else []
+            with tf.control_dependencies(began_at):
+                taken = call.take(carry, *began_at)
             if self._last_batch is not None:
                 self._last_batch.keep(taken.batch)
-        with self._marks.around(taken.is_fetched):
-            with step_operations.unsaved_draws_refused(self._state):
-                outcome = self._step(taken.batch, taken.layout, carry.failed if self._reads_previous else None)
-            return (self._add(outcome, taken, carry, start, input_secs),)
+        begun = self._marks.begin(carry.done, taken.is_fetched)
+        with step_operations.unsaved_draws_refused(self._state):
+            outcome = self._step(taken.batch, taken.layout, carry.failed if self._reads_previous else None)
+        after = self._add(call, outcome, taken, carry)
+        with tf.device(HOST):
+            failed = tf.identity((carry if self._reads_previous else after).failed)
+        return (call.end(taken, after, failed, self._marks.end(carry.done, begun, failed, *began_at)),)
 
-    def _add(self, outcome: Outcome, taken: _Taken, carry: _Carry, start: tf.Tensor, input_secs: tf.Tensor) -> _Carry:
-        """Adds up what a step did, whose batch was waited for from `start`."""
+    def _add(self, call: _Call, outcome: Outcome, taken: _Taken, carry: _Carry) -> _Carry:
+        """Adds up what a step did."""
         # Where no step can fail, the next one may start before this one has ended.
         failed = outcome.failed if self._step.may_fail else carry.failed
         with tf.device(HOST):
-            examples = tf.cast(shards.count_examples(taken.batch), tf.float64)
-            is_over = tf.cast(carry.failed if self._reads_previous else failed, tf.int32)
-            count = 1 - is_over if self._reads_previous else tf.constant(1)
-            if taken.is_last is not None:
-                is_over = tf.maximum(is_over, taken.is_last)
-            self._step_starts.scatter_update(tf.IndexedSlices(start, carry.done))
+            is_known = call.batch_size is not None
+            examples = None if is_known else tf.cast(shards.count_examples(taken.batch), tf.float64)
+            count = 1 - tf.cast(carry.failed, tf.int32) if self._reads_previous else tf.constant(1)
             # Counted when it is done: if the data of a later step fails, the results of the whole call are lost. A GPU
             # completes what has begun, and the host would wait for it.
             with tf.control_dependencies(taken.is_fetched if self._step.runs_ahead else [outcome.applied]):
                 self._state.step.assign_add(tf.cast(count, tf.int64))
             done = carry.done + count
         with tf.device(self._lead):
-            secs = tf.zeros([0]) if outcome.replica_secs is None else outcome.replica_secs
-            segments = {
-                "tallies": tf.cast(outcome.tallies, tf.float64),
-                "examples": examples[tf.newaxis],
-                "input_secs": input_secs[tf.newaxis],
-                "replica_secs": tf.cast(secs, tf.float64),
-            }
-            sums = tf.concat(self._sums_layout().pack(segments), 0)
+            new = {"tallies": outcome.tallies, "examples": examples, "replica_secs": outcome.replica_secs}
+            segments = {name: tf.cast(tensor, tf.float64) for name, tensor in new.items() if tensor is not None}
             diagnosis, skipped = outcome.diagnosis, ~outcome.applied
             if self._reads_previous:
                 failed |= carry.failed
-                sums, skipped = tf.where(carry.failed, tf.zeros_like(sums), sums), skipped & ~carry.failed
-                diagnosis = tf.where(carry.failed, carry.diagnosis, diagnosis)
+                segments = {name: tf.where(carry.failed, tf.zeros_like(t), t) for name, t in segments.items()}
+                skipped &= ~carry.failed
+                diagnosis = [tf.where(carry.failed, *pair) for pair in zip(carry.diagnosis, diagnosis, strict=True)]
+            more = zip(carry.sums, self._sums_layout(call.batch_size).pack(segments), strict=True)
             if self._state.token_count is not None and (index := loss_weight(self._step)) is not None:
-                self._state.token_count.assign_add(self._sums_layout().unpack(sums)["tallies"][index])
+                self._state.token_count.assign_add(segments["tallies"][index])
             if self._step.may_skip:
                 self._state.skipped_steps.assign_add(tf.cast(skipped, tf.int64))
-            return _Carry(done, is_over, failed, carry.sums + sums, diagnosis)
+            return _Carry(done, failed, [before + new for before, new in more], diagnosis)
 
-    def _pack(self, layout: BatchLayout, carry: _Carry, sums: tf.Tensor) -> tf.Tensor:
-        """Lays out the row of a log: what the steps added up, and the numbers as they stand."""
-        sums_layout = self._sums_layout()
-        segments = sums_layout.unpack(tf.broadcast_to(sums, [sums_layout.width]))  # a loop of no steps has one zero
-        segments["examples"] = layout.sum_over_batches(self._state.strategy, segments["examples"])
-        numbers = self._read_numbers()
+    def _pack(self, call: _Call, begun: tf.Tensor, sums: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Lays out the row of a log: what the steps after the first ones added up, and the numbers as they stand."""
+        pairs = zip(self._sums_layout(call.batch_size).sizes.items(), sums, strict=True)
+        segments = {name: tf.broadcast_to(each, [size]) for (name, size), each in pairs}  # of no steps, there is a zero
+        done = self._state.step.read_value() - call.first
+        if call.batch_size is not None:
+            segments["examples"] = tf.cast(call.batch_size * (done - begun), tf.float64)[tf.newaxis]
+        segments["examples"] = call.layout.sum_over_batches(self._state.strategy, segments["examples"])
+        numbers = read_numbers(self._state, self._step)
         self._number_names = list(numbers)
-        segments["steps_done"] = tf.cast(carry.done, tf.float64)[tf.newaxis]
+        segments["steps_done"] = tf.cast(done, tf.float64)[tf.newaxis]
         segments["end"] = read_clock()[tf.newaxis] if has_clock() else segments["steps_done"]
         segments["numbers"] = tf.stack([tf.cast(number, tf.float64) for number in numbers.values()])
         return tf.concat(self._row_layout().pack(segments), 0)
 
-    def _read_numbers(self) -> dict[str, tf.Tensor]:
-        """Returns what a log reports beside sums, by name: scalars."""
-        state = self._state
-        rates = {name: optimizer.learning_rate for name, optimizer in state.optimizers.items()}
-        scales = {name: scaler.loss_scale for name, scaler in state.loss_scalers.items()}
-        norms = {}
-        for update in self._step.updates:  # a table that the steps do not walk is not walked for its norm either
-            variables = state.variables_of_update[update.name]
-            norms[update.name] = _norm([v for v in variables if id(v) not in update.packing.by_rows])
-        return {
-            "skipped_steps": state.skipped_steps.read_value(),
-            **_by_update("learning_rate", rates),
-            **_by_update("loss_scale", scales),
-            **_by_update("weight_norm", norms),
-        }
+
+def read_numbers(state: TrainState, step: TrainStep) -> dict[str, tf.Tensor]:
+    """Returns what a log reports beside sums, by name: scalars."""
+    norms = {}
+    for update in step.updates:  # a table that the steps do not walk is not walked for its norm either
+        variables = state.variables_of_update[update.name]
+        norms[update.name] = _norm([v for v in variables if id(v) not in update.packing.by_rows])
+    return {
+        "skipped_steps": state.skipped_steps.read_value(),
+        **_by_update("learning_rate", {name: optimizer.learning_rate for name, optimizer in state.optimizers.items()}),
+        **_by_update("loss_scale", {name: scaler.loss_scale for name, scaler in state.loss_scalers.items()}),
+        **_by_update("weight_norm", norms),
+    }
 
 
 def _kind(iterator: Any, layout: BatchLayout) -> str:

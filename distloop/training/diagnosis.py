@@ -7,6 +7,7 @@ It changes no variable: if it runs the step again, it restores everything.
 """
 
 import contextlib
+import functools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -101,7 +102,7 @@ def explain(
 
 def _of_all_workers(train_step: TrainStep, diagnosis: np.ndarray) -> np.ndarray:
     """Returns an `Outcome.diagnosis` with NaN where that of another worker is not finite; all workers call it."""
-    if all(train_step.application.sum_over_owners(update) is None for update in train_step.updates):
+    if all(map(train_step.application.has_all_gradients, train_step.updates)):
         return diagnosis  # each worker has all gradients
     is_finite = np.isfinite(collectives.gather(train_step.state.strategy, diagnosis.tolist())).all(0)
     return np.where(~is_finite & np.isfinite(diagnosis), np.nan, diagnosis)
@@ -155,7 +156,7 @@ def explain_jump(step: int, reports: Sequence[UpdateReport], statistics: np.ndar
     for report, (_, mean, variance) in zip(reports, statistics, strict=True):
         loss = report.values["loss"]
         if loss - mean > jump * (variance**0.5 + abs(mean)):
-            usual = f"{mean:.6g} (mean of the steps before; deviation {variance**0.5:.3g})"
+            usual = f"{mean:.6g} (mean of the steps before, deviation {variance**0.5:.3g})"
             jumps.append(f"{report.full_name('loss')} jumped to {loss:.6g} from {usual}")
     return (
         f"At step {step} {', '.join(jumps)}; the batch is of another kind, or the learning rate too high for this "
@@ -192,14 +193,15 @@ def guess_cause(step: int, report: UpdateReport, *, is_batch_finite: bool = Fals
 def explain_compile_error(train_step: TrainStep, error: tf.errors.OpError) -> ValueError | None:
     """Returns one sentence saying that XLA cannot compile the model; None: the error is about something else."""
     message = error.message or ""
-    if not train_step.jit_compile or ("tf2xla" not in message and "XLA" not in message):
+    mode = train_step.jit_compile
+    if mode == "none" or ("tf2xla" not in message and "XLA" not in message):
         return None
     line = next((line for line in message.splitlines() if "INVALID_ARGUMENT:" in line), message.partition("\n")[0])
     reason = line.rpartition("}}")[2].rpartition("INVALID_ARGUMENT:")[2].strip(" .:")
     return ValueError(
-        f"jit_compile=True was given, but XLA cannot compile the forward and backward pass ({reason[:200]}): leave "
-        "out what XLA does not know, often an operation whose result has a size that depends on its values, or use "
-        "jit_compile=False."
+        f"jit_compile={mode} was given, but XLA cannot compile the {mode.replace('loop', 'step')} ({reason[:200]}): "
+        "leave out what XLA does not know, often an operation whose result has a size that depends on its values, or "
+        "use jit_compile=none."
     )
 
 
@@ -272,7 +274,8 @@ def _locate(train_step: TrainStep, batch: Batch, layout: BatchLayout, examples: 
                 if len(seen_by):
                     return origin or Cause(f"worker {seen_by[0]} says where they came from", "do what it advises")
             write(before)
-            graph_function(lambda rows, update=update: train_step.advance(update, rows, layout))(batch)
+            sums = functools.partial(train_step.sums, update, layout=layout)
+            graph_function(lambda rows, of=update, sums=sums: train_step.advance(of, sums(rows)))(batch)
     finally:
         write(first)
     others = ", a step_fn made them" if any(update.update.step_fn for update in train_step.updates) else ""
@@ -298,8 +301,8 @@ def _find_origin(
 
     def compute(batch: Batch, examples: tf.Tensor) -> Any:
         rows, row_weights = shards.take_shard(batch, layout, train_step.microbatches, microbatch)
-        segments, tallies, *_ = update.compute(rows, row_weights, update.loss_factor(examples))
-        return segments, tallies
+        computed = update.compute(rows, row_weights, update.loss_factor(examples))
+        return computed.segments, computed.tallies
 
     @graph_function
     def check(batch: Batch) -> tf.Tensor:

@@ -1,14 +1,15 @@
 """Differentiation: the gradients of one loss over some rows of a batch, by a tape around `loss_fn`.
 
     differentiate = Differentiation(state, update, variables, replaced, microbatches=1)
-    names, gradients, replacements, tallies, metric_rows = differentiate(rows, None, None)
+    derivatives = differentiate(rows, None, None)
+    derivatives.gradients                                      # one for each variable, or None
 
 The only module with a tape, but for recomputed layers.
 """
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -59,6 +60,16 @@ class Trace:
         return 2 * self.names.index(divisor_of(value, self.names)) + 1
 
 
+class Derivatives(NamedTuple):
+    """What comes of some rows."""
+
+    outputs: set[str]  # the names that `loss_fn` returned
+    gradients: list[Any]  # of `factor * sum(w * value)`, one for each variable; None: the value does not depend on it
+    replacements: list[tf.Tensor]  # the new values of the replaced variables
+    tallies: dict[str, metrics.Tally]  # as of `tally_outputs`, and of the losses that layers carry
+    metric_rows: MetricRows  # as of `tally_outputs`
+
+
 class Differentiation:
     """Differentiates the values of an update's `loss_fn`.
 
@@ -94,7 +105,7 @@ class Differentiation:
         *,
         training: bool = True,
         is_first: bool = True,
-    ) -> tuple[set[str], list[tf.Tensor | None], list[tf.Tensor], dict[str, metrics.Tally], MetricRows]:
+    ) -> Derivatives:
         """Calls `loss_fn` and differentiates one of its values; in replica context.
 
         Args:
@@ -104,10 +115,6 @@ class Differentiation:
             value: its name.
             training: the argument for `loss_fn`.
             is_first: whether the arguments of Keras metrics count.
-
-        Returns:
-            The names that `loss_fn` returned; for each variable the gradient of `factor * sum(w * value)`, or None if
-            the value does not depend on it; the new values; and the results of `tally_outputs`.
 
         Raises:
             ValueError: if there is no such value, or one is not per example.
@@ -157,7 +164,7 @@ class Differentiation:
             tf.convert_to_tensor(variable if gradient is None else gradient)
             for variable, gradient in zip(self._replaced, replaced, strict=True)
         ]
-        return set(outputs), trained, replacements, tallies, metric_rows
+        return Derivatives(set(outputs), trained, replacements, tallies, metric_rows)
 
     def by_path(
         self, rows: Any, factor: tf.Tensor | None, *, training: bool
@@ -168,11 +175,11 @@ class Differentiation:
             By path, the gradient of `sum(w * loss)`, or None if the loss does not depend on the variable; and the tally
             of each value except Keras metrics.
         """
-        _, gradients, _, tallies, _ = self(rows, None, factor, training=training, is_first=False)
+        derivatives = self(rows, None, factor, training=training, is_first=False)
         divisor = 1.0 if factor is None else factor
-        pairs = zip(self._variables, gradients, strict=True)
+        pairs = zip(self._variables, derivatives.gradients, strict=True)
         by_path = {self._state.paths[id(v)]: None if g is None else tf.convert_to_tensor(g) / divisor for v, g in pairs}
-        return by_path, tallies
+        return by_path, derivatives.tallies
 
     def pull_back(self, rows: Any, row_weights: tf.Tensor | None, slopes: Sequence[tf.Tensor]) -> list[Any]:
         """Differentiates by way of the rows that this virtual replica gave to all; in replica context.

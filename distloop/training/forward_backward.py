@@ -3,7 +3,8 @@
     rows -> loss_fn -> tallies, sum(w * v) and sum(w) -> gradients of sum(w * loss) -> sums over all replicas
 
     update_pass = ForwardBackward(state, update, microbatches=4)
-    summed = update_pass(batch, num_examples, layout)          # in replica context
+    shard = update_pass(batch, num_examples, layout)           # in replica context
+    sums = update_pass.all_reduce(shard)                       # likewise
     update_pass.trace.names                                    # ["loss", "accuracy"]; known once the pass is traced
 
 It changes no weight.
@@ -12,62 +13,45 @@ It changes no weight.
 import functools
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeAlias
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from distloop.data.shards import Batch, BatchLayout, batch_size, take_shard
 from distloop.distributed import gathering, strategies, tensorflow_internals
+from distloop.distributed.strategies import TreeSum
 from distloop.errors import explaining_merge_call
 from distloop.graph_functions import graph_function, time_after
 from distloop.model import metrics, variable_writes
-from distloop.model.keras_metrics import Join
-from distloop.model.placement import Sums
 from distloop.model.spec import Update
 from distloop.model.state import TrainState
 from distloop.model.variable_writes import StateUpdates
 from distloop.optimizers import gradient_noise
 from distloop.optimizers.gradients import Segment
 from distloop.training.differentiation import Differentiation, Trace, divisor_of
-from distloop.training.virtual_replicas import Compute, Microbatch, VirtualReplicas
-
-# Packed gradients; tallies and state updates; slopes of exchanged rows; rows for Keras metrics, one list each.
-_MicrobatchSums: TypeAlias = tuple[list[Segment], tf.Tensor, list[tf.Tensor], list[list[tf.Tensor]]]
-
-
-class StateUpdate(NamedTuple):
-    """What the forward pass makes of a variable, on a replica."""
-
-    before: tf.Tensor  # its value before the step
-    after: tf.Tensor  # its value after it
-
-
-class Summed(NamedTuple):
-    """An update's gradients after the reduction; all but `writes` is the same on every replica."""
-
-    segments: list[Segment]  # packed gradients; of this replica alone if they are summed where they are used
-    weight: tf.Tensor  # []: what divides them
-    tallies: tf.Tensor  # [2 * m]: of all values; of a pass from other weights, total and weight of its value
-    writes: dict[str, StateUpdate]  # of the variables that the forward pass writes, by their index in `writable`
-    replacements: list[tf.Tensor]  # of the replaced variables
-    secs: tf.Tensor | None  # [R]: of forward and backward on each replica; None: there is only one
-    noise: tf.Tensor | None = None  # [2]: `gradient_noise.of_microbatch` over all; None: it is not measured
-    are_finite: Sequence[tf.Tensor] = ()  # [] each: conditions on the passes that led to it
+from distloop.training.microbatches import (
+    Compute,
+    LoopSums,
+    Microbatch,
+    MicrobatchSums,
+    ShardSums,
+    SparseSegmentsError,
+    StateUpdate,
+    Sums,
+    VirtualReplicas,
+    join_rows,
+)
+from distloop.training.window import RowLayout
 
 
-@dataclass
-class _Shard:
-    """A replica's shard in one pass, and what its microbatches, of virtual replicas if there are any, add to."""
+class Computed(NamedTuple):
+    """What comes of some rows of a replica."""
 
-    batch: Batch  # the global one
-    layout: BatchLayout
-    before: Mapping[int, tf.Tensor]  # by `id`, the values that the mutated variables have when a microbatch begins
-    is_first: bool  # whether the pass is the first one over this batch
-    traces: list[Trace] = field(default_factory=list)  # of the microbatches, in order
-    joins: list[Join] = field(default_factory=list)  # of their arguments of Keras metrics
-    after: Mapping[int, tf.Tensor] = field(default_factory=dict)  # by `id`, values that variables do not have yet
-    pulled_back: list[tf.Tensor] = field(default_factory=list)  # packed gradients by way of rows that were exchanged
+    segments: list[Segment]  # packed gradients of `factor * sum(w * value)`
+    tallies: tf.Tensor  # [2 * m]: of all values that `loss_fn` returned; in another pass, of the value alone
+    metric_rows: list[tf.Tensor]  # for Keras metrics
+    replacements: list[tf.Tensor]  # the new values of the replaced variables
 
 
 class ForwardBackward:
@@ -81,7 +65,7 @@ class ForwardBackward:
         replaced: the variables whose "gradient" is their new value, such as the scales of float8 layers: neither
             summed nor scaled, they get the maximum over microbatches and replicas.
         writable, state_updates: the variables that the forward pass may write, and what becomes of their values.
-        packing, reduce: the layout of their gradients; sums tensors over all replicas.
+        packing, add_up: the layout of their gradients; sums tensors over all replicas.
         loss_scaler: the `LossScaleOptimizer` if the loss is scaled, else None.
         differentiate: computes the gradients of a value over some rows.
     """
@@ -92,7 +76,7 @@ class ForwardBackward:
         update: Update,
         *,
         microbatches: int = 1,
-        jit_compile: bool = False,
+        jit_compile: str = "none",
         needs_full_gradients: bool = False,
         measures_noise: bool = False,
     ):
@@ -102,7 +86,7 @@ class ForwardBackward:
             state: what is trained.
             update: one of its updates.
             microbatches: into how many each replica's shard is cut.
-            jit_compile: whether XLA compiles the pass.
+            jit_compile: what XLA compiles, as `Config.jit_compile`.
             needs_full_gradients: whether every worker needs all gradients.
             measures_noise: whether the gradients of the microbatches are compared.
         """
@@ -112,7 +96,7 @@ class ForwardBackward:
         self.variables = [v for v in variables if not getattr(v, "overwrite_with_gradient", False)]
         self.loss_scaler = state.loss_scalers.get(update.name)
         self.packing = state.slot_placement.make_packing(state, update, self.variables, needs_all=needs_full_gradients)
-        self.reduce = gathering.sum_in_tree if state.replicas.same_bits else tensorflow_internals.sum_over_replicas
+        self.add_up = gathering.sum_in_tree if state.replicas.same_bits else tensorflow_internals.sum_over_replicas
         self.differentiate = Differentiation(state, update, self.variables, self.replaced, microbatches)
         self.state, self.microbatches = state, microbatches
         self.jit_compile, self.measures_noise = jit_compile, measures_noise
@@ -155,8 +139,8 @@ class ForwardBackward:
         value: str = "loss",
         *,
         again_from: Mapping[int, tf.Tensor] | None = None,
-    ) -> Summed:
-        """Computes gradients and tallies of a shard, sums them over all replicas, and sets `trace`; in replica context.
+    ) -> ShardSums:
+        """Computes gradients and tallies of a shard, and sets `trace`; in replica context.
 
         Args:
             batch: the global batch.
@@ -166,79 +150,94 @@ class ForwardBackward:
             again_from: for another pass over the same batch, the values to start from, by the variables' `id`; metrics
                 are not updated. None: the first pass.
         """
-        factor = self.loss_factor(examples)
-        shard = _Shard(batch, layout, self.values() if again_from is None else again_from, again_from is None)
-        is_timed = shard.is_first and strategies.times_replicas(self.state.strategy)
+        factor, before = self.loss_factor(examples), self.values() if again_from is None else again_from
+        shard = ShardSums(batch, layout, before, factor, again_from is None)
+        is_timed = again_from is None and strategies.times_replicas(self.state.strategy)
         started = time_after(tf.nest.flatten(batch.rows, expand_composites=True)[:1]) if is_timed else None
         settings: dict[str, Any] = {"value": value, "traces": shard.traces, "is_first": shard.is_first}
         compute = functools.partial(self.compute, factor=factor, **settings)
-        if self.jit_compile:
+        if self.jit_compile == "pass":
             # No more than this: XLA cannot follow variables to another device, or a reduction. A function of its own
             # for each replica, which reads that replica's variables.
             of_tensors = compute  # TensorFlow refuses a function whose other arguments change, as `traces` does
             compute = graph_function(lambda *shard: of_tensors(*shard), jit_compile=True)
         with gathering.largest_shard(layout.max_replica_rows), explaining_merge_call(_explain_merge_call(self)):
-            if self.state.replicas.same_bits:
-                segments, vector, metric_rows = self._sum_virtual_replicas(shard, compute)
-            elif self.microbatches == 1 and not self.state.placement.devices:
-                segments, vector, metric_rows = self._microbatch(shard, compute, 0)
+            is_unrolled = self.state.replicas.same_bits or self.state.placement.devices or self.jit_compile == "loop"
+            if self.microbatches > 1 and not is_unrolled:
+                sums = self._sum_in_loop(shard, compute)
             else:
-                specs = self.state.keras_metrics.row_specs.get(self.name, ()) if shard.is_first else ()
-                arguments = self.microbatches, functools.partial(self._microbatch, shard, compute), specs
-                segments, vector, metric_rows = self.state.placement.sum_microbatches(self.packing, *arguments)
+                sums = self._sum_microbatches(shard, compute, range(layout.per_device * self.microbatches))
         self._set_trace(shard)
+        metric_rows = [join_rows(pieces) for pieces in zip(*sums.rows, strict=True)]
         self.state.keras_metrics.update_gathered(metric_rows, shard.joins[-1])
-        sums = _split(self, vector, shard.is_first)
+        vectors = shard.vectors | shard.rows[-1].unpack(sums.vector)
         if started is not None:
-            sums["secs"] = _secs_of_replicas(started, segments)
-        if shard.pulled_back:
-            sums["pulled_back"] = shard.pulled_back
-        return self._reduce(shard, segments, sums, factor, value)
+            vectors["secs"] = _secs_of_replicas(started, sums.segments)
+        divisor = self.trace.divisor(value) if shard.is_first else 1
+        after = {id(v): shard.after.get(id(v), tf.identity(v)) for v in self.trace.mutated}
+        return replace(shard, segments=sums.segments, vectors=vectors, divisor=divisor, after=after)
 
-    def _microbatch(self, shard: _Shard, compute: Compute, index: tf.Tensor | int) -> Sums:
-        """Returns what is summed of a microbatch of this replica."""
-        rows, row_weights = take_shard(shard.batch, shard.layout, self.microbatches, index)
-        result = compute(rows, row_weights)
-        mutated = shard.traces[-1].mutated
-        sums = _sums_of(self, shard, Microbatch(index, rows, row_weights, result, {id(v): v for v in mutated}))
-        self.state_updates.rewind(mutated, shard.before, index)
-        return sums
-
-    def _sum_virtual_replicas(self, shard: _Shard, compute: Compute) -> Sums:
-        """Adds up the microbatches of each virtual replica of this device, and these in a fixed tree."""
-        replicas = VirtualReplicas(self.state, shard.batch, shard.layout, self.microbatches, shard.before)
-
-        def of_microbatch(microbatch: Microbatch) -> _MicrobatchSums:
-            segments, vector, metric_rows = _sums_of(self, shard, microbatch)
-            return segments, vector, list(microbatch.slopes), [metric_rows]
-
-        def add(one: _MicrobatchSums, other: _MicrobatchSums) -> _MicrobatchSums:
-            slopes = [a + b for a, b in zip(one[2], other[2], strict=True)]
-            return self.packing.add(one[0], other[0]), one[1] + other[1], slopes, one[3] + other[3]
-
-        segments, vector, slopes, metric_rows = replicas.sum_microbatches(compute, of_microbatch, add)
-        shard.after = replicas.after
-        if replicas.rows is not None:
-            shard.pulled_back = _pull_back(self, shard, replicas, slopes)
-        return segments, vector, [tf.concat(rows, 0) for rows in zip(*metric_rows, strict=True)]
-
-    def _reduce(
-        self, shard: _Shard, segments: list[Segment], sums: dict[str, Any], factor: tf.Tensor | None, value: str
-    ) -> Summed:
-        """Sums what a replica computed over all of them."""
-        mutated = self.trace.mutated
-        after, replacements = [shard.after.get(id(v), tf.identity(v)) for v in mutated], list[tf.Tensor]()
-        segments, sums = self.packing.all_reduce(segments, sums, self.reduce, (shard.batch, shard.layout))
-        if "pulled_back" in sums:
-            segments = self.packing.add(segments, sums["pulled_back"])
-        tallies = sums["tallies"]
-        weight = tallies[self.trace.divisor(value) if shard.is_first else 1]
-        if shard.is_first:
-            after, replacements = self.state_updates.merge(mutated, after, sums.get("writes"))
-        noise = gradient_noise.unscaled(sums.get("noise"), factor)
-        weight = weight if factor is None else weight * factor
+    def all_reduce(self, shard: ShardSums) -> Sums:
+        """Adds up the sums of all replicas' shards, the one reduction of the pass; in replica context."""
+        mutated, of_shard = self.trace.mutated, (shard.batch, shard.layout)
+        segments, vectors = self.packing.all_reduce(shard.segments, shard.vectors, self.add_up, of_shard)
+        if "pulled_back" in vectors:
+            segments = self.packing.add(segments, vectors["pulled_back"])
+        tallies, after = vectors["tallies"], [shard.after[id(v)] for v in mutated]
+        after, replacements = self.state_updates.merge(mutated, after, vectors.get("writes"))
+        noise = gradient_noise.unscaled(vectors.get("noise"), shard.factor)
+        weight = metrics.elements(tallies)[shard.divisor]
+        weight = weight if shard.factor is None else weight * shard.factor
         writes = self.writes(mutated, shard.before, after)
-        return Summed(segments, weight, tallies, writes, replacements, sums.get("secs"), noise)
+        return Sums(segments, weight, tallies, writes, replacements, vectors.get("secs"), noise)
+
+    def _sum_microbatches(self, shard: ShardSums, compute: Compute, numbers: Sequence[Any]) -> MicrobatchSums:
+        """Adds up microbatches: those of a virtual replica in their order, and virtual replicas in a fixed tree.
+
+        Without virtual replicas, the replica is the only one. In a loop, `numbers` is that of one microbatch.
+        """
+        state, count = self.state, len(numbers) // shard.layout.per_device
+        arguments = state, compute, shard.batch, shard.layout, count, shard.before
+        replicas = VirtualReplicas(*arguments) if state.replicas.same_bits else None
+        tree, sums = TreeSum[MicrobatchSums](self._add), list[MicrobatchSums]()
+        for i, number in enumerate(numbers):
+            if replicas is not None:
+                more = _sums_of(self, shard, replicas(number, sums))
+            else:
+                with state.placement.in_order([each.segments for each in sums]):
+                    rows, row_weights = take_shard(shard.batch, shard.layout, self.microbatches, number)
+                    result, mutated = compute(rows, row_weights), {id(v): v for v in shard.traces[-1].mutated}
+                    more = _sums_of(self, shard, Microbatch(number, rows, row_weights, result, mutated))
+                    self.state_updates.rewind([*mutated.values()], shard.before, number)
+            more = self._add(sums[-1], more) if i % count else more
+            sums.append(more if (i + 1) % count else tree.append(more))
+        total = tree.total()
+        if replicas is not None:
+            shard.after.update(replicas.after)
+            if replicas.rows is not None:
+                shard.vectors["pulled_back"] = _pull_back(self, shard, replicas, total.slopes)
+        return total
+
+    def _add(self, one: MicrobatchSums, other: MicrobatchSums) -> MicrobatchSums:
+        """Returns the sums over the microbatches of both."""
+        slopes = [a + b for a, b in zip(one.slopes, other.slopes, strict=True)]
+        segments = self.packing.add(one.segments, other.segments)
+        return MicrobatchSums(segments, one.vector + other.vector, slopes, one.rows + other.rows)
+
+    def _sum_in_loop(self, shard: ShardSums, compute: Compute) -> MicrobatchSums:
+        """Adds up the microbatches in a TensorFlow loop."""
+        specs = self.state.keras_metrics.row_specs.get(self.name, ()) if shard.is_first else ()
+        loop = LoopSums(self.packing, self.microbatches, specs)
+
+        def body(carried: Any) -> tuple[Any]:
+            return (loop.add(carried, self._sum_microbatches(shard, compute, [carried.index])),)
+
+        settings = {"loop_vars": (loop.start,), "shape_invariants": (loop.shapes,), "parallel_iterations": 1}
+        try:
+            (carried,) = tf.while_loop(lambda carried: carried.index < self.microbatches, body, **settings)
+        except SparseSegmentsError:  # known once the loop's body was traced
+            return self._sum_in_loop(shard, compute)
+        return loop.total(carried)
 
     def writes(self, mutated: Sequence[Any], before: Mapping[int, Any], after: Sequence[Any]) -> dict[str, StateUpdate]:
         """Returns the writes of variables, given the values before the step by `id`, and those after it in order."""
@@ -262,7 +261,7 @@ class ForwardBackward:
         *,
         is_first: bool = True,
         traces: list[Trace] | None = None,
-    ) -> tuple[list[Segment], tf.Tensor, list[tf.Tensor], list[tf.Tensor]]:
+    ) -> Computed:
         """Runs forward and backward over some rows of a replica; call in replica context.
 
         Args:
@@ -273,19 +272,12 @@ class ForwardBackward:
             is_first: whether it is the first pass over the rows.
             traces: gets what tracing reveals.
 
-        Returns:
-            Packed gradients of `factor * sum(w * value)`; the tallies of all values that `loss_fn` returned, `[2 * m]`,
-            or in another pass total and weight of `value`; the rows for Keras metrics; and the new values of the
-            replaced variables.
-
         Raises:
             ValueError: if the loss depends on no variable.
         """
         with variable_writes.recorded_writes(self.writable) as mutated:
-            outputs, gradients, replacements, tallies, metric_rows = self.differentiate(
-                rows, row_weights, factor, value, is_first=is_first
-            )
-        reached = [gradient is not None for gradient in gradients]
+            found = self.differentiate(rows, row_weights, factor, value, is_first=is_first)
+        reached, tallies = [gradient is not None for gradient in found.gradients], found.tallies
         exchange = gathering.current_exchange()
         if not any(reached) and not (exchange is not None and exchange.given):
             raise ValueError(
@@ -295,8 +287,9 @@ class ForwardBackward:
         names = ["loss", *(name for name in tallies if name != "loss")]
         flat_tallies = metrics.flatten([tallies[name] for name in (names if is_first else [divisor_of(value, names)])])
         if traces is not None:
-            traces.append(Trace(names, outputs, reached, mutated, tallies["loss"].is_per_token, metric_rows.join))
-        return self.pack(gradients), flat_tallies, metric_rows.tensors, replacements
+            has_tokens, join = tallies["loss"].is_per_token, found.metric_rows.join
+            traces.append(Trace(names, found.outputs, reached, mutated, has_tokens, join))
+        return Computed(self.pack(found.gradients), flat_tallies, found.metric_rows.tensors, found.replacements)
 
     def pack(self, gradients: Sequence[Any], *, keeps_sparse: bool = True) -> list[Segment]:
         """Packs gradients, None where there is none."""
@@ -304,7 +297,7 @@ class ForwardBackward:
         filled = [tf.zeros(v.shape, v.dtype) if g is None else self.packing.sized(g, v) for g, v in pairs]
         return self.packing.pack(filled, keeps_sparse=keeps_sparse)
 
-    def _set_trace(self, shard: _Shard) -> None:
+    def _set_trace(self, shard: ShardSums) -> None:
         """Sets `trace` from the traces of all microbatches, or adds what another pass reached and wrote."""
         known = [] if shard.is_first else self.trace.mutated
         for trace in shard.traces:
@@ -332,34 +325,27 @@ class ForwardBackward:
         return self.add_mutated(trace.mutated)
 
 
-def _sums_of(update: ForwardBackward, shard: _Shard, microbatch: Microbatch) -> Sums:
+def _sums_of(update: ForwardBackward, shard: ShardSums, microbatch: Microbatch) -> MicrobatchSums:
     """Returns what is summed of a microbatch."""
-    segments, tallies, fed, replacements = microbatch.result
+    computed: Computed = microbatch.result
     mutated = [v for v in update.writable if id(v) in microbatch.mutated]
     trace = shard.traces[-1] = replace(shard.traces[-1], mutated=mutated)
-    metric_rows = update.state.keras_metrics.add(trace.join(fed), microbatch.row_weights)
+    metric_rows = update.state.keras_metrics.add(trace.join(computed.metric_rows), microbatch.row_weights)
     shard.joins.append(metric_rows.join)
+    pieces = {"tallies": computed.tallies}
     if shard.is_first:
         size = batch_size(microbatch.rows) if microbatch.row_weights is None else tf.reduce_sum(microbatch.row_weights)
         values = [microbatch.mutated[id(v)] for v in mutated]
-        flat = update.state_updates.flatten(mutated, values, replacements, size, microbatch.number)
-        vectors = [tallies] if flat is None else [tallies, flat]
+        writes = update.state_updates.flatten(mutated, values, computed.replacements, size, microbatch.number)
+        pieces |= {} if writes is None else {"writes": writes}
         if update.measures_noise:
-            vectors.append(gradient_noise.of_microbatch(segments, tallies[trace.divisor("loss")]))
-        tallies = vectors[0] if len(vectors) == 1 else tf.concat(vectors, 0)
-    return segments, tallies, metric_rows.tensors
+            pieces["noise"] = gradient_noise.of_microbatch(computed.segments, computed.tallies[trace.divisor("loss")])
+    shard.rows.append(RowLayout({name: piece.shape[0] for name, piece in pieces.items()}))
+    vector = computed.tallies if len(pieces) == 1 else tf.concat(shard.rows[-1].pack(pieces), 0)
+    return MicrobatchSums(computed.segments, vector, microbatch.slopes, [metric_rows.tensors])
 
 
-def _split(update: ForwardBackward, vector: tf.Tensor, is_first: bool) -> dict[str, Any]:
-    """Returns the pieces of a vector that `_sums_of` has joined, by name."""
-    size, end = 2 * len(update.trace.names) if is_first else 2, vector.shape[0]
-    noise = {}
-    if is_first and update.measures_noise:
-        noise, end = {"noise": vector[-2:]}, end - 2
-    return {"tallies": vector[:size]} | ({"writes": vector[size:end]} if end > size else {}) | noise
-
-
-def _pull_back(update: ForwardBackward, shard: _Shard, replicas: VirtualReplicas, slopes: Any) -> list[tf.Tensor]:
+def _pull_back(update: ForwardBackward, shard: ShardSums, replicas: VirtualReplicas, slopes: Any) -> list[Segment]:
     """Returns the packed gradients by way of the rows that each virtual replica gave to all."""
     if update.state.strategy.num_replicas_in_sync > 1:
         slopes = gathering.sum_in_tree(slopes)
@@ -371,15 +357,18 @@ def _pull_back(update: ForwardBackward, shard: _Shard, replicas: VirtualReplicas
         shard.traces[-1] = replace(shard.traces[-1], reached=reached)
         return update.pack(gradients, keeps_sparse=False)
 
-    return replicas.sum_again(pull_back, lambda microbatch: microbatch.result, update.packing.add)
+    again, tree, sums = replicas.of_same_rows(pull_back), TreeSum[list[Segment]](update.packing.add), list[Any]()
+    for number in range(again.count):
+        sums.append(tree.append(again(number, sums).result))
+    return tree.total()
 
 
 def _explain_merge_call(update: ForwardBackward) -> str:
     """Returns one sentence about a forward pass that talks to other replicas where TensorFlow cannot do it."""
     setting, allowed = f"microbatches={update.microbatches}", "microbatches=1"
     where = "inside a loop or what XLA compiles"
-    if update.jit_compile:
-        setting, allowed = "jit_compile=True", "jit_compile=False"
+    if update.jit_compile == "pass":
+        setting, allowed = "jit_compile=pass", "jit_compile=none"
     if (replicas := update.state.replicas).same_bits:
         setting, allowed = replicas.setting, "plain BatchNormalization"
         where = "between virtual replicas, of which a device computes one after the other"

@@ -5,10 +5,11 @@ run is to stop, and shows how far it is. If only writers consume the logs, a com
 and the host fetches their numbers at once. This module does not know flags or files.
 """
 
+import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from distloop.data.source import Source
 from distloop.distributed import collectives, strategies
 from distloop.errors import as_user_error, raise_as_user_error
 from distloop.graph_functions import NO_LIMIT_SECS, has_clock
+from distloop.installed import import_part
 from distloop.log import say
 from distloop.model import memory
 from distloop.model.saved_state import ReplicaComparison
@@ -30,7 +32,7 @@ from distloop.training.boundary import run_actions, run_between_loops
 from distloop.training.compiled_loop import CompiledLoop
 from distloop.training.diagnosis import explain, explain_compile_error
 from distloop.training.step import TrainStep, loss_weight
-from distloop.training.window import Row, Window
+from distloop.training.window import OpenBoundary, Progress, Row, Window
 from distloop.workdir.records import unix_time
 from distloop.workers.preemption import StopRequests
 
@@ -45,13 +47,19 @@ class Diverged(FloatingPointError):  # noqa: N818 - the run may go on from befor
     Attributes:
         step: its number.
         batch: the number of its batch in the stream of data, from 0.
+        right_until: if hardware is to blame, and no batch: how many batches the last right state has had.
     """
+
+    right_until: int | None = None
 
     def __init__(self, explanation: str, step: int, batch: int):
         """Keeps the numbers beside the explanation."""
         super().__init__(explanation)
-        self.step = step
-        self.batch = batch
+        self.step, self.batch = step, batch
+
+    def add(self, words: str) -> None:
+        """Puts words behind the explanation, in place of its full stop."""
+        self.args = (str(self).removesuffix(".") + words,)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,20 +68,24 @@ class Host:
 
     Attributes:
         plan: when actions are due; by itself it takes durations in steps.
+        log_every: the duration between two logs, which are boundaries; 0: only the end of the run is one.
         stop_requests: asked after each loop whether to go on; None: nothing stops the run.
         clock: of the run.
         profile: of some of its steps.
         executor: what runs the operations, as `strategies.choose_executor` returns it.
         say: prints a line about the run.
+        pause_at: a step after which `train` returns at once, as the end of a loop and no boundary.
         show_progress: called after each loop with the step, and before tracing with what is being done, too.
     """
 
     plan: Plan = dataclasses.field(default_factory=Plan)
+    log_every: int | str = 0
     stop_requests: StopRequests | None = None
     clock: Clock = dataclasses.field(default_factory=Clock)
     profile: Profile = dataclasses.field(default_factory=lambda: Profile("", ""))
     executor: str = strategies.PARALLEL_EXECUTOR
     say: Callable[[str], None] = say
+    pause_at: float = math.inf
     show_progress: Callable[[int, str], None] = lambda step, doing: None
 
 
@@ -81,15 +93,7 @@ class TrainLoop:
     """Trains until a step, and stops at boundaries for actions.
 
     Attributes:
-        reported: the numbers of the last report, by name; empty: there was none.
-        secs: how long the run has trained, by the chief's clock, at the last look at it; with its earlier processes, if
-            set before `train`.
-        stop_reason: why an action ended the last `train`; None: none did.
-        tokens: the sum of the loss's weights over all steps of the run; NaN: unknown; with earlier processes, likewise.
-        log_every: the duration between two logs, which are boundaries; 0: only the end of the run is one.
-        require_metrics: called once by the next `train`, before its first step, with the names of what a step reports.
-        open_boundary: of this step, whose actions were interrupted, or an evaluation failed: `train` calls all of them;
-            None: there is none.
+        progress: how far the last `train` has come, however it ended, or at a boundary the present one.
     """
 
     def __init__(
@@ -97,7 +101,6 @@ class TrainLoop:
         state: TrainState,
         step: TrainStep,
         *,
-        log_every: int | str = 0,
         steps_per_loop: int = 0,
         eager: bool = False,
         max_traces: int = 0,
@@ -109,7 +112,6 @@ class TrainLoop:
         Args:
             state: what is trained.
             step: one step of it.
-            log_every: the attribute.
             steps_per_loop: an upper bound on the steps between two boundaries; 0: none.
             eager: whether the steps run as plain Python, for a debugger.
             max_traces: as `Config.max_traces`.
@@ -117,17 +119,12 @@ class TrainLoop:
             on_trace: called with the step and its data when it has been traced.
         """
         self._state, self._step = state, step
-        self.log_every = log_every
         self._steps_per_loop = steps_per_loop
-        self.reported: dict[str, float] = {}
-        self.secs = self.tokens = 0.0
-        self.open_boundary: Any = None
-        self.stop_reason: str | None = None
-        self.require_metrics: Callable[[list[str]], None] | None = None
+        self.progress = Progress()
         self._eager, self._max_traces, self._keeps_batch = eager, max_traces, keeps_batch
         self._on_trace = on_trace
         self.trace_again()
-        self._window, self._host = Window(), Host()
+        self._host, self._until = Host(), math.inf
         # Each of several workers would end with another step.
         self._ends_by_time = collectives.num_workers(state.strategy) == 1 and has_clock()
         self._most_steps = 1  # of the next loop
@@ -142,9 +139,8 @@ class TrainLoop:
         until: float,
         actions: Sequence[Action],
         host: Host | None = None,
-        *,
-        window: Mapping[str, Any] | None = None,
-    ) -> dict[str, float]:
+        progress: Progress | None = None,
+    ) -> Progress:
         """Trains until a step, and runs the actions that are due at each boundary.
 
         Args:
@@ -152,65 +148,74 @@ class TrainLoop:
             until: the global step to end with; inf: the run ends when the plan says so.
             actions: in order.
             host: what the host does beside the steps; None: nothing.
-            window: what `save_window` returned, to go on with; None: the steps since the last row of this loop.
+            progress: of the run so far; None: where this loop's last `train` has ended.
 
         Returns:
-            The numbers of the last report.
+            The progress of the run; after an error the attribute has it.
 
         Raises:
             Interrupted: if the run is to be saved and left.
             Diverged: at the first step that fails.
             ValueError: if the data ends, or changes.
         """
-        self._host = host or Host()
-        plan = self._host.plan
-        plan.last_step = until
+        self._host, self._until = host or Host(), until
+        self.progress = dataclasses.replace(progress or self.progress, step=int(self._state.step))
         self._most_steps = _MOST_STEPS if self._ends_by_time else 1
-        self._started_at = time.monotonic() - self.secs
-        if window is not None:
-            self._window = Window(window)
+        self._started_at = time.monotonic() - self.progress.secs
         self._begin_to_count()
-        step = int(self._state.step)
-        if self.open_boundary is not None and self._act_again(step, actions):
-            return self.reported
-        while step < plan.last_step:
-            rows = iter(self._run_to_boundary(source, step, actions))
-            try:
-                for row in rows:
-                    step += self._count(source, row, step)
-                    if row.diagnosis is not None:
-                        if self._step.runs_ahead:
-                            source.lose_position(0)  # the iterator may be a batch further
-                        self._open_window()  # without the numbers of the failed step
-                        batch = source.batches_taken - 1
-                        why = explain(self._step, step, row.diagnosis, source, batch, self.last_batch())
-                        raise Diverged(why, step, batch)
-                    if self._is_boundary(step, actions) and self._act(actions, self._report(step, row.end)):
-                        return self.reported
-            finally:  # an action failed: the steps of the rows after that are done all the same
-                for row in rows:
-                    step += self._count(source, row, step)
-            self._host.show_progress(step, "")
-            if step < plan.last_step:
-                self._pause(step, actions)
-        return self.reported
+        is_over = self.progress.open_boundary is not None and self._act_again(self.progress.open_boundary, actions)
+        while not is_over and self.progress.step < min(self._until, self._host.pause_at):
+            is_over = self._train_to_boundary(source, actions)
+        return self.progress
 
-    def _pause(self, step: int, actions: Sequence[Action]) -> None:
-        """Agrees with the other workers on the next loop, and calls what is due by the clock between two loops."""
-        plan, before = self._host.plan, self.secs
-        self._agree_on_next_loop(self._host.stop_requests, step)
-        plan.check_clock(before, self.secs, [self.log_every, *(action.every for action in actions)], step)
-        report = Report(step, plan.last_step, self.reported, self._state, time=unix_time())
-        run_between_loops(actions, report, self._host.clock, before, self.secs)
+    def _train_to_boundary(self, source: Source, actions: Sequence[Action]) -> bool:
+        """Trains to the next boundary, and calls what is due there; returns whether an action has ended the run."""
+        rows = iter(self._run_to_boundary(source, actions))
+        try:
+            for row in rows:
+                self._count(source, row)
+                if row.diagnosis is not None:
+                    if self._step.runs_ahead:
+                        source.count(0, is_lost=True)  # the iterator may be a batch further
+                    self._open_window()  # without the numbers of the failed step
+                    step, batch = self.progress.step, source.batches_taken - 1
+                    why = explain(self._step, step, row.diagnosis, source, batch, self.last_batch())
+                    raise Diverged(why, step, batch)
+                if self._is_boundary(actions) and self._act(actions, self._report(row.end)):
+                    return True
+        finally:  # an action failed: the steps of the rows after that are done all the same
+            for row in rows:
+                self._count(source, row)
+        self._host.show_progress(self.progress.step, "")
+        if self.progress.step < self._until:
+            self._pause(actions)
+        return False
+
+    def _set(self, **changes: Any) -> None:
+        self.progress = dataclasses.replace(self.progress, **changes)
+
+    def _pause(self, actions: Sequence[Action]) -> None:
+        """Agrees with the other workers on the next loop, and calls what is due by the clock between two loops.
+
+        They exchange whether the run goes on, how many steps the chief lets the next loop run, and the chief's time.
+
+        Raises:
+            Interrupted: if any worker has a reason to leave the run.
+        """
+        host, step, before = self._host, self.progress.step, self.progress.secs
+        vote = collectives.Vote(step=step, max_steps=self._most_steps, secs=time.monotonic() - self._started_at)
+        chief, *_ = collectives.agree_to_go_on(self._state.strategy, host.stop_requests, vote)
+        self._most_steps = int(chief.max_steps)
+        self._set(secs=chief.secs)
+        if host.plan.check_clock(before, chief.secs, [host.log_every, *(action.every for action in actions)]):
+            self._until = step + 1
+        report = Report(step, self._until, self.progress.reported, self._state, time=unix_time())
+        run_between_loops(actions, report, host.clock, before, chief.secs)
 
     @property
     def histograms(self) -> Any:
         """The action that shows the gradients which the step keeps; None: it keeps none."""
         return self._step.histograms
-
-    def save_window(self) -> dict[str, Any]:
-        """Returns the sums since the last row, as JSON can hold them."""
-        return self._window.save()
 
     def last_batch(self) -> Any:
         """Returns the batch of the last step; None: it is not kept."""
@@ -218,38 +223,67 @@ class TrainLoop:
 
     def trace_again(self) -> None:
         """Has the step traced anew, as a constant of it has changed."""
-        self._compiled = CompiledLoop(
-            *(self._state, self._step), eager=self._eager, max_traces=self._max_traces, keeps_batch=self._keeps_batch
-        )
+        settings = {"eager": self._eager, "max_traces": self._max_traces, "keeps_batch": self._keeps_batch}
+        kind: Any = CompiledLoop
+        if self._step.jit_compile == "loop":
+            kind = import_part("xla.xla_loop", "jit_compile=loop").XlaLoop
+        self._compiled = kind(self._state, self._step, **settings)
         self._traced_for: Source | None = None
 
-    def _run_to_boundary(self, source: Source, step: int, actions: Sequence[Action]) -> list[Row]:
-        """Runs the steps up to the next boundary or the first that fails; returns their rows."""
-        most_steps = source.start_loop()
-        try:
-            if is_new := self._traced_for is not source:
+    def trace(self, source: Source, host: Host) -> list[str]:
+        """Traces the step for data, unless it was just traced for it; returns the names of what a step reports.
+
+        Steps as plain Python are not traced, and have no names before the first one.
+        """
+        if self._traced_for is not source:
+            step, self._host = int(self._state.step), host
+            with self._explained(source, step):
                 collectives.report_phase(self._state.strategy, "tracing the step")
-                self._host.show_progress(step, "tracing the train step ...")
-                self._compiled.trace(source, self._host.executor)
-                self._check_trace(source, step)
-            check, self.require_metrics = self.require_metrics, None
-            if check is not None and not self._eager:
-                check([*self._step.names, *self._state.keras_metrics])
+                host.show_progress(step, "tracing the train step ...")
+                self._compiled.trace(source, host.executor)
+                self._on_trace(self._step, source)
+                host.show_progress(step, "")
+                self._traced_for = source
+                if not self._eager and self._counts_tokens() and loss_weight(self._step) is None:
+                    raise _no_tokens("no `loss` whose weights count them is returned")
+        return [] if self._eager else [*self._step.names, *self._state.keras_metrics]
+
+    def _run_to_boundary(self, source: Source, actions: Sequence[Action]) -> list[Row]:
+        """Runs the steps up to the next boundary or the first that fails; returns their rows."""
+        step, host, most_steps = self.progress.step, self._host, source.start_loop()
+        is_first = self._eager and self._traced_for is not source  # after it, what is due is known
+        self.trace(source, host)
+        with self._explained(source, step):
             collectives.report_phase(self._state.strategy, "training")
-            most = 1 if is_new and self._eager else most_steps or np.inf  # what is due is known after it
-            most = min(most, self._to_compare or np.inf)
-            with self._host.profile.loop(step):
+            most = min(1 if is_first else most_steps or np.inf, self._to_compare or np.inf)
+            count = int(min(self._next_boundary(actions) - step, self._most_steps, most))
+            with host.profile.loop(step):
                 rows = self._compiled.run(
-                    source,
-                    int(min(self._next_boundary(step, actions) - step, self._most_steps, most)),
-                    self._host.plan.period(self.log_every).steps,
-                    executor=self._host.executor,
-                    is_single=self._host.profile.is_single(step),
+                    *(source, count, host.plan.period(host.log_every).steps),
+                    executor=host.executor,
+                    is_single=host.profile.is_single(step),
                     secs=_LOOP_SECS if self._ends_by_time else NO_LIMIT_SECS,
                 )
             self._loss_weight = loss_weight(self._step)
+        collectives.report_phase(self._state.strategy, "between two loops")
+        if self._to_compare and rows[-1].diagnosis is None:
+            self._compare_replicas(step + sum(row.steps for row in rows))
+        if rows[0].news:
+            host.say(rows[0].news)
+        start, end = rows[0].end - rows[0].seconds, rows[-1].end
+        host_secs = host.clock.loop(start, end, np.nansum([row.input_secs for row in rows]))
+        if not self._ends_by_time:
+            in_time = int(sum(row.steps for row in rows) * _LOOP_SECS / max(end - start, 1e-6))
+            self._most_steps = max(1, min(in_time, 2 * self._most_steps, _MOST_STEPS))
+        return [dataclasses.replace(rows[0], host_secs=host_secs), *rows[1:]]
+
+    @contextlib.contextmanager
+    def _explained(self, source: Source, step: int) -> Iterator[None]:
+        """Enters a scope of steps after a step, in which errors lose the position in the data, and are explained."""
+        try:
+            yield
         except BaseException as error:  # Ctrl-C, too, where it is not caught
-            source.lose_position(int(self._state.step) - step)
+            source.count(int(self._state.step) - step, is_lost=True)
             self._state.may_be_saved = self._state.may_be_saved and self._compiled.is_between_steps
             if not isinstance(error, tf.errors.OpError):
                 raise
@@ -258,100 +292,71 @@ class TrainLoop:
             if (explained := as_user_error(error) or explain_compile_error(self._step, error)) is not None:
                 raise explained from error
             raise_as_user_error(error)
-        collectives.report_phase(self._state.strategy, "between two loops")
-        if self._to_compare and rows[-1].diagnosis is None:
-            self._compare_replicas(step, sum(row.steps for row in rows))
-        input_secs = np.nansum([row.input_secs for row in rows])
-        start, end = rows[0].end - rows[0].seconds, rows[-1].end
-        host_secs = self._host.clock.loop(start, end, input_secs)
-        if not self._ends_by_time:
-            in_time = int(sum(row.steps for row in rows) * _LOOP_SECS / max(end - start, 1e-6))
-            self._most_steps = max(1, min(in_time, 2 * self._most_steps, _MOST_STEPS))
-        return [dataclasses.replace(rows[0], host_secs=host_secs), *rows[1:]]
 
-    def _compare_replicas(self, step: int, steps: int) -> None:
+    def _compare_replicas(self, step: int) -> None:
         """Checks that the first steps with the user's own gradients have left every replica with the same weights."""
-        self._to_compare = max(0, self._to_compare - steps)
+        self._to_compare = max(0, self._to_compare - (step - self.progress.step))
         ReplicaComparison(self._state, self._state.untrained_variables).require_equal(
-            step + steps,
+            step,
             "a step_fn or gradient_fn returned other gradients on each replica: add up what a replica computes from "
             "its rows, as in step.sum(gradients), and draw random numbers by seeds that are the same on all",
         )
 
-    def _next_boundary(self, step: int, actions: Sequence[Action]) -> float:
+    def _next_boundary(self, actions: Sequence[Action]) -> float:
         """Returns the next step at which the host has to look, unless time is over before.
 
         Logs that only writers consume need no boundary: the compiled loop returns a row for each.
         """
-        everys = [action.every for action in actions]
+        step, everys = self.progress.step, [action.every for action in actions]
         if self._state.keras_metrics or any(a.every is None and not member(a, "only_writes") for a in actions):
-            everys.append(self.log_every)
-        plan = self._host.plan
-        boundary = plan.next_boundary(step, plan.last_step, everys, self._steps_per_loop)
-        return min(boundary, self._host.profile.next_boundary(step))
+            everys.append(self._host.log_every)
+        boundary = self._host.plan.next_boundary(step, self._until, everys, self._steps_per_loop)
+        return min(boundary, self._host.profile.next_boundary(step), self._host.pause_at)
 
-    def _is_boundary(self, step: int, actions: Sequence[Action]) -> bool:
+    def _is_boundary(self, actions: Sequence[Action]) -> bool:
         """Returns whether a log or an action with a period of its own is due."""
-        plan, everys = self._host.plan, [self.log_every, *(a.every for a in actions if a.every is not None)]
-        return any(plan.is_due(every, step, plan.last_step) for every in everys)
+        everys = [self._host.log_every, *(a.every for a in actions if a.every is not None)]
+        return any(self._host.plan.is_due(every, self.progress.step, self._until) for every in everys)
 
     def _act(self, actions: Sequence[Action], report: Report) -> bool:
         """Opens a new window and calls the actions of a boundary; returns whether one of them ended the run."""
-        window = self._open_window()  # before the actions run: a checkpoint then begins with the new window
+        before, plan = self.progress.window, self._host.plan
+        self._open_window()  # before the actions run: a checkpoint then begins with the new window
         try:
-            self.reported, self.stop_reason = run_actions(actions, report, self._host.clock, self._host.plan)
+            metrics, stop_reason = run_actions(actions, report, self._host.clock, plan)
         except (Exception, KeyboardInterrupt):
-            is_last, plan = int(self._state.step) == report.step, self._host.plan  # else later steps are done
-            due = {"due_secs": [*plan.due_secs], "due_tokens": [*plan.due_tokens]}
-            self.open_boundary = {"metrics": report.metrics, "time": report.time, **due} if is_last else None
-            if not is_last:
-                self._window = window  # this boundary may have no row: the next row has its steps, too
+            if int(self._state.step) == report.step:
+                due = sorted(plan.due_secs), sorted(plan.due_tokens)
+                self._set(open_boundary=OpenBoundary(report.metrics, report.time, *due))
+            else:  # later steps are done, and this boundary may have no row: the next row has its steps, too
+                self._set(window=before)
             raise
-        if self.stop_reason:
-            self._host.say(f"Stopped at step {report.step}: {self.stop_reason}.")
-        return bool(self.stop_reason)
+        self._set(reported=metrics)
+        if stop_reason:
+            self._host.say(f"Stopped at step {report.step}: {stop_reason}.")
+        return bool(stop_reason)
 
-    def _act_again(self, step: int, actions: Sequence[Action]) -> bool:
-        """Calls the actions of a boundary that was left open; returns as `_act`."""
-        boundary, self.open_boundary = self.open_boundary, None
-        plan = self._host.plan
-        plan.due_secs, plan.due_tokens = set(boundary["due_secs"]), set(boundary.get("due_tokens", ()))
-        is_over = plan.units.run.is_over(step, self.secs, self.tokens)
-        until = step if is_over else plan.last_step
-        is_stopped = self._act(actions, Report(step, until, boundary["metrics"], self._state, time=boundary["time"]))
-        plan.due_secs, plan.due_tokens = set(), set()
+    def _act_again(self, boundary: OpenBoundary, actions: Sequence[Action]) -> bool:
+        """Calls the actions of a boundary that was left open; returns whether the run is over."""
+        plan, at = self._host.plan, self.progress
+        self._set(open_boundary=None)
+        plan.set_due(boundary.due_secs, boundary.due_tokens)
+        is_over = plan.units.run.is_over(at.step, at.secs, at.tokens)
+        until = at.step if is_over else self._until
+        is_stopped = self._act(actions, Report(at.step, until, boundary.metrics, self._state, time=boundary.time))
+        plan.set_due()
         return is_stopped or is_over
 
-    def _report(self, step: int, end: float) -> Report:
+    def _report(self, end: float) -> Report:
         """Reports the steps since the last row."""
         per_token = [update.full_name("loss") for update in self._step.updates if update.trace.has_tokens]
-        plan, numbers = self._host.plan, self._window.metrics(self._step.names, per_token)
-        return Report(step, plan.last_step, numbers, self._state, time=unix_time(end))
+        numbers = self.progress.window.metrics(self._step.names, per_token)
+        return Report(self.progress.step, self._until, numbers, self._state, time=unix_time(end))
 
-    def _open_window(self) -> Window:
-        """Opens a window for the steps after this boundary; returns the window before."""
-        before, self._window = self._window, Window(examples_seen=self._window.examples_seen)
+    def _open_window(self) -> None:
+        """Opens a window for the steps after this boundary."""
+        self._set(window=Window(examples_seen=self.progress.window.examples_seen))
         self._state.keras_metrics.reset()
-        return before
-
-    def _agree_on_next_loop(self, stop_requests: StopRequests | None, step: int) -> None:
-        """Exchanges whether the run goes on, how many steps the chief lets the next loop run, and the chief's time.
-
-        Raises:
-            Interrupted: if any worker has a reason to leave the run.
-        """
-        secs = time.monotonic() - self._started_at
-        vote = collectives.Vote(step=step, max_steps=self._most_steps, secs=secs)
-        chief, *_ = collectives.agree_to_go_on(self._state.strategy, stop_requests, vote)
-        self._most_steps, self.secs = int(chief.max_steps), chief.secs
-
-    def _check_trace(self, source: Source, step: int) -> None:
-        """Checks what is known of a step once it was traced for a source."""
-        self._on_trace(self._step, source)
-        self._host.show_progress(step, "")
-        self._traced_for = source
-        if not self._eager and self._counts_tokens() and loss_weight(self._step) is None:
-            raise _no_tokens("no `loss` whose weights count them is returned")
 
     def _begin_to_count(self) -> None:
         """Hands the tokens so far to the schedules that read them.
@@ -359,24 +364,24 @@ class TrainLoop:
         Raises:
             ValueError: if the tokens are unknown and needed.
         """
-        if math.isnan(self.tokens) and self._counts_tokens():
+        if math.isnan(self.progress.tokens) and self._counts_tokens():
             raise _no_tokens("the checkpoint is of an older version, which counted none")
         if self._state.token_count is not None:
-            self._state.token_count.assign(self.tokens)
+            self._state.token_count.assign(self.progress.tokens)
 
     def _counts_tokens(self) -> bool:
         """Returns whether a schedule reads the tokens, or anything is due by them."""
         return self._state.token_count is not None or self._host.plan.counts_tokens
 
-    def _count(self, source: Source, row: Row, step: int) -> int:
-        """Adds a row to the position in the data, the tokens and the window; returns how many steps it has."""
-        source.batches_taken += row.steps
-        self._window.add(row)
+    def _count(self, source: Source, row: Row) -> None:
+        """Adds a row to the position in the data and to the progress."""
+        source.count(row.steps)
+        at, plan = self.progress, self._host.plan
+        self._set(step=at.step + row.steps, window=at.window.with_row(row))
         if self._loss_weight is not None:
-            before, self.tokens = self.tokens, self.tokens + float(row.tallies[self._loss_weight])
-            if self._host.plan.counts_tokens:
-                self._host.plan.count_tokens(before, self.tokens, step + row.steps)
-        return row.steps
+            self._set(tokens=at.tokens + float(row.tallies[self._loss_weight]))
+            if plan.counts_tokens and plan.count_tokens(at.tokens, self.progress.tokens):
+                self._until = self.progress.step
 
 
 def _no_tokens(why: str) -> ValueError:

@@ -20,7 +20,7 @@ changes its variables, and restores them if it is skipped, which takes memory fo
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import tensorflow as tf
@@ -29,14 +29,15 @@ from distloop.data import shards
 from distloop.data.shards import Batch, BatchLayout
 from distloop.distributed import strategies, tensorflow_internals
 from distloop.distributed.devices import HOST
+from distloop.installed import import_part
 from distloop.model import metrics, variable_writes
 from distloop.model.state import TrainState
 from distloop.optimizers import gradient_noise
-from distloop.optimizers.gradients import Clipping, Packing, Segment, norm_and_scale
+from distloop.optimizers.gradients import Clipping, Packing
 from distloop.optimizers.loss_scale import MAX_OVERFLOWS_AT_FLOOR, LossScaleOptimizer
-from distloop.training.application import make_application
-from distloop.training.forward_backward import ForwardBackward, StateUpdate, Summed
-from distloop.training.gradient_step import call_step_fn
+from distloop.training.application import Gradients, make_application
+from distloop.training.forward_backward import ForwardBackward
+from distloop.training.microbatches import StateUpdate, Sums
 
 GRADIENT_NORM, CLIPPED = "gradient_norm", "clipped_share"
 NO_CLIPPING = Clipping()
@@ -48,7 +49,7 @@ class Outcome(NamedTuple):
     applied: tf.Tensor  # []: whether it changed anything
     failed: tf.Tensor  # []: whether it is an error
     tallies: tf.Tensor  # [2 * M]: total and weight of each of `TrainStep.names`; zeros if the step was skipped
-    diagnosis: tf.Tensor  # [D]: for `diagnosis.explain`; empty if a step cannot fail
+    diagnosis: list[tf.Tensor]  # pieces of [D], for `diagnosis.explain`; none if a step cannot fail
     replica_secs: tf.Tensor | None  # [R]: how long each replica took, forward and backward; None: there is only one
 
 
@@ -62,17 +63,14 @@ class GradientRecorder(Protocol):
         """Stores an update's summed gradients and the factor that scales them."""
 
 
-class Gradients(NamedTuple):
-    """One update's gradients in a step, checked and clipped; all but `writes` is the same on every replica."""
+class Applied(NamedTuple):
+    """What an update has done in a step."""
 
-    segments: list[Segment]  # summed over all replicas, and clipped by value
-    squares: list[tf.Tensor]  # the squared norm of each
-    scale: tf.Tensor  # []: the factor that divides, unscales and clips them; 0 if they are not finite
-    tallies: tf.Tensor  # [2 * m]
-    finite: tf.Tensor  # []
-    replacements: list[tf.Tensor]  # of the replaced variables, if the step counts
-    writes: dict[str, StateUpdate]  # as in `Summed`; the values after the step are for a step that is applied
-    secs: tf.Tensor | None  # [R]: of forward and backward on each replica; None: there is only one
+    update: ForwardBackward
+    gradients: Gradients
+    tallies: tf.Tensor  # [2 * m]; zeros if it was not applied
+    is_applied: Any  # [] on each replica: whether this update and all before it count
+    before: Any  # the values before it, as `Application.read_all` returns them; None: nothing restores them
 
 
 class TrainStep:
@@ -82,7 +80,7 @@ class TrainStep:
         state: what is trained.
         updates: the forward and backward pass of each update, in order.
         application: how an update's gradients change the weights.
-        microbatches, jit_compile, skip_nonfinite, locate_nonfinite, loss_jump, histograms, inspect: the arguments.
+        microbatches, jit_compile, skip_nonfinite, locate_nonfinite, loss_jump, histograms: the arguments.
         own_names: the tallies that the step adds to each update's.
         may_skip: whether a step may leave everything unchanged.
         may_fail: whether a step may be an error.
@@ -96,13 +94,13 @@ class TrainStep:
         microbatches: int = 1,
         clipping: Clipping = NO_CLIPPING,
         skip_nonfinite: bool = False,
-        jit_compile: bool = False,
+        jit_compile: str = "none",
         measures_noise: bool = False,
         locate_nonfinite: bool = False,
         loss_jump: float | None = None,
         histograms: GradientRecorder | None = None,
         runs_ahead: bool | None = None,
-        inspect: Callable[[ForwardBackward, Sequence[Segment], tf.Tensor], None] | None = None,
+        needs_full_gradients: bool = False,
     ):
         """Prepares; nothing is traced yet.
 
@@ -111,27 +109,26 @@ class TrainStep:
             microbatches: into how many each replica's shard is cut.
             clipping: the limit of an update's gradients.
             skip_nonfinite: whether a step that is not finite is skipped, every bit unchanged; else it is an error.
-            jit_compile: whether XLA compiles the forward and backward pass.
+            jit_compile: what XLA compiles, as `Config.jit_compile`.
             measures_noise: whether the gradients of microbatches are compared, for `GradientNoise`.
             locate_nonfinite: whether a step that is an error leaves every bit unchanged, so that `diagnosis.explain`
                 can run it again.
             loss_jump: how far above its usual value a loss makes the step an error, as for `LossWatch.check`; then a
                 loss that is not finite is an error too, even if the loss is scaled; None: losses are not watched.
             histograms: records the gradients of each step; None: nothing does.
-            inspect: gets each update, its summed gradients before clipping, packed, and the factor that divides them.
             runs_ahead: whether the host may look at a step after the next one has begun; None: it may on GPUs.
+            needs_full_gradients: whether every worker needs all gradients, to look at them.
         """
         self.state, self.skip_nonfinite, self.jit_compile = state, skip_nonfinite, jit_compile
-        self.locate_nonfinite, self.loss_jump = locate_nonfinite, loss_jump
-        self.histograms, self.inspect = histograms, inspect
+        self.locate_nonfinite, self.loss_jump, self.histograms = locate_nonfinite, loss_jump, histograms
         self.may_skip = skip_nonfinite or locate_nonfinite or bool(state.loss_scalers)
         self.may_fail = not skip_nonfinite or bool(state.loss_scalers) or loss_jump is not None
-        self.application = make_application(state)
+        self.application = make_application(state, clipping)
         runs_ahead = strategies.has_gpus(state.strategy) if runs_ahead is None else runs_ahead
         self.runs_ahead = runs_ahead and not locate_nonfinite  # `explain` needs the last batch and its weights
         self._lead = strategies.lead_device(state.strategy)
-        needs_full_gradients = bool(clipping.variable_norm) or histograms is not None or inspect is not None
-        self.microbatches = microbatches
+        needs_full_gradients |= bool(clipping.variable_norm) or histograms is not None
+        self.microbatches, self._strategy = microbatches, state.strategy
         self.updates = [
             ForwardBackward(
                 state,
@@ -143,8 +140,8 @@ class TrainStep:
             )
             for update in state.spec.updates
         ]
+        self._passes = {update.name: _pass_of(update) for update in self.updates}
         self.own_names = [GRADIENT_NORM] + [CLIPPED] * bool(clipping) + [*gradient_noise.NAMES] * measures_noise
-        self._strategy, self._clipping = state.strategy, clipping
         if histograms is not None:
             for update in self.updates:
                 histograms.allocate(update.name, update.packing)
@@ -164,47 +161,35 @@ class TrainStep:
                 first replica; None: the host knows that none did.
         """
         examples = self.count_examples(batch, layout)
-        gradients: list[Gradients] = []  # of each update
-        tallies: list[tf.Tensor] = []  # likewise; zeros if it was not applied
-        undo: list[Callable[..., None]] = []  # what restores the values before each
+        done: list[Applied] = []
         with tf.device(self._lead):
-            is_applied: Any = None if is_over is None else ~is_over  # on each replica
             for update in self.updates:
                 sums = self.compute(update, batch, layout, examples)
-                of_update = self.check(update, sums)
-                both = is_applied, of_update.finite
-                is_applied = both[1] if is_applied is None else self._strategy.run(tf.logical_and, args=both)
-                self._commit_writes(update, of_update, is_applied)
-                if self.histograms is not None:
-                    segments = tf.nest.map_structure(self._first, of_update.segments)
-                    self.histograms.record(update.name, segments, self._first(of_update.scale))
-                tallies.append(self._apply(update, of_update, is_applied, is_over, undo))
-                gradients.append(of_update)
-            for restore in undo[-2::-1] if self.runs_ahead else ():  # a later update may have failed
-                restore(unless=is_applied)
+                sums = self.reduce(update, sums)
+                gradients = self.application.check(update, sums)
+                done.append(self.apply(update, gradients, done, is_over))
+            is_applied = done[-1].is_applied
+            for applied in done[-2::-1] if self.may_skip and self.runs_ahead else ():  # a later update may have failed
+                self._undo(applied, unless=is_applied)
             metrics.check_fed(self.state.keras_metrics, {name for u in self.updates for name in u.trace.outputs})
-            applied = self._first(is_applied)
-            failed = self._rescale(gradients, applied, is_over)
-            if self.loss_jump is not None:
-                failed |= self._has_diverged(gradients, self.loss_jump, is_over)
-            secs = [self._first(of_update.secs) for of_update in gradients if of_update.secs is not None]
-            return Outcome(
-                applied=applied,
-                failed=failed,
-                tallies=_join_tallies(tallies, applied, self.may_skip),
-                diagnosis=self._diagnosis(gradients),
-                replica_secs=tf.add_n(secs) if secs else None,
-            )
+            return self._outcome(done, self.application.first(is_applied), is_over)
 
-    def advance(self, update: ForwardBackward, batch: Batch, layout: BatchLayout) -> None:
-        """Takes one update, finite or not, to inspect a step that failed."""
-        gradients = self.gradients(update, batch, layout)
+    def advance(self, update: ForwardBackward, sums: Sums) -> None:
+        """Applies an update's sums, finite or not, to inspect a step."""
+        gradients = self.application.check(update, sums)
         self._commit_writes(update, gradients, tf.constant(True))
-        self.application.apply(update, gradients.segments, gradients.scale, gradients.replacements)
+        self.application.apply(update, gradients)
 
-    def _first(self, value: Any) -> Any:
-        """Returns the first replica's value."""
-        return self._strategy.experimental_local_results(value)[0]
+    def _outcome(self, done: Sequence[Applied], is_applied: tf.Tensor, is_over: tf.Tensor | None) -> Outcome:
+        """Adapts the loss scales, and returns what the step has come to."""
+        failed = self._rescale(done, is_applied, is_over)
+        if self.loss_jump is not None:
+            failed |= self._has_diverged(done, self.loss_jump, is_over)
+        secs = [self.application.first(each.gradients.secs) for each in done if each.gradients.secs is not None]
+        tallies = tf.concat([each.tallies for each in done], 0)
+        if self.may_skip and len(done) > 1:
+            tallies = tf.where(is_applied, tallies, 0.0)  # those of a good update count only with the others
+        return Outcome(is_applied, failed, tallies, self._diagnosis(done), tf.add_n(secs) if secs else None)
 
     def count_examples(self, batch: Batch, layout: BatchLayout) -> tf.Tensor:
         """Returns the number of examples in the step: over all workers if a loss scale needs it, else on this one."""
@@ -213,47 +198,27 @@ class TrainStep:
             return layout.sum_over_batches(self._strategy, examples)
         return examples
 
-    def compute(self, update: ForwardBackward, batch: Batch, layout: BatchLayout, examples: tf.Tensor) -> Summed:
-        """Runs an update's forward and backward pass on all replicas; returns the sums over all of them."""
-        fn = update if update.update.step_fn is None else functools.partial(call_step_fn, update)
+    def compute(self, update: ForwardBackward, batch: Batch, layout: BatchLayout, examples: tf.Tensor) -> Any:
+        """Runs an update's forward and backward pass on all replicas; returns the sums of each, as `reduce` takes them.
+
+        Args:
+            update: the pass.
+            batch: the global batch.
+            layout: its layout.
+            examples: how many it has, as `count_examples` returns them.
+        """
         with tensorflow_internals.all_reduce_without_graph_walks():
-            sums = self._strategy.run(functools.partial(fn, layout=layout), args=(batch, examples))
+            return self._strategy.run(self._passes[update.name], args=(batch, examples, layout))
+
+    def reduce(self, update: ForwardBackward, sums: Any) -> Sums:
+        """Adds up an update's sums over all replicas and workers, unless its `step_fn` has done so."""
+        with tensorflow_internals.all_reduce_without_graph_walks():
+            sums = self._strategy.run(self._passes[update.name].all_reduce, args=(sums,))
         return self.application.reduce(update, sums)
 
-    def check(self, update: ForwardBackward, sums: Summed) -> Gradients:
-        """Divides, unscales and clips an update's sums, if all of them are finite."""
-        gradients: Gradients = self.application.call(update, functools.partial(self._check_and_clip, update), sums)
-        return gradients
-
-    def gradients(self, update: ForwardBackward, batch: Batch, layout: BatchLayout) -> Gradients:
-        """Computes an update's gradients and checks them, outside of a step."""
-        return self.check(update, self.compute(update, batch, layout, self.count_examples(batch, layout)))
-
-    def _check_and_clip(self, update: ForwardBackward, summed: Summed) -> Gradients:
-        """Computes norm and factor of summed gradients, and whether all is finite; on a replica, or for all at once."""
-        add = self.application.sum_over_owners(update)
-        squares, norm, scale = norm_and_scale(summed.segments, summed.weight, add)
-        if self.inspect is not None:
-            self.inspect(update, summed.segments, scale)
-        finite = tf.math.is_finite(norm + summed.tallies[0])
-        for condition in (*summed.are_finite, *(tf.reduce_all(tf.math.is_finite(v)) for v in summed.replacements)):
-            finite &= condition
-        segments, scale, is_clipped = self._clipping.clip(update.packing, summed.segments, norm, scale, finite)
-        if self._clipping.value and add is not None:
-            is_clipped = add(tf.cast(is_clipped, tf.float32)) > 0
-        own_tallies = [norm, 1.0, *([tf.cast(is_clipped, tf.float32), 1.0] if self._clipping else [])]
-        if summed.noise is not None:
-            own_tallies += gradient_noise.estimates(summed.noise, summed.tallies[update.trace.divisor("loss")], norm)
-        return Gradients(
-            segments=segments,
-            squares=squares,
-            scale=tf.where(finite, scale, 0.0),
-            tallies=tf.concat([summed.tallies, own_tallies], 0),
-            finite=finite,
-            replacements=[tf.where(finite, *pair) for pair in zip(summed.replacements, update.replaced, strict=True)],
-            writes=summed.writes,
-            secs=summed.secs,
-        )
+    def sums(self, update: ForwardBackward, batch: Batch, layout: BatchLayout) -> Sums:
+        """Computes an update's sums outside of a step."""
+        return self.reduce(update, self.compute(update, batch, layout, self.count_examples(batch, layout)))
 
     def _commit_writes(self, update: ForwardBackward, gradients: Gradients, finite: Any) -> None:
         """Keeps what the forward pass wrote, averaged over the replicas, if the step is finite; else restores it."""
@@ -264,83 +229,78 @@ class TrainStep:
 
         self._strategy.run(commit, args=(finite, gradients.writes))
 
-    def _apply(
-        self,
-        update: ForwardBackward,
-        gradients: Gradients,
-        is_applied: Any,
-        is_over: tf.Tensor | None,
-        undo: list[Callable[..., None]],
-    ) -> tf.Tensor:
-        """Applies an update if the step counts so far, else undoes the earlier ones.
+    def apply(
+        self, update: ForwardBackward, gradients: Gradients, earlier: Sequence[Applied], is_over: tf.Tensor | None
+    ) -> Applied:
+        """Applies an update if the step counts so far, else restores what it and the earlier updates have changed.
 
         Args:
             update: the pass.
             gradients: of it.
-            is_applied: whether the step is finite so far, on each replica.
+            earlier: what the updates before it have done.
             is_over: as for `__call__`.
-            undo: what restores the values before each earlier update; gets what restores those before this one.
-
-        Returns:
-            Its tallies, `[2 * m]`; zeros if it was not applied.
         """
-        tallies = self._first(gradients.tallies)
-        apply = functools.partial(
-            self.application.apply, update, gradients.segments, gradients.scale, gradients.replacements
-        )
-        if not self.may_skip:
-            if is_over is None:
-                apply()
-            else:
-                with tf.device(HOST):  # which has long known it, as a forward and a backward pass were in between
-                    is_over = tf.identity(is_over)
-                tf.cond(is_over, lambda: None, apply)
-            return tallies
-        is_last = update is self.updates[-1]  # a later update may still fail, and take this one with it
-        before = None if is_last and not self.runs_ahead else self.application.read(update)
-        earlier = undo[::-1]  # the first one's values are the oldest
-
-        def restore(unless: Any = None) -> None:
-            self.application.restore(update, before, unless)
-            assign = functools.partial(variable_writes.assign, update.variables_of(gradients.writes))
-            self._strategy.run(assign, args=([change.before for change in gradients.writes.values()], unless))
-
-        undo.append(restore)
-        if self.runs_ahead:
-            apply()
-            self.application.restore(update, before, unless=is_applied)
-            return tf.where(self._first(is_applied), tallies, 0.0)
+        is_applied = gradients.finite
+        if earlier or is_over is not None:
+            so_far = earlier[-1].is_applied if earlier else tf.logical_not(is_over)
+            is_applied = self._strategy.run(tf.logical_and, args=(so_far, is_applied))
+        self._commit_writes(update, gradients, is_applied)
+        if self.histograms is not None:
+            self.histograms.record(update.name, *self.application.first((gradients.segments, gradients.scale)))
+        may_be_undone = self.runs_ahead or update is not self.updates[-1]  # by a later update that fails
+        changed = self.state.changed_by(update.update)
+        before = self.application.read_all(changed) if self.may_skip and may_be_undone else None
+        tallies = self.application.first(gradients.tallies)
 
         def applied() -> tf.Tensor:
-            apply()
+            self.application.apply(update, gradients)
             return tf.identity(tallies)
 
         def undone() -> tf.Tensor:
-            for restore_earlier in earlier:
-                restore_earlier()
+            for each in reversed(earlier):  # the first one's values are the oldest
+                self._undo(each)
             return tf.zeros_like(tallies)
 
-        return tf.cond(self._first(is_applied), applied, undone)
+        if not self.may_skip and is_over is not None:
+            with tf.device(HOST):  # which has long known it, as a forward and a backward pass were in between
+                is_over = tf.identity(is_over)
+            tf.cond(is_over, lambda: None, lambda: self.application.apply(update, gradients))
+        elif not self.may_skip:
+            self.application.apply(update, gradients)
+        elif self.runs_ahead:
+            self.application.apply(update, gradients)
+            self.application.assign_all(changed, before, unless=is_applied)
+            tallies = tf.where(self.application.first(is_applied), tallies, 0.0)
+        else:
+            tallies = tf.cond(self.application.first(is_applied), applied, undone)
+        return Applied(update, gradients, tallies, is_applied, before)
 
-    def _rescale(self, gradients: Sequence[Gradients], applied: tf.Tensor, is_over: tf.Tensor | None) -> tf.Tensor:
+    def _undo(self, applied: Applied, unless: Any = None) -> None:
+        """Restores what an update and its forward pass have changed, unless a condition of each replica holds."""
+        self.application.assign_all(self.state.changed_by(applied.update.update), applied.before, unless)
+        writes = applied.gradients.writes
+        assign = functools.partial(variable_writes.assign, applied.update.variables_of(writes))
+        self._strategy.run(assign, args=([change.before for change in writes.values()], unless))
+
+    def _rescale(self, done: Sequence[Applied], is_applied: tf.Tensor, is_over: tf.Tensor | None) -> tf.Tensor:
         """Adapts the loss scales; returns whether the step is an error. With a loss scale, one overflow is none."""
-        failed = tf.constant(False)
+        failures: list[tf.Tensor] = []
         by_scaler: dict[int, tuple[LossScaleOptimizer | None, list[tf.Tensor]]] = {}
-        for update, of_update in zip(self.updates, gradients, strict=True):
-            scaled = by_scaler.setdefault(id(update.loss_scaler), (update.loss_scaler, []))
-            scaled[1].append(self._first(of_update.finite))
+        for each in done:
+            scaled = by_scaler.setdefault(id(each.update.loss_scaler), (each.update.loss_scaler, []))
+            scaled[1].append(self.application.first(each.gradients.finite))
         for scaler, are_finite in by_scaler.values():
             is_finite = functools.reduce(tf.logical_and, are_finite)
             if scaler is not None:
-                scaler.update_scale(is_finite if is_over is None else is_finite | is_over, applied)
-                failed |= tf.convert_to_tensor(scaler.streak) <= -MAX_OVERFLOWS_AT_FLOOR
+                scaler.update_scale(is_finite if is_over is None else is_finite | is_over, is_applied)
+                failures.append(tf.convert_to_tensor(scaler.streak) <= -MAX_OVERFLOWS_AT_FLOOR)
             elif not self.skip_nonfinite:
-                failed |= ~is_finite
-        return failed
+                failures.append(~is_finite)
+        return functools.reduce(tf.logical_or, failures) if failures else tf.constant(False)
 
-    def _has_diverged(self, gradients: Sequence[Gradients], jump: float, is_over: tf.Tensor | None) -> tf.Tensor:
+    def _has_diverged(self, done: Sequence[Applied], jump: float, is_over: tf.Tensor | None) -> tf.Tensor:
         """Returns whether the loss of any update jumped, or is not finite."""
-        losses = tf.stack([self._first(of_update.tallies)[:2] for of_update in gradients])  # [U, 2]
+        losses = tf.stack([self.application.first(each.gradients.tallies)[:2] for each in done])  # [U, 2]
         totals, weights = tf.unstack(losses, axis=1)
         means = tf.math.divide_no_nan(totals, weights)
         has_weight = weights > 0 if is_over is None else (weights > 0) & ~is_over
@@ -348,15 +308,18 @@ class TrainStep:
         # A loss scale is not to blame for a loss that is not finite: it is computed before it is scaled.
         return has_diverged if self.skip_nonfinite else has_diverged | ~tf.reduce_all(tf.math.is_finite(means))
 
-    def _diagnosis(self, gradients: Sequence[Gradients]) -> tf.Tensor:
+    @property
+    def num_diagnosis_pieces(self) -> int:
+        """The length of `Outcome.diagnosis`."""
+        return 2 * len(self.updates) if self.may_fail else 0
+
+    def _diagnosis(self, done: Sequence[Applied]) -> list[tf.Tensor]:
         """Returns tallies and gradients of all updates for `diagnosis.explain`, if the step may be an error."""
-        if not self.may_fail:
-            return tf.zeros([0])
-        pieces = []
-        for update, of_update in zip(self.updates, gradients, strict=True):
-            segments, squares = tf.nest.map_structure(self._first, (of_update.segments, of_update.squares))
-            pieces += [self._first(of_update.tallies), update.packing.diagnosis(segments, squares)]
-        return tf.concat(pieces, 0)
+        pieces: list[tf.Tensor] = []
+        for update, gradients, *_ in done if self.may_fail else ():
+            segments, squares = self.application.first((gradients.segments, gradients.squares))
+            pieces += [self.application.first(gradients.tallies), update.packing.diagnosis(segments, squares)]
+        return pieces
 
 
 def loss_weight(step: TrainStep) -> int | None:
@@ -365,9 +328,8 @@ def loss_weight(step: TrainStep) -> int | None:
     return 2 * names.index("loss") + 1 if "loss" in names else None
 
 
-def _join_tallies(of_updates: Sequence[tf.Tensor], finite: tf.Tensor, may_skip: bool) -> tf.Tensor:
-    """Returns the tallies of all updates in one vector, zeros if the step is skipped."""
-    tallies = tf.concat(of_updates, 0)
-    if may_skip and len(of_updates) > 1:
-        tallies = tf.where(finite, tallies, 0.0)  # the tallies of a good update count only with the others
-    return tallies
+def _pass_of(update: ForwardBackward) -> Any:
+    """Returns what computes the sums of an update: its forward and backward pass, or the user's `step_fn`."""
+    if update.update.step_fn is None:
+        return update
+    return import_part("step_fn.gradient_step", "step_fn").StepFnPass(update)

@@ -30,7 +30,7 @@ import keras
 import tensorflow as tf
 
 from distloop.errors import user_line
-from distloop.graph_functions import BACKWARD_SCOPE, DRAWS_FROM_KERNEL, outermost, with_called
+from distloop.graph_functions import BACKWARD_SCOPE, DRAWS_FROM_KERNEL, outermost, reached, with_called
 from distloop.log import log
 from distloop.model.guards import SEED_ADVICE
 from distloop.model.state import TrainState
@@ -74,18 +74,8 @@ def find_origin(
     """
     bad = {id(tensor) for tensor, is_finite in zip(tensors, verdicts, strict=True) if not is_finite}
     position = {id(tensor): i for i, tensor in enumerate(tensors)}
-    origins: list[tf.Tensor] = []
-    seen: set[int] = set()
-    stack = [tensor for tensor in results if id(tensor) in bad]
-    while stack:
-        tensor = stack.pop()
-        if id(tensor) in seen:
-            continue
-        seen.add(id(tensor))
-        bad_inputs = [source for source in tensor.op.inputs if id(source) in bad]
-        stack += bad_inputs
-        if not bad_inputs:
-            origins.append(tensor)
+    ways = reached((t for t in results if id(t) in bad), lambda t: [i for i in t.op.inputs if id(i) in bad])
+    origins = [tensor for tensor in ways if not any(id(source) in bad for source in tensor.op.inputs)]
     return min(origins, key=lambda tensor: position[id(tensor)]).op if origins else None
 
 
@@ -166,14 +156,10 @@ def has_fixed_seed(op: tf.Operation) -> bool:
     """Returns whether an operation draws the same random numbers whenever it runs, as constants alone make its seed."""
     names = [argument.name for argument in op.op_def.input_arg]
     seed = next((name for name in ("seed", "key") if name in names), None)
-    stack, seen = [op.inputs[names.index(seed)].op] if seed and op.type.startswith("Stateless") else [], set()
-    while stack:
-        source = stack.pop()
-        if not source.inputs and source.type != "Const":
-            return False
-        stack += [tensor.op for tensor in source.inputs if tensor.op.name not in seen]
-        seen.add(source.name)
-    return bool(seen)
+    if seed is None or not op.type.startswith("Stateless"):
+        return False
+    ways = reached([op.inputs[names.index(seed)]], lambda tensor: tensor.op.inputs)
+    return all(tensor.op.inputs or tensor.op.type == "Const" for tensor in ways)
 
 
 def warn(train_step: TrainStep, graph: tf.Graph) -> None:

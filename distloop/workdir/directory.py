@@ -15,19 +15,21 @@ No other module of the loop knows that the part `bucket` is there.
 import contextlib
 import dataclasses
 import os
+import re
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from distloop import urls
 from distloop.installed import import_part
+from distloop.log import say_soon
 from distloop.settings.config import Config
 from distloop.urls import is_url, without_credentials
 from distloop.workdir import run_lock
-from distloop.workers import output
 
 EXIT_CODE = 74  # EX_IOERR of sysexits.h
 
+_CHECKPOINT = re.compile(r"\d+(\.(abandoned|diverged)(-\d+)?)?$")
 _CHECKS_PER_TIMEOUT = 10
 _TIMEOUTS = 3  # after the first a line is printed, after the last the process ends; a long fsync changes no size
 
@@ -35,12 +37,8 @@ _TIMEOUTS = 3  # after the first a line is printed, after the last the process e
 class Directory:
     """The workdir of a run, which the chief locks for all workers; on a disk, `send_to_hosts` has nothing to do.
 
-    It may be entered several times, one inside the other.
-
-    Attributes:
-        finish: waits until nothing is being written; called before the lock is released.
-        saved: returns the names of the run's checkpoints, to notice those that another process has made since this
-            one held the lock last; None: it is not noticed.
+    It may be entered several times, one inside the other. On a disk it notices the checkpoints that another process has
+    made since this one held the lock last.
     """
 
     def __init__(self, config: Config, workers: Any):
@@ -53,9 +51,7 @@ class Directory:
         self._url, self._root, self._workers = config.workdir, config.local_workdir, workers
         self._is_writer = bool(config.workdir) and workers.is_chief
         self._lock = run_lock.RunLock(self._root)
-        self.finish: Callable[[], None] = lambda: None
-        self.saved: Callable[[], Collection[str]] | None = None
-        self._seen: set[str] | None = None  # the names when this process recorded them last
+        self._seen: set[str] | None = None  # the checkpoints when this process recorded them last; None: it has not
         self._depth, self._held = 0, contextlib.ExitStack()
 
     def __enter__(self) -> None:
@@ -74,31 +70,24 @@ class Directory:
         self._depth += 1
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        """Waits until all files are written or uploaded, and releases the lock. All workers call it.
+        """Waits until all files are uploaded, and releases the lock. All workers call it.
 
         Raises:
-            OSError: if something could not be written or uploaded, unless another error ends the block.
+            OSError: if something could not be uploaded, unless another error ends the block.
         """
-        try:
-            self.finish()
-        except OSError:
-            if error is None:
-                raise
-        finally:
-            self._depth -= 1
-            if self._depth == 0:
-                with contextlib.suppress(run_lock.LockLost, OSError):
-                    self.verify()
-                    self.record_saved()
-                self._held.__exit__(kind, error, trace)
+        self._depth -= 1
+        if self._depth == 0:
+            with contextlib.suppress(run_lock.LockLost, OSError):
+                self.verify()
+                self.record_saved()
+            self._held.__exit__(kind, error, trace)
 
     def _begin(self, stack: contextlib.ExitStack) -> None:
         """Takes the lock, on the chief; what ends with the block is entered into a stack."""
         stack.enter_context(self._lock)
         others: list[str] = []
         with contextlib.suppress(OSError):  # a disk that cannot be read says so later
-            if self.saved is not None and self._seen is not None:
-                others = sorted(set(self.saved()) - self._seen)
+            others = sorted(self._saved() - self._seen) if self._seen is not None else []
         if others:
             raise ValueError(
                 f"Another process has saved {', '.join(others)} under workdir={self._url!r} since this one looked "
@@ -126,9 +115,14 @@ class Directory:
 
     def record_saved(self) -> None:
         """Records the names of the run's checkpoints: this process knows of them."""
-        if self._is_writer and self.saved is not None:
+        if self._is_writer and self._url == self._root:
             with contextlib.suppress(OSError):
-                self._seen = set(self.saved())
+                self._seen = self._saved()
+
+    def _saved(self) -> set[str]:
+        """Returns the names of all checkpoints, with those that were renamed as the run has gone back."""
+        folder = os.path.join(self._root, "checkpoints")
+        return set(filter(_CHECKPOINT.match, os.listdir(folder) if os.path.isdir(folder) else ()))
 
     def verify(self) -> None:
         """Checks that the chief still holds the lock, as `RunLock.verify`; other workers write nothing."""
@@ -261,7 +255,7 @@ class DiskWatch:
             if num_checks == _CHECKS_PER_TIMEOUT:
                 end_secs = _TIMEOUTS * self._hang_timeout
                 reason = reason.format(self._hang_timeout)
-                output.say(f"distloop: {reason}. Does the disk answer? After {end_secs:g} seconds this process ends.")
+                say_soon(f"{reason}. Does the disk answer? After {end_secs:g} seconds this process ends.")
             elif num_checks >= _TIMEOUTS * _CHECKS_PER_TIMEOUT:
                 self._end(f"{reason.format(_TIMEOUTS * self._hang_timeout)}: the disk does not answer")
                 return
@@ -276,7 +270,7 @@ class DiskWatch:
 
     def _end(self, reason: str) -> None:
         threading.Timer(5.0, os._exit, [EXIT_CODE]).start()  # telling the others may wait for a device
-        output.say(f"distloop: {reason}. This process ends.")
+        say_soon(f"{reason}. This process ends.")
         self._fail(reason)
         os._exit(EXIT_CODE)
 

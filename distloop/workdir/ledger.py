@@ -32,6 +32,8 @@ KINDS = (*HELD, *ESTIMATED)
 # Bytes of the first worker's devices: of variables as they are placed, and what `--memory` estimated.
 Memory = dict[str, dict[str, int]]
 
+ENERGY = "energy_kwh"  # of all GPUs, over all starts
+
 STEPS, STEPS_TWICE = "steps", "steps done twice"
 
 _recorded: set[int] = set()  # processes that have recorded a start: a fork is another one
@@ -58,7 +60,7 @@ def record_start(
         devices: of all workers.
         kind: "GPU" or "CPU".
         restore_secs: how long restoring a checkpoint took; None: none was restored.
-        position: in the data, as `Source.save_position`; None: unknown.
+        position: in the data, as `Source.position`; None: unknown.
 
     Raises:
         OSError: if it cannot be written.
@@ -90,7 +92,7 @@ def last_start(workdir: str) -> dict[str, Any]:
     return {}
 
 
-def record_progress(workdir: str, *, time: float, step: int, secs: Mapping[str, float]) -> None:
+def record_progress(workdir: str, *, time: float, step: int, secs: Mapping[str, float], **energy: float) -> None:
     """Writes how far this start of a run has come, in place of what was written before.
 
     Args:
@@ -98,17 +100,23 @@ def record_progress(workdir: str, *, time: float, step: int, secs: Mapping[str, 
         time: Unix, seconds.
         step: the global step.
         secs: the seconds of this start until now by phase, as `Clock.seconds`.
+        **energy: `energy_kwh`, over all starts; none if it is unknown.
 
     Raises:
         OSError: if it cannot be written.
     """
-    records.replace_json(os.path.join(workdir, PROGRESS), {"time": time, "step": step, "secs": dict(secs)})
+    records.replace_json(os.path.join(workdir, PROGRESS), {"time": time, "step": step, "secs": dict(secs), **energy})
 
 
 def read_progress(workdir: str, warn: Callable[[str], None] = log.warning) -> dict[str, Any] | None:
     """Returns what was recorded last; None if there is nothing, or it cannot be read."""
     path = os.path.join(workdir, PROGRESS)
     return records.read_json(path, instead="how far the last start came is unknown", warn=warn)
+
+
+def energy_before(start: Mapping[str, Any]) -> float:
+    """Returns the energy in kWh that the GPUs of all starts before one took, as these recorded it; 0: none did."""
+    return _number(_as_dict(start.get("progress")), ENERGY, 0.0)
 
 
 def device_hours(starts: Sequence[Mapping[str, Any]], last_time: float) -> float | None:

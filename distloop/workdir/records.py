@@ -74,11 +74,15 @@ GROUPS = {
         "cpu_utilization": "The fraction of the first worker's cores that its process has used; without GPUs.",
         "gpu_utilization": "The fraction of the last second in which a GPU computed, by NVIDIA's driver; the mean.",
         "gpu_memory_gb": "The memory in use on a GPU by all processes, in gigabytes; the largest.",
+        "gpu_watts": "The power that the GPUs of all workers take, by NVIDIA's driver, in watts; the sum.",
+        "gpu_temperature": "The temperature of the hottest GPU, by NVIDIA's driver, in degrees Celsius.",
+        "energy_kwh": "The energy that the GPUs of all workers took over all starts of the run, in kilowatt-hours.",
         "device_busy_share": "The fraction of the profiled time in which a device of the pipeline computed.",
     },
 }
 
 IN_EACH_ROW = frozenset({"step", "time"})  # beside its numbers, which need other names
+OF_GPUS = ("gpu_utilization", "gpu_memory_gb", "gpu_watts", "gpu_temperature", "energy_kwh")
 # Measurements of time and memory: they differ between runs that compute the same.
 OF_THE_MACHINE = frozenset({*GROUPS["speed"], *GROUPS["system"]})
 # Numbers about the run rather than the model: written to files, not shown on the console and in reports.
@@ -387,12 +391,3 @@ def as_number(value: Any) -> float:
         return float(value) if isinstance(value, (int, float)) else float("nan")
     except OverflowError:  # an integer of more than 308 digits
         return float("nan")
-
-
-def without_nan(value: Any) -> Any:
-    """Returns a value of JSON with null in place of numbers that are not finite, as a file of a run may hold them."""
-    if isinstance(value, dict):
-        return {name: without_nan(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [without_nan(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

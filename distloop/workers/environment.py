@@ -1,26 +1,22 @@
-"""The workers of a run, read from TF_CONFIG or the variables of a Slurm step; cores and free ports of this machine.
+"""The workers of a run, read from TF_CONFIG or the variables of a Slurm step, and the cores of this process.
 
     cluster = environment.find_cluster()        # None: this process is alone
     cluster.addresses, cluster.index            # ("n8:10000", "n9:10001"), 0
     secret = environment.find_secret()          # "" without DISTLOOP_SECRET
-    environment.split_cores(2)                  # [[0, 8, 1, 9, ...], [4, 12, 5, 13, ...]]: whole physical cores
 
 It does not know what the workers do, nor whether they can be reached.
 """
 
-import contextlib
 import dataclasses
 import ipaddress
-import itertools
 import json
 import os
-import random
 import re
-import socket
 from typing import Any
 
+from distloop.installed import import_part
+
 _MIN_SECRET_CHARS = 16
-_TOPOLOGY = "/sys/devices/system/cpu/cpu{core}/topology/{name}"  # Linux
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,11 +69,6 @@ def split_address(address: str) -> tuple[str, int]:
     return host, port
 
 
-def has_other_tasks() -> bool:
-    """Returns whether a scheduler has started this command several times, as tasks of Slurm or pods of Kubernetes."""
-    return "JOB_COMPLETION_INDEX" in os.environ or int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1
-
-
 def find_cluster() -> Cluster | None:
     """Returns the cluster that TF_CONFIG or a Slurm step of several tasks describes; None for a process on its own.
 
@@ -93,7 +84,10 @@ def find_cluster() -> Cluster | None:
                 'like {"cluster": {"worker": ["host:port", ...]}, "task": {"type": "worker", "index": 0}}; '
                 "distloop.launch makes it."
             ) from None
-    return _read_slurm_step() if int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1 else None
+    if int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) <= 1:
+        return None
+    cluster: Cluster = import_part("launcher.machine", "SLURM_STEP_NUM_TASKS").read_slurm_cluster()
+    return cluster
 
 
 def _read_tf_config(tf_config: Any) -> Cluster | None:
@@ -116,61 +110,6 @@ def _read_tf_config(tf_config: Any) -> Cluster | None:
     return Cluster((*chiefs, *workers), int(index) + (len(chiefs) if kind == "worker" else 0))
 
 
-def _read_slurm_step() -> Cluster:
-    """Returns the cluster of the tasks of this Slurm step, in Slurm's order.
-
-    TensorFlow's own resolver sorts hosts as text (n10 before n9) and requires GPUs.
-    """
-    hosts = _expand_hosts(os.environ.get("SLURM_STEP_NODELIST", ""))
-    runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))  # 2(x3),1
-    counts = [int(count) for count, times in runs for _ in range(int(times or 1))]
-    nodes = [(node, i) for node, count in enumerate(counts) for i in range(count)]  # by task
-    if os.environ.get("SLURM_DISTRIBUTION", "").startswith("cyclic"):
-        nodes.sort(key=lambda pair: pair[::-1])
-    names = ("STEP_NUM_TASKS", "PROCID", "NODEID", "LOCALID")
-    count, index, node, local = (int(os.environ.get(f"SLURM_{name}", "-1")) for name in names)
-    is_known = len(hosts) == len(counts) and 0 <= index < len(nodes) == count and nodes[index] == (node, local)
-    if not is_known or os.environ.get("SLURMD_NODENAME", hosts[node]) != hosts[node]:
-        values = {name: os.environ.get(f"SLURM_{name}") for name in (*names, "STEP_NODELIST", "STEP_TASKS_PER_NODE")}
-        raise ValueError(
-            f"{', '.join(f'SLURM_{name}={value}' for name, value in values.items())} do not say which task runs "
-            "where: start all tasks by one srun --distribution=block, or set TF_CONFIG."
-        )
-    ports = _choose_slurm_ports(max(counts))
-    return Cluster(tuple(f"{hosts[node]}:{ports[i]}" for node, i in nodes), index)
-
-
-def _choose_slurm_ports(count: int) -> list[int]:
-    """Returns `count` ports, the same on all nodes of this Slurm step, and others than those of other steps.
-
-    They are those that Slurm reserved, or else a block that job and step choose, below the range from which the system
-    picks ports. Jobs next to each other are far apart (multiplicative hashing by the golden ratio: Knuth, The Art of
-    Computer Programming 3, 6.4), so that each may have many steps; with one task a node, jobs 22,768 apart collide.
-    """
-    reserved = [int(port) for port in _expand_numbers(os.environ.get("SLURM_STEP_RESV_PORTS", ""))]
-    if len(reserved) >= count:
-        return reserved[:count]
-    size = 2 ** (count - 1).bit_length()
-    blocks = 22_768 // size
-    job, step = (int(os.environ.get(f"SLURM_{name}", "0")) for name in ("JOB_ID", "STEP_ID"))
-    first = 10_000 + (job * (round(0.618034 * blocks) | 1) + step) % blocks * size
-    return list(range(first, first + count))
-
-
-def _expand_hosts(text: str) -> list[str]:
-    """Returns the hosts of a Slurm node list: `n[08-10,12]-ib,m1` has five."""
-    hosts: list[str] = []
-    for item in re.findall(r"(?:\[[^]]*\]|[^,[])+", text):
-        pieces = re.findall(r"\[[^]]*\]|[^[]+", item)
-        hosts += map("".join, itertools.product(*(_expand_numbers(p) if p[0] == "[" else [p] for p in pieces)))
-    return hosts
-
-
-def _expand_numbers(text: str) -> list[str]:
-    ends = re.findall(r"(\d+)(?:-(\d+))?", text)
-    return [str(n).zfill(len(first)) for first, last in ends for n in range(int(first), int(last or first) + 1)]
-
-
 def check_gpus_of_tasks(num_visible_gpus: int) -> None:
     """Checks that the tasks of a Slurm step on this node do not share GPUs, which NCCL does not allow.
 
@@ -189,50 +128,3 @@ def check_gpus_of_tasks(num_visible_gpus: int) -> None:
 def count_cores() -> int:
     """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def choose_ports(count: int) -> list[int]:
-    """Returns random free ports of this host.
-
-    They are below the range from which the system picks ports: TensorFlow listens seconds from now, and until then such
-    a port may go to any connection, even to that of a worker that tries to reach it. Programs
-    that start at once with one seed choose different ports.
-    """
-    return list(itertools.islice(filter(is_free, random.SystemRandom().sample(range(10_000, 32_768), 5_000)), count))
-
-
-def is_free(port: int) -> bool:
-    """Returns whether nobody listens on a port, on any address of this host."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as TensorFlow: closed connections do not count
-        try:
-            probe.bind(("", port))  # on every address, as TensorFlow does
-        except OSError:
-            return False
-        return True
-
-
-def split_cores(groups: int, size: int | None = None) -> list[list[int]]:
-    """Returns the cores of each group, neighbours together; cores left over belong to no group.
-
-    Args:
-        groups: number of groups.
-        size: cores in each group; None: as many as possible.
-
-    Returns:
-        Core numbers by group; empty lists if the system cannot bind a process to cores.
-    """
-    if not hasattr(os, "sched_setaffinity"):
-        return [[]] * groups
-    cores = sorted(os.sched_getaffinity(0), key=_core_position)
-    size = len(cores) // groups if size is None else size
-    return [cores[i * size : (i + 1) * size] for i in range(groups)]
-
-
-def _core_position(core: int) -> tuple[int, ...]:
-    """Returns the position of a core: package, physical core, thread."""
-    position = []
-    for name in ("physical_package_id", "core_id"):
-        with contextlib.suppress(OSError), open(_TOPOLOGY.format(core=core, name=name)) as file:
-            position.append(int(file.read()))
-    return (*position, core)

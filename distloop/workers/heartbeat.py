@@ -22,8 +22,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NoReturn
 
-from distloop.log import reason_of
-from distloop.workers import liveness, output
+from distloop.log import reason_of, say_soon
+from distloop.workers import liveness
 from distloop.workers.liveness import Beat, explain_difference, find_failure, read_beat, shorten
 from distloop.workers.star import Star
 
@@ -32,6 +32,7 @@ EXIT_CODE = 76  # EX_PROTOCOL of sysexits.h, "remote error": another worker was 
 _SEND_SECS = 0.5
 _LAST_MESSAGE_SECS = 0.5  # for the others to hear why, and for the worker that failed to end first
 _SAVE_SECS = 60.0  # for a checkpoint that is being written
+_END_SECS = 10.0  # at exit, for a thread that reads the step: on a busy machine it takes a while
 _LEAVE_SECS = 600.0  # that a worker waits for the others at the end of its program, without a hang_timeout
 
 
@@ -105,7 +106,7 @@ class Heartbeat:
                     "addresses of all by TCP, or set a longer start_timeout."
                 )
             if now >= next_line:
-                output.say(f"distloop: waiting for {missing}{f'; {causes}' if causes else ''}.", 0.1)
+                say_soon(f"waiting for {missing}{f'; {causes}' if causes else ''}.", 0.1)
                 next_line += 30
             time.sleep(0.05)
         self._timeouts = hang_timeout, start_timeout
@@ -155,14 +156,14 @@ class Heartbeat:
         """Ends the threads at exit: one that reads the step would call TensorFlow while the process takes it down."""
         self._has_ended.set()
         for thread in self._threads:
-            thread.join(_LAST_MESSAGE_SECS)
+            thread.join(_END_SECS)
 
     def _wait_for_verdict(self) -> None:
         """Waits after an error of TensorFlow's collectives: once it is known who failed, the process ends."""
         time.sleep(2 * liveness.SILENT_SECS)
         with self._lock:
             workers = liveness.describe_all(self._beats, time.monotonic())
-        output.say(f"distloop: this error of TensorFlow's is about the other workers; {workers}.")
+        say_soon(f"this error of TensorFlow's is about the other workers; {workers}.")
 
     def _read_steps(self) -> None:
         while not self._has_ended.wait(_SEND_SECS / 5):
@@ -247,8 +248,8 @@ class Heartbeat:
         try:
             self._finish("failed", shorten(reason, 400))
             here = f"worker {self._index} (step {self._last_step}, {self.phase})"
-            line = f"distloop: {reason}{'' if reason.endswith('?') else '.'} So {here} ends, too."
-            output.say("\n".join([line, *([_stacks(), line] if with_stacks else [])]))
+            line = f"{reason}{'' if reason.endswith('?') else '.'} So {here} ends, too."
+            say_soon("\n".join([line, *([_stacks(), f"distloop: {line}"] if with_stacks else [])]))
             deadline = time.monotonic() + _SAVE_SECS
             time.sleep(_LAST_MESSAGE_SECS)
             for thread in threading.enumerate():

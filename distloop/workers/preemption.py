@@ -19,12 +19,15 @@ import time
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from distloop.workers import heartbeat, messages, output
+from distloop.atomic_files import start_ticks
+from distloop.log import say_soon
+from distloop.workers import heartbeat, messages
 
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: run the same command again
 
 SAVES = "saving after this step"
 _ONE_SIGNAL_SECS = 1.0
+_CHECK_SECS = 0.5  # from one look at the process that called this one to the next
 _WORDS: dict[int, tuple[str, str]] = {signal.SIGTERM: ("Send", "SIGTERM"), signal.SIGINT: ("Press", "Ctrl-C")}
 
 _live: list["StopRequests"] = []  # those that are entered, the outermost first: all runs stop for one signal
@@ -51,6 +54,32 @@ class OtherFailed(Interrupted):
     """Raised when another worker has failed, and waits until all have saved the run."""
 
     exit_code = heartbeat.EXIT_CODE
+
+
+def end_with(parent: int, grace_secs: float = 5.0) -> None:
+    """Sends this process SIGTERM when its caller has ended, however that ended, and SIGKILL after `grace_secs`.
+
+    There may be others between the two, such as a shell or a fork server, and they may end before.
+
+    Args:
+        parent: the number of the caller.
+        grace_secs: from SIGTERM to SIGKILL.
+
+    Raises:
+        ValueError: if there is no such process.
+    """
+    start = start_ticks(parent)
+    if start is None:
+        raise ValueError(f"parent={parent} is no process of this machine: give the caller's number, or leave it out.")
+
+    def watch() -> None:
+        while start_ticks(parent) == start:
+            time.sleep(_CHECK_SECS)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(grace_secs)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="distloop-parent", daemon=True).start()
 
 
 @contextlib.contextmanager
@@ -140,14 +169,14 @@ class StopRequests:
                 requests._signal = f"by {name}"
             messages.send(leaves=True)
             if self._may_quit:
-                output.say(f"distloop: Stopping: {(_live or [self])[-1].plan}. {verb} {name} again to quit now.", 0.1)
+                say_soon(f"Stopping: {(_live or [self])[-1].plan}. {verb} {name} again to quit now.", 0.1)
         os.close(read_end)
 
 
 def _leave(code: int) -> NoReturn:
     """Ends the process within a second, whether somebody reads its output or not."""
     threading.Timer(1.0, os._exit, [code]).start()
-    output.say("distloop: quitting now, without saving.")
+    say_soon("quitting now, without saving.")
     sys.stdout.flush()
     os._exit(code)
 

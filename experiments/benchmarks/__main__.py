@@ -2,6 +2,7 @@
 
     make bench                                      # what this commit and machine lack; 40 minutes on 2 cores in all
     make bench FLAGS="--workloads=tiny --replicas=1,2 --only=training"             # a part, once more
+    make bench FLAGS="--only=scaling --devices=1,2,4"     # `scaling`, a page of its own: more devices, larger models
 
 Every workload and place is measured in a fresh process of 10 minutes at most, in which the systems take turns, and kept
 at once: a run that was stopped goes on. The page is written when it is whole. This process does not import TensorFlow.
@@ -16,7 +17,7 @@ from typing import Any
 
 from absl import app, flags
 
-from experiments.benchmarks import goals, kept, page, peers, pictures, processes, with_orbit
+from experiments.benchmarks import goals, kept, page, peers, pictures, processes, scaling, with_orbit
 
 WORKLOADS = list(dict.fromkeys(name for name, _ in goals.STEPS))
 SYSTEMS = list(page.TITLES)
@@ -27,13 +28,14 @@ MORE_ROUNDS = {"conv": 3, "lm": 2}  # systems differ by a few percent only
 KERAS_FAILS = "fit fails under MultiWorkerMirroredStrategy"
 KERAS50_FAILS = "steps_per_execution above 1 crashes under MirroredStrategy"
 KERAS50_TAKES_LONG = "50 steps of mlp41m are longer than all turns together"
+LOOP_FAILS = "XLA compiles the loop of one device, without convolutions"
 SCAN_TAKES_LONG = "a step of conv in a scan takes a quarter of a second on a CPU"
 PAGE = pathlib.Path(__file__).with_name("RESULTS.md")
 
 _WORKLOADS = flags.DEFINE_list("workloads", WORKLOADS, "Workloads to measure.")
 _REPLICAS = flags.DEFINE_list("replicas", ["1", "2", "4"], "Numbers of replicas to measure.")
 _SYSTEMS = flags.DEFINE_list("systems", SYSTEMS, "Systems to measure.")
-_ONLY = flags.DEFINE_list("only", list(page.PARTS), "Parts to measure.")
+_ONLY = flags.DEFINE_list("only", list(page.PARTS), "Parts to measure; or `scaling` or `around` alone.")
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Turns per system.", lower_bound=1)
 _TURN_SECS = flags.DEFINE_float("turn_secs", 0.4, "Approximate seconds per turn.", lower_bound=0)
 
@@ -94,31 +96,36 @@ def training(workload: str) -> list[Cell]:
     for replicas in map(int, _REPLICAS.value):
         missing = {"keras50": KERAS50_TAKES_LONG} if workload == "mlp41m" else {}
         missing |= {"keras50": KERAS50_FAILS} if replicas > 1 else {}
+        missing |= {"distloop_loop": LOOP_FAILS} if replicas > 1 or workload == "conv" else {}
         which = systems(page.TENSORFLOW, missing)
         cells.append(a_cell("training", workload, replicas=replicas, **which, **chosen_turns(workload)))
     return cells
 
 
 def others(workload: str) -> list[Cell]:
-    missing = {"scan": SCAN_TAKES_LONG} if workload == "conv" else {}
-    counts = [n for n in (1, 2) if str(n) in _REPLICAS.value and workload != "mlp41m"]
-    which = systems(page.PEERS, missing) if counts else {}
-    return [a_cell("peers", workload, replicas=n, **which, **chosen_turns(workload)) for n in counts]
+    counts, cells = [n for n in (1, 2) if str(n) in _REPLICAS.value and workload != "mlp41m"], []
+    for count in counts:
+        missing = {"scan": SCAN_TAKES_LONG} if workload == "conv" else {}
+        missing |= {"distloop_loop": LOOP_FAILS} if count > 1 or workload == "conv" else {}
+        which = systems(page.PEERS, missing)
+        cells.append(a_cell("peers", workload, replicas=count, **which, **chosen_turns(workload)))
+    return cells
 
 
 def workers(workload: str) -> list[Cell]:
     if workload == "mlp41m":
         return []
-    which = systems(page.TENSORFLOW, {"keras": KERAS_FAILS, "keras50": KERAS_FAILS})
+    missing = {"keras": KERAS_FAILS, "keras50": KERAS_FAILS, "distloop_loop": LOOP_FAILS}
+    which = systems(page.TENSORFLOW, missing)
     return [a_cell("workers", workload, workers=2, **which)]
 
 
-def scaling(workload: str) -> list[Cell]:
+def two_workers(workload: str) -> list[Cell]:
     """Returns one worker, and two workers with the same batch each."""
     which = {"systems": [name for name in ("handloop", "distloop") if name in _SYSTEMS.value]}
     which["turn_secs"] = 2 * _TURN_SECS.value
-    counts = (1, 2) if workload in goals.SCALING else ()
-    return [a_cell("scaling", workload, workers=count, batches=count, **which) for count in counts]
+    counts = (1, 2) if workload in goals.TWO_WORKERS else ()
+    return [a_cell("two_workers", workload, workers=count, batches=count, **which) for count in counts]
 
 
 def monitoring(workload: str) -> list[Cell]:
@@ -142,7 +149,8 @@ def saves(workload: str) -> list[Cell]:
 
 def starts(workload: str) -> list[Cell]:
     counts = [n for name, n in STARTED if name == workload and str(n) in _REPLICAS.value]
-    which = systems([name for name in page.TENSORFLOW if name not in ("bare", "keras50")], {}) if counts else {}
+    started = [name for name in page.TENSORFLOW if name not in ("bare", "keras50", "distloop_loop")]
+    which = systems(started, {}) if counts else {}
     return [a_cell("start", workload, replicas=n, **which) for n in counts]
 
 
@@ -162,7 +170,7 @@ CELLS = {
     "training": training,
     "peers": others,
     "workers": workers,
-    "scaling": scaling,
+    "two_workers": two_workers,
     "monitoring": monitoring,
     "calls": calls,
     "saves": saves,
@@ -171,6 +179,13 @@ CELLS = {
 
 
 def main(_):
+    if _ONLY.value == ["scaling"]:
+        scaling.main(_ROUNDS.value, _TURN_SECS.value)
+        return
+    if _ONLY.value == ["around"]:
+        for name in _WORKLOADS.value:
+            print(page.around_step(name, processes.run_cell(a_cell("around", name))), flush=True)
+        return
     for flag, allowed in ((_WORKLOADS, WORKLOADS), (_ONLY, CELLS), (_SYSTEMS, SYSTEMS)):
         if not set(flag.value) <= set(allowed):
             raise app.UsageError(f"--{flag.name} is {','.join(flag.value)}; choose from {','.join(allowed)}.")

@@ -31,6 +31,8 @@ class Systems:
         self.settings = spec.get("settings", {})
         tf.keras.config.set_dtype_policy(self.settings.get("precision") or "float32")  # of the other systems
         self.batch_size = self.workload.global_batch_size(self.replicas) * spec.get("batches", 1)
+        if "rows" in spec:  # of each replica
+            self.batch_size = spec["rows"] * self.replicas
 
     @functools.cached_property
     def strategy(self) -> tf.distribute.Strategy:
@@ -59,6 +61,12 @@ class Systems:
             from experiments.benchmarks import with_distloop
 
             return with_distloop.Fit(self.trainer, self.workload, self.batch_size)
+        if name == "distloop_loop":
+            from experiments.benchmarks import with_distloop
+
+            workdir, settings = os.path.join(self.workdir, name), {**self.settings, "jit_compile": "loop"}
+            trainer = with_distloop.make_trainer(self.workload, self.replicas, workdir, **settings)
+            return with_distloop.Fit(trainer, self.workload, self.batch_size)
         from experiments.benchmarks import with_keras
 
         steps, is_compiled = 50 if name == "keras50" else 1, self.settings.get("jit_compile", False)
@@ -78,6 +86,20 @@ def measure_training(systems: Systems, spec: dict) -> dict:
         _ = systems.strategy  # virtual CPUs must exist before TensorFlow starts
     made = {name: systems.make(name) for name in spec["systems"]}
     return {"times": turns.take_turns(made, spec["rounds"], spec["turn_secs"], systems.agree)}
+
+
+def measure_scaling(systems: Systems, spec: dict) -> dict:
+    """Returns seconds per step and per reduction in each round, and the number of trainable weights."""
+    from experiments.benchmarks import scaling
+
+    fit = systems.make("distloop")
+    fit.call(1)  # makes the model and the strategy
+    shapes = [variable.shape.as_list() for variable in systems.trainer.model.trainable_variables]
+    made = {"distloop": fit} | (
+        {"reduction": scaling.reduction(systems.trainer.strategy, shapes)} if systems.replicas > 1 else {}
+    )
+    times = turns.take_turns(made, spec["rounds"], spec["turn_secs"], systems.agree)
+    return {"times": times, "weights": sum(int(np.prod(shape)) for shape in shapes)}
 
 
 def measure_monitoring(systems: Systems, spec: dict) -> dict:
@@ -119,6 +141,13 @@ def measure_saves(systems: Systems, spec: dict) -> dict:
     return saves.measure(systems.workload, systems.workdir, spec["rounds"])
 
 
+def measure_around(systems: Systems, spec: dict) -> dict:
+    """Returns CPU seconds per step in each round, of loops by hand and of distloop."""
+    from experiments.benchmarks import around_step
+
+    return around_step.measure(systems.workload, systems.workdir, spec["rounds"], spec["turn_secs"])
+
+
 def measure_start(systems: Systems, spec: dict) -> dict:
     """Trains the first step; the parent process takes the time."""
     systems.make(spec["systems"][0]).first_step(lambda: print("done", file=sys.__stdout__, flush=True))
@@ -129,10 +158,12 @@ PARTS = {
     "training": measure_training,
     "peers": measure_training,
     "workers": measure_training,
-    "scaling": measure_training,
+    "two_workers": measure_training,
+    "scaling": measure_scaling,
     "monitoring": measure_monitoring,
     "calls": measure_calls,
     "saves": measure_saves,
+    "around": measure_around,
     "start": measure_start,
 }
 

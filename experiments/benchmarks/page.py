@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from experiments.benchmarks import goals, turns
 
@@ -20,12 +21,13 @@ TITLES = {
     "torch": "PyTorch",
     "torch_compiled": "PyTorch, compiled",
     "lightning": "Lightning",
+    "distloop_loop": "distloop, loop compiled by XLA",
     "distloop": "**distloop**",
 }
 PAIR = ("distloop", "keras")
-TENSORFLOW = ("bare", "handloop", "hand", "orbit", "keras", "keras50", "distloop")
+TENSORFLOW = ("bare", "handloop", "hand", "orbit", "keras", "keras50", "distloop_loop", "distloop")
 PEERS = tuple(name for name in TITLES if name not in ("handloop", "hand", "keras50"))
-PARTS = ("training", "peers", "workers", "scaling", "monitoring", "calls", "saves", "start")
+PARTS = ("training", "peers", "workers", "two_workers", "monitoring", "calls", "saves", "start")
 BASES = ("bare", "handloop")  # systems that steps are compared with
 NONE = "-"
 
@@ -35,6 +37,18 @@ Times = Mapping[str, Sequence[float]]  # seconds of each round, by system
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def around_step(workload: str, cell: Mapping[str, Any]) -> str:
+    """Returns the least CPU time of each system of `around_step`, and what is more than in the one before."""
+    if "failed" in cell:
+        return f"{workload}: {cell['failed']}"
+    least = {system: 1e6 * min(times) for system, times in cell["times"].items()}
+    rows, systems = [], sorted(least, key=lambda system: system.startswith("fit"))
+    for before, system in zip([systems[0], *systems], systems, strict=False):
+        numbers = [f"{least[system]:.1f}", f"{least[system] - least[before]:+.1f}"]
+        rows.append([system, *numbers, cell["buys"].get(system.removeprefix("by hand, "), "")])
+    return f"\n{workload}\n\n" + table(["", "CPU us a step", "more", "what it buys"], rows)
 
 
 def ratio(number: float | None) -> str:
@@ -178,11 +192,11 @@ def against_table(cells: Sequence[Mapping], base: str, kinds: Mapping[str, goals
     return table([*header, "goal", "reached"], rows)
 
 
-def scaling_table(cells: Sequence[Mapping]) -> str:
+def two_workers_table(cells: Sequence[Mapping]) -> str:
     """Returns the table of the speed of each of two workers over that of one alone."""
     secs = {(cell["workload"], cell["place"]): cell["times"] for cell in cells}
     rows = []
-    for workload, target in goals.SCALING.items():
+    for workload, target in goals.TWO_WORKERS.items():
         one, two = secs.get((workload, "1 worker")), secs.get((workload, "2 workers"))
         if one and two:
             kept = {name: statistics.median(one[name]) / statistics.median(two[name]) for name in one if name in two}
@@ -204,7 +218,7 @@ def render(measured: Sequence[Mapping], noisy: float) -> str:
     sections = [
         ("Training step", STEPS, steps, steps_table),
         ("Other frameworks", OTHERS, cells["peers"], peers_table),
-        ("Two workers, the same batch for each", SCALING, cells["scaling"], scaling_table),
+        ("Two workers, the same batch for each", TWO_WORKERS, cells["two_workers"], two_workers_table),
         ("Monitoring", MONITORING, cells["monitoring"], monitoring_table),
         ("`evaluate`", EVALUATE, calls, lambda cells: speeds_table(cells, "evaluate", goals.EVALUATE)),
         ("`predict`", PREDICT, calls, lambda cells: speeds_table(cells, "predict", goals.PREDICT)),
@@ -238,7 +252,7 @@ process of its own. *bare* is a compiled loop of TensorFlow over constant data, 
 on TensorFlow. JAX calls Keras's model and Adam without state. Two replicas are two virtual CPUs of TensorFlow and of
 JAX, and two processes of PyTorch.
 """
-SCALING = """\
+TWO_WORKERS = """\
 The speed of each of two workers over that of one alone, with one core and a whole batch (64; lm: 16) each: 1.0 is
 ideal.
 """

@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import time
 from collections.abc import Callable
 
 import keras
@@ -54,7 +53,7 @@ class Fit(System):
 
     def steps_secs(self, steps: int) -> float:
         times = []
-        self.call(steps + 1, (self._after_first_step(lambda: times.append(time.perf_counter())),))
+        self.call(steps + 1, (self._after_first_step(lambda: times.append(self.clock())),))
         return times[-1] - times[0]
 
     def first_step(self, done: Callable[[], None]) -> None:

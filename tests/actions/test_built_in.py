@@ -1,6 +1,8 @@
 """The actions of each run: what it read, its goodput, its use of devices, and whether its replicas are equal."""
 
 import contextlib
+import json
+import re
 import sys
 import time
 import types
@@ -12,11 +14,12 @@ import tensorflow as tf
 
 import distloop
 from distloop import report
+from distloop.actions import built_in
 from distloop.actions.built_in import DataSeen, Goodput, Utilization
 from distloop.data.source import Source
 from distloop.distributed import devices
 from distloop.model import memory
-from distloop.model.saved_state import checksum
+from distloop.model.saved_state import ReplicaComparison, checksum
 from distloop.training.action import Report
 from distloop.workdir import ledger
 from distloop.workers import environment
@@ -79,19 +82,25 @@ def test_a_run_that_failed_counts_repeated_steps_and_each_second_once(tmp_path, 
     def fall(report):
         raise SystemExit
 
-    fall.every = 14
-    for actions, ending in (([fall], pytest.raises(SystemExit)), ([], contextlib.nullcontext())):
+    def pause(report):
+        time.sleep(0.05)
+
+    fall.every, pause.every = 14, 20
+    for actions, ending in (([fall], pytest.raises(SystemExit)), ([pause], contextlib.nullcontext())):
         trainer = distloop.Trainer(classifier(), on(1, workdir=str(tmp_path), checkpoint_every=10, log_every=2))
         with ending:
             trainer.fit(distloop.make_dataset(classification(33), 8), steps=20, actions=actions)
     row = distloop.read_metrics(tmp_path)[-1]
     assert row["step"] == 20 and 0 < row["goodput"] < 1
+    assert ledger.read_progress(str(tmp_path))["secs"]["pause"] >= 0.05  # each action by its name
     starts, seconds = accounted(tmp_path)
     assert [start["step"] for start in starts] == [0, 10] and starts[1]["progress"]["step"] == 14
     assert seconds["steps"] > 0 and seconds["steps done twice"] > 0
     capsys.readouterr()
     report.main([str(tmp_path)])
     assert "goodput" in capsys.readouterr().out
+    report.main([str(tmp_path), "--json"])
+    assert json.loads(capsys.readouterr().out)["runs"][0]["time_spent"]["pause"] >= 0.05
 
 
 @pytest.mark.wide
@@ -118,15 +127,24 @@ def test_the_memory_is_asked_for_once_a_second_and_at_the_end(monkeypatch):
 
 @pytest.fixture
 def nvml(monkeypatch):
-    """A driver with three GPUs, of which `CUDA_VISIBLE_DEVICES` shows two, the last one first."""
+    """A fake of a driver with three GPUs, of which `CUDA_VISIBLE_DEVICES` shows two, the last one first.
+
+    `joules` is what each GPU has taken.
+    """
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, GPU-b")
+    joules = {1: 7e6, 2: 50e6}
     fake = types.SimpleNamespace(
         NVMLError=RuntimeError,
+        NVML_TEMPERATURE_GPU=0,
         nvmlInit=lambda: None,
         nvmlDeviceGetHandleByIndex=lambda number: number,
         nvmlDeviceGetHandleByUUID={"GPU-b": 1}.__getitem__,
         nvmlDeviceGetUtilizationRates=lambda gpu: types.SimpleNamespace(gpu=90 + gpu),
         nvmlDeviceGetMemoryInfo=lambda gpu: types.SimpleNamespace(used=(10 + gpu) * 10**9),
+        nvmlDeviceGetPowerUsage=lambda gpu: 300_000 + gpu,
+        nvmlDeviceGetTemperature=lambda gpu, sensor: 60 + gpu,
+        nvmlDeviceGetTotalEnergyConsumption=lambda gpu: int(1e3 * joules[gpu]),
+        joules=joules,
     )
     monkeypatch.setitem(sys.modules, "pynvml", fake)
     see_gpus(monkeypatch, 2)
@@ -139,25 +157,80 @@ def see_gpus(monkeypatch, count):
     devices._nvml_gpus.cache_clear()
 
 
+def fail(*_):
+    raise RuntimeError("not supported")
+
+
+OF_EACH_GPU = {
+    "gpu_0/gpu_utilization": 0.92,
+    "gpu_0/gpu_memory_gb": 12.0,
+    "gpu_0/gpu_watts": 300.002,
+    "gpu_0/gpu_temperature": 62.0,
+    "gpu_1/gpu_utilization": 0.91,
+    "gpu_1/gpu_memory_gb": 11.0,
+    "gpu_1/gpu_watts": 300.001,
+    "gpu_1/gpu_temperature": 61.0,
+}
+
+
 def test_each_gpu_is_seen_in_tensorflows_order(nvml):
-    numbers = Utilization()(Report(10, 100, {}, state=None, time=5.0))
+    measure = Utilization()
+    nvml.joules.update({1: 7e6 + 3.6e6, 2: 50e6 + 7.2e6})
+    numbers = measure(Report(10, 100, {}, state=None, time=5.0))
     assert numbers.pop("host_memory_gb") > 0
-    of_each = {"gpu_0/gpu_utilization": 0.92, "gpu_0/gpu_memory_gb": 12.0}
-    of_each |= {"gpu_1/gpu_utilization": 0.91, "gpu_1/gpu_memory_gb": 11.0}
-    assert numbers == pytest.approx({"gpu_utilization": 0.915, "gpu_memory_gb": 12.0} | of_each)
+    over_gpus = {"gpu_utilization": 0.915, "gpu_memory_gb": 12.0, "gpu_watts": 600.003, "gpu_temperature": 62.0}
+    assert numbers == pytest.approx({**over_gpus, "energy_kwh": 3.0, **OF_EACH_GPU})
+
+
+def test_what_a_driver_does_not_report_is_left_out(nvml):
+    nvml.nvmlDeviceGetTotalEnergyConsumption = fail
+    nvml.nvmlDeviceGetPowerUsage = lambda gpu: 300_000 if gpu == 1 else fail()  # a sum needs all of them
+    numbers = Utilization()(Report(10, 100, {}, state=None, time=5.0))
+    of_each = set(OF_EACH_GPU) - {"gpu_0/gpu_watts"}
+    assert set(numbers) == {"host_memory_gb", "gpu_utilization", "gpu_memory_gb", "gpu_temperature"} | of_each
+    nvml.nvmlDeviceGetUtilizationRates = fail
+    numbers = Utilization()(Report(10, 100, {}, state=None, time=5.0))
+    assert "gpu_utilization" not in numbers and {"cpu_utilization", "gpu_memory_gb"} < set(numbers)
 
 
 def test_without_the_package_or_the_driver_the_cores_are_measured(nvml, monkeypatch):
-    def fail(*_):
-        raise RuntimeError("no driver")
-
-    nvml.nvmlDeviceGetUtilizationRates = fail
-    assert set(Utilization()(Report(1, 100, {}, None, time=5.0))) == {"host_memory_gb", "cpu_utilization"}
     nvml.nvmlInit = fail
     for package in (nvml, None):
         monkeypatch.setitem(sys.modules, "pynvml", package)
         see_gpus(monkeypatch, 1)
         assert devices.gpu_use() == []
+        assert set(Utilization()(Report(1, 100, {}, None, time=5.0))) == {"host_memory_gb", "cpu_utilization"}
+
+
+@pytest.mark.slow
+def test_the_energy_of_a_run_is_that_of_all_its_starts(tmp_path, monkeypatch, capsys):
+    counter = [{"energy_kwh": 5.0}]  # of a GPU, as a fake of the driver reports it
+    monkeypatch.setattr(built_in, "_MACHINE_SECS", -1.0)  # it is asked at each row
+    monkeypatch.setattr(devices, "gpu_use", lambda: [dict(use) for use in counter])
+
+    def use_energy(report):
+        counter[0]["energy_kwh"] += 0.25
+
+    def fall(report):
+        raise SystemExit
+
+    use_energy.every, fall.every = 2, 6
+    endings = {6: pytest.raises(SystemExit), 8: contextlib.nullcontext()}
+    for steps, ending in endings.items():
+        trainer = distloop.Trainer(classifier(), on(1, workdir=str(tmp_path), checkpoint_every=4, log_every=2))
+        with ending:
+            data = distloop.make_dataset(classification(33), 8)
+            trainer.fit(data, steps=8, actions=[use_energy, *([fall] if steps == 6 else [])])
+        assert ledger.read_progress(str(tmp_path))["energy_kwh"] == {6: 0.5, 8: 0.75}[steps]
+    rows = {row["step"]: row["energy_kwh"] for row in distloop.read_metrics(tmp_path)}
+    assert rows == {2: 0.0, 4: 0.25, 6: 0.5, 8: 0.75}  # 0.5 until the fall, which the second start begins with
+    counter.clear()  # it goes on without GPUs
+    trainer = distloop.Trainer(classifier(), on(1, workdir=str(tmp_path), log_every=2))
+    trainer.fit(distloop.make_dataset(classification(33), 8), steps=10)
+    assert distloop.read_metrics(tmp_path)[-1]["energy_kwh"] == 0.75
+    capsys.readouterr()
+    assert report.main([str(tmp_path)]) == 0
+    assert re.search(r"-  +-  +-  +0\.75 kWh$", capsys.readouterr().out, re.M)
 
 
 def test_a_process_that_computes_uses_a_core_and_one_that_sleeps_none():
@@ -206,6 +279,14 @@ def test_a_variable_that_differs_between_replicas_ends_the_run_unsaved(tmp_path)
     with pytest.raises(ValueError, match=message):  # the other one is its average
         trainer.fit(DATA, steps=8, actions=[change])
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir() if path.name.isdigit()) == ["2"]
+
+
+def test_a_slot_that_differs_between_replicas_is_named():
+    state = distloop.Trainer(classifier(), on(2)).state
+    slot = state.optimizer.variables[-1].value
+    slot.shards[1].assign(tf.ones(slot.shape))
+    with pytest.raises(ValueError, match="At step 7 optimizer/momentum/.*/bias of replica 1 of worker 0 differs"):
+        ReplicaComparison(state, without=state.seeds).require_equal(7, "why")
 
 
 @pytest.mark.slow

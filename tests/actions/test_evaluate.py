@@ -34,9 +34,9 @@ def test_the_best_and_the_last_values_go_through_a_checkpoint():
         ({"batches": -1}, "batches=-1; give a whole number"),
         ({"batches": 1.5}, "batches=1.5; give a whole number"),
         ({"loss_fn": 3}, "loss_fn=3; give a function"),
-        ({"metrics": {"auc": object()}}, "metrics without the loss_fn"),
+        ({"metrics": {"auc": object()}}, "metrics without a loss_fn"),
         ({"predict_fn": abs}, "predict_fn without the rows_fn that takes its outputs: give both"),
-        ({"rows_fn": 3}, "rows_fn=3; give a function of all rows"),
+        ({"rows_fn": 3}, r"rows_fn=3; give a function of \(rows\)"),
     ],
 )
 def test_an_evaluation_refuses_what_it_cannot_use(wrong, message):

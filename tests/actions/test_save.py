@@ -16,7 +16,7 @@ from distloop.training.boundary import run_actions
 def noted_saves():
     """Returns what saves, and the list of the saved steps, each with those that are kept for their score."""
     saved = []
-    return Saves(lambda report, best_steps: saved.append((report.step, best_steps["score"]))), saved
+    return Saves(lambda report, kept: saved.append((report.step, kept.best_steps["score"]))), saved
 
 
 def save_steps(rows, every=100, **settings):
@@ -56,7 +56,7 @@ def test_the_checkpoint_holds_what_later_actions_did_at_the_boundary():
 
     count.every = 1
     best = SaveBest("score", mode="min")
-    best.set_saves(Saves(lambda report, best_steps: log.append("save")))
+    best.set_saves(Saves(lambda report, kept: log.append("save")))
     run_actions([best, count], Report(2, 10, {"score": 0.5}, None))
     assert log == ["later action", "save"]
 
@@ -106,7 +106,7 @@ def test_the_best_of_a_metric_is_known_to_whatever_action_keeps_it_next(keep):
     ("arguments", "settings", "words"),
     [
         (["loss"], {"mode": "most"}, "mode='most' was given to SaveBest"),
-        (["loss"], {"keep": 0}, "keep=0 was given to SaveBest"),
+        (["loss"], {"keep": 0}, "SaveBest was given keep=0"),
         (["test/accuracy", "max"], {}, "SaveBest was given 'test/accuracy', 'max'; it takes the metric's name, and"),
     ],
 )
@@ -116,9 +116,9 @@ def test_a_rule_that_makes_no_sense_is_refused(arguments, settings, words):
 
 
 def test_what_a_save_took_is_reported_in_the_first_row_after_it():
-    times, rows = SaveTimes(restore=3.0), []
+    times, rows = SaveTimes(), []
     action = SaveCosts(times)
     for news in ({"save_pause": 0.5}, {"write": 2.0}, {}):
-        vars(times).update(news)
+        times.record(**news)
         rows.append(run_actions([action], Report(2, 1000, {}, None))[0])
     assert rows == [{}, {"save_pause_secs": 0.5, "save_secs": 2.5}, {}]

@@ -11,6 +11,7 @@ from distloop.actions.save import SaveBest
 from distloop.actions.stop_early import StopEarly, SyncStop
 from distloop.distributed import collectives
 from distloop.distributed.collectives import Vote
+from distloop.monitoring.timing import Clock
 from distloop.settings.durations import Plan
 from distloop.training.action import Report, StopTraining
 from distloop.training.boundary import run_actions
@@ -69,7 +70,7 @@ def test_the_reason_names_the_metric_and_its_best_value(values, mode, best):
     ("arguments", "settings", "message"),
     [
         (["m"], {"mode": "biggest"}, "mode='biggest' was given to StopEarly; say 'min' .* 'max'"),
-        (["loss"], {"patience": 0}, "patience=0 was given to StopEarly; it waits for 1 measurement at least"),
+        (["loss"], {"patience": 0}, "StopEarly was given patience=0; give a whole number, 1 or more"),
         (["val/reward"], {}, "StopEarly was given the metric 'val/reward'.*give mode='min' or mode='max'"),
         (["val/auc", "max"], {}, r"was given 'val/auc', 'max'; .*StopEarly\('test/accuracy', patience=5"),
         ([3], {}, "StopEarly was given 3; it takes the metric's name"),
@@ -131,7 +132,8 @@ def answering(monkeypatch, *votes):
 )
 def test_a_stop_on_one_worker_ends_the_run_on_all(monkeypatch, users, stops, reason, sent):
     found = answering(monkeypatch, *(Vote(has_ended=stop) for stop in stops))
-    assert run_actions([users, SyncStop(None, [users], Plan())], report())[1] == reason
+    assert run_actions([users, SyncStop(None, [users], Plan())], report(), clock := Clock())[1] == reason
+    assert "waiting for other workers" in clock.seconds()
     assert [vote.has_ended for vote in found] == sent
 
 

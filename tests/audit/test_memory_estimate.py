@@ -1,15 +1,19 @@
 """The estimate of a step's memory: its parts, what fits, what to do; the bytes of tensors, counted by hand."""
 
+import os
+import types
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import distloop
+from distloop.audit import bug_report, memory_estimate
 from distloop.audit.memory_estimate import Peak, peak_of
 from distloop.distributed import strategies
-from distloop.model import memory
-from distloop.workdir import ledger, run_files
+from distloop.reports import runs as report_runs
+from distloop.workdir import ledger
 from tests.problems import assert_equal, classification, classifier, everything, on
 
 WIDTH, ROWS = 256, 64
@@ -34,7 +38,7 @@ def estimate(rows=ROWS, layers=8, **settings):
 
 
 def available(monkeypatch, gigabytes):
-    monkeypatch.setattr(memory, "available_gb", lambda: gigabytes)
+    monkeypatch.setattr(memory_estimate, "available_gb", lambda: gigabytes)
 
 
 @pytest.mark.slow
@@ -106,7 +110,7 @@ def test_memory_prints_the_estimate_and_ends_before_training(monkeypatch, capsys
     printed = capsys.readouterr().out
     assert ended.value.code == 0 and trainer.step == 0
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["memory.json"]  # for the report
-    (planned,) = run_files.load_all([str(tmp_path)])
+    (planned,) = report_runs.load_all([str(tmp_path)])
     assert planned.status == "planned" and planned.memory["CPU:0"]["weights"] > 0
     assert "Estimated memory of each device, where a step of 4 rows needs most:" in printed
     assert "B  activations" in printed and "GB that are available" in printed
@@ -175,3 +179,16 @@ def test_a_recurrent_layer_keeps_its_states_of_all_time_steps():
 
     state = 50 * 16 * 8 * 4
     assert state < peak(fn, [16, 50, 3]).activations < 6 * state
+
+
+def test_available_memory_is_positive_and_at_most_all():
+    total_gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    assert 0 < memory_estimate.available_gb() <= total_gb
+
+
+@pytest.mark.parametrize(("printed", "expected"), [("81559\n40960\n", 40960 * 2**20 / 1e9), ("No devices\n", None)])
+def test_the_memory_of_the_smallest_gpu_is_read_from_its_tool(monkeypatch, printed, expected):
+    monkeypatch.setenv("PATH", "")
+    assert memory_estimate.gpu_memory_gb() is None  # without the tool
+    monkeypatch.setattr(bug_report.subprocess, "run", lambda *args, **kwargs: types.SimpleNamespace(stdout=printed))
+    assert memory_estimate.gpu_memory_gb() == expected

@@ -13,7 +13,7 @@ from distloop.audit.tuning import BatchTrial
 from distloop.keras_models.fit_arguments import read_arguments
 from distloop.model.saved_state import SavedState
 from tests.keras_models import compiled_models
-from tests.problems import batches, classification, classifier, on
+from tests.problems import batches, classification, classifier, mostly_wide, on
 
 X, Y = (classification(16)[name] for name in ("x", "label"))
 
@@ -45,7 +45,9 @@ def test_the_search_begins_with_the_batch_size_of_fit_and_ends_the_program(monke
     assert ended.value.code == 0 and trainer.step == 0 and sizes == [4, 8]
 
 
-@pytest.mark.parametrize("name", ["audit", "memory", "autotune_batch"])  # and each ends the process with code 0
+@pytest.mark.parametrize(
+    "name", mostly_wide(["audit", "memory", "autotune_batch"], "memory", "autotune_batch")
+)  # and each ends the process with code 0
 def test_batches_have_the_class_weights_of_fit(monkeypatch, name):
     monkeypatch.setattr(tryouts.tuning, "_MEASURED_SECS", 0.01)
     trainer = distloop.Trainer(weighted, on(1, console="quiet", **{name: True}))
@@ -149,15 +151,17 @@ UNTRIED = (
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("has_predict_fn", "has_evaluation", "told", "untold"),
-    [
+    mostly_wide(
+        [
+            (False, False, "ModelSpec has no predict_fn", UNTRIED),
+            (True, False, UNTRIED, "read the export back"),
+            (True, True, "read the export back", UNTRIED),
+        ],
         (False, False, "ModelSpec has no predict_fn", UNTRIED),
-        (True, False, UNTRIED, "read the export back"),
         (True, True, "read the export back", UNTRIED),
-    ],
+    ),
 )
-def test_a_missing_predict_fn_and_entries_that_it_lacks_are_named(
-    has_predict_fn, has_evaluation, told, untold, capsys
-):
+def test_a_missing_predict_fn_and_entries_that_it_lacks_are_named(has_predict_fn, has_evaluation, told, untold, capsys):
     def model_fn():
         spec = classifier()()
         predict_fn = (lambda batch: spec.model(batch["inputs"], training=False)) if has_predict_fn else None

@@ -140,7 +140,7 @@ def test_what_makes_no_sense_is_refused():
     for arguments, words in (
         ({"lowest": 0.0}, "lowest=0.0"),
         ({"lowest": 2.0, "highest": 1.0}, "0 < lowest < highest"),
-        ({"steps": 1}, "2 steps at least"),
+        ({"steps": 1}, "steps=1; give a whole number, 2 or more"),
         ({"update": "generator"}, r"update='generator'; the model's updates are \[''\]"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -165,7 +165,7 @@ def speeds(monkeypatch, result):
         value = result[batch_size]
         if isinstance(value, Exception):
             raise value
-        return tuning.BatchTrial(batch_size, value, 1.0)
+        return tuning.BatchTrial(batch_size, value, 1.0, cpu_utilization=0.874)
 
     monkeypatch.setattr(tuning, "_measure", measure)
 
@@ -177,7 +177,7 @@ def test_the_fastest_batch_is_suggested_and_larger_ones_are_not_tried(monkeypatc
     assert [trial.batch_size for trial in result.trials] == [16, 32, 64, 128, 256]
     assert result.suggestion == 64 and result.reason == "larger ones are no faster"
     printed = capsys.readouterr().out
-    assert "batch 32 = 16 on each of 2 replicas: 180 examples/s, 1.00 GB" in printed
+    assert "batch 32 = 16 on each of 2 replicas: 180 examples/s, cores 87 % busy, 1.00 GB" in printed
     assert "take --batch_size=64, and a learning rate 4 times as high with SGD, 2 times with Adam" in printed
 
 
@@ -198,7 +198,7 @@ def test_the_search_ends_at_the_dataset_or_a_batch_that_does_not_fit(monkeypatch
 @pytest.mark.slow
 def test_a_batch_that_may_take_too_much_memory_is_not_tried(monkeypatch):
     speeds(monkeypatch, {16: 100.0, 32: 200.0, 64: 400.0})
-    monkeypatch.setattr(tuning.memory, "available_gb", lambda: 2.0)
+    monkeypatch.setattr(tuning, "available_gb", lambda: 2.0)
     trainer = trainer_of()
     for arguments, reason in (
         ({}, "a batch of 32 may take more than 1 GB of memory"),
@@ -221,7 +221,7 @@ def test_a_share_of_memory_that_makes_no_sense_is_refused():
 @pytest.mark.slow
 def test_measuring_batches_changes_no_bit(monkeypatch):
     monkeypatch.setattr(tuning, "_MEASURED_SECS", 0.01)
-    monkeypatch.setattr(tuning.memory, "available_gb", lambda: -1.0)  # for no second one
+    monkeypatch.setattr(tuning, "available_gb", lambda: -1.0)  # for no second one
     model_fn = classifier(dropout=0.2, batch_norm="local")
     trainer = distloop.Trainer(model_fn, on(2, console="quiet", average_decay=0.9))
     data = batches()
@@ -229,4 +229,5 @@ def test_measuring_batches_changes_no_bit(monkeypatch):
     before = everything(trainer)
     (result, *_) = distloop.autotune_batch(trainer, data).trials
     assert result.batch_size == 16 and result.examples_per_sec > 0 and result.memory_gb > 0.1
+    assert 0.05 < result.cpu_utilization <= 1 and result.gpu_utilization is None
     assert_equal(everything(trainer), before)

@@ -232,13 +232,14 @@ def test_of_a_step_that_fails_within_nothing_is_saved(tmp_path, capsys, place, d
 
 
 @pytest.mark.slow
-def test_data_that_fails_leaves_random_streams_and_counts_as_they_were(tmp_path):
+@pytest.mark.parametrize("devices", mostly_wide([1, 2]))
+def test_data_that_fails_leaves_random_streams_and_counts_as_they_were(tmp_path, devices):
     model_fn = OnceFailing("the data")
 
     def checked(batch):
         return {**batch, "x": tf.ensure_shape(model_fn.maybe("the data", batch["x"], batch), [None, 8])}
 
-    failed, straight = (distloop.Trainer(model_fn, settings(tmp_path / name, num_devices=2)) for name in "ab")
+    failed, straight = (distloop.Trainer(model_fn, settings(tmp_path / name, num_devices=devices)) for name in "ab")
     model_fn.calls = lambda: 0
     with pytest.raises(tf.errors.OpError, match="the share did not answer"):
         failed.fit(numbered().map(checked))

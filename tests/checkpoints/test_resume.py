@@ -5,6 +5,7 @@ import functools
 import json
 import os
 import shutil
+import time
 
 import keras
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import tensorflow as tf
 
 import distloop
+from distloop.checkpoints import store
 from distloop.workdir import run_lock
 from distloop.workdir.ledger import read_starts
 from distloop.workdir.run_lock import RunLock
@@ -75,7 +77,24 @@ def test_running_again_finishes_and_returns_the_last_numbers(replicas, tmp_path,
     assert [(start["step"], start["devices"]) for start in starts] == [(0, replicas), (6, replicas)]
     assert starts[0]["restore_secs"] is None and starts[1]["restore_secs"] > 0
     times = further._checkpoints.times
-    assert times.save_pause > 0 and times.write > 0 and times.restore is None
+    assert min(times.take("save_pause", "write").values()) > 0 and times.take("restore") == {} == times.take("write")
+
+
+def test_the_lock_is_held_until_the_last_save_has_ended(tmp_path, monkeypatch):
+    trainer = make_full_trainer(tmp_path)
+    trainer.fit(data(), steps=2)
+    held, write_files = [], store.write_files
+
+    def write_slowly(*arguments):
+        time.sleep(0.5)
+        held.append((tmp_path / "run.lock").exists())
+        write_files(*arguments)
+
+    monkeypatch.setattr(store, "write_files", write_slowly)
+    with pytest.raises(KeyboardInterrupt), trainer._checkpoints:
+        trainer._checkpoints.save()
+        raise KeyboardInterrupt
+    assert held == [True] and not (tmp_path / "run.lock").exists()
 
 
 @pytest.mark.wide
@@ -342,6 +361,16 @@ def test_a_full_disk_stops_no_training_but_is_an_error_at_the_end(tmp_path, capl
     assert caplog.text.count("could not be written (File too large)") == 3
     make_trainer(tmp_path, checkpoint_every=2).fit(data(), steps=7)
     assert saved(tmp_path) == ["4", "6", "7"]
+
+
+def test_checkpoints_that_stay_have_their_own_steps_and_outlive_later_runs(tmp_path):
+    data_of_4_batches = {name: rows[:64] for name, rows in classification().items()}
+    for steps, every_few in ((10, "1 epoch"), (13, 0), (18, 6)):
+        trainer = make_trainer(tmp_path, keep_checkpoints=1, checkpoint_every=5, keep_every=every_few, batch_size=16)
+        trainer.fit(data_of_4_batches, steps=steps)
+    assert saved(tmp_path) == ["18", "4", "8"]  # 18 is the newest, and one that stays
+    make_trainer(tmp_path, keep_checkpoints=1, batch_size=16).fit(data_of_4_batches, steps=20)
+    assert saved(tmp_path) == ["18", "20", "4", "8"]
 
 
 @pytest.mark.wide

@@ -26,6 +26,13 @@ def test_the_batch_that_failed_is_left_out_and_progress_counts_all_tries():
     assert rollback.choose(3, 2, set()) is None and rollback.choose(3, 2, set()) is None
 
 
+def test_where_hardware_is_to_blame_tries_count_and_no_batch_is_left_out():
+    rollback = Rollback(2)
+    assert rollback.choose(8, 7, {2}, right=5) == (5, {2})
+    assert rollback.choose(8, 7, {2}, right=5) == (5, {2})
+    assert rollback.choose(8, 7, {2}, right=5) is None and rollback.num_tries == 2
+
+
 def test_the_last_try_blames_the_batch_that_was_learned_from_last():
     rollback = Rollback(3)
     assert rollback.choose(8, 7, set()) == (7, {7})

@@ -47,18 +47,23 @@ PROGRAM = """
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """The workdir of a program on two replicas that was never killed."""
+def replicas(pytestconfig):
+    return 2 if pytestconfig.getoption("wide") else 1
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, replicas):
+    """The workdir of a program that was never killed."""
     workdir = tmp_path_factory.mktemp("whole")
-    result = forked.run_program(workdir, PROGRAM, 2, "")
+    result = forked.run_program(workdir, PROGRAM, replicas, "")
     assert result.returncode == 0, result.stderr[-3000:]
     return workdir
 
 
 @pytest.mark.parametrize("when", mostly_wide(["between 10", "2", "7", "8"]))
-def test_a_program_of_two_fits_that_is_killed_ends_like_one_that_was_not(when, whole, tmp_path):
+def test_a_program_of_two_fits_that_is_killed_ends_like_one_that_was_not(when, replicas, whole, tmp_path):
     for killed, code in (*((at, -signal.SIGKILL) for at in when.split()), ("", 0)):
-        result = forked.run_program(tmp_path, PROGRAM, 2, killed)
+        result = forked.run_program(tmp_path, PROGRAM, replicas, killed)
         assert result.returncode == code, result.stderr[-3000:]
     expected, actual = (dict(np.load(workdir / "end.npz")) for workdir in (whole, tmp_path))
     assert expected["step"] == 14 and actual["seen"] == 6 * 8 + 50 + 8

@@ -4,7 +4,6 @@ import errno
 import os
 import shutil
 import threading
-import types
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ import tensorflow as tf
 
 from distloop.checkpoints import checkpoint, store
 from distloop.checkpoints.checkpoint import DamagedError, load
-from distloop.checkpoints.store import Checkpoints, follow
+from distloop.checkpoints.store import Checkpoints
 
 DATA, INDEX, MANIFEST = "variables.data-00000-of-00001", "variables.index", "manifest.json"
 
@@ -59,6 +58,15 @@ def test_the_newest_are_kept_and_of_those_only_a_wanted_one_is_loaded(tmp_path):
     kept = save(tmp_path, 1, 2, 9, 10, keep=2)
     assert kept.steps == [9, 10] and kept.load_newest(lambda saved: False) is None
     assert sorted(os.listdir(tmp_path)) == ["10", "9"]
+
+
+def test_what_stays_is_deleted_by_no_process(tmp_path):
+    save(tmp_path, 1, 2, keep=1, notes={"stays": True})
+    save(tmp_path, 3, 4, keep=1)
+    assert sorted(os.listdir(tmp_path)) == ["1", "2", "4"]
+    save(tmp_path, 2, keep=1)  # a run that went back to it saves it again
+    save(tmp_path, 5, 6, keep=1)
+    assert sorted(name for name in os.listdir(tmp_path) if name.isdigit()) == ["1", "2", "6"]
 
 
 def test_no_old_checkpoint_is_deleted_before_the_new_one_is_complete(tmp_path, monkeypatch):
@@ -295,45 +303,6 @@ def test_a_best_one_that_could_not_be_written_leaves_the_one_before_it(tmp_path,
             kept.save(step, values_of(step), {}, {"score": best})
             kept.join()
     assert kept.best_steps == {"score": [700, 300]} and kept.steps == [300, 700]
-
-
-# Following a run ----------------------------------------------------------------------------------------------------
-
-
-def save_of_5(directory, step):
-    """Saves a checkpoint of a run of 5 steps."""
-    return save(directory, step, notes={"stop_reason": None, "until": 5})
-
-
-def test_the_last_checkpoint_is_read_if_it_comes_after_the_listing(tmp_path, monkeypatch):
-    kept = save_of_5(tmp_path, 4)
-
-    def look(checkpoints, steps=Checkpoints.steps.fget):
-        found = steps(checkpoints)
-        if checkpoints is kept and 5 not in found and seen == [4]:  # right after the second look
-            monkeypatch.undo()
-            save_of_5(tmp_path, 5)
-        return found
-
-    seen = []
-    monkeypatch.setattr(Checkpoints, "steps", property(look))
-    for saved in follow(kept, (), 0.01, 0.0):
-        seen.append(saved.step)
-    assert seen == [4, 5]
-
-
-def test_using_a_checkpoint_is_no_waiting_for_the_next(tmp_path, monkeypatch):
-    kept, seen, now = save_of_5(tmp_path, 4), [], [0.0]
-
-    def sleep(secs):
-        now[0] += secs
-        save_of_5(tmp_path, 5)
-
-    monkeypatch.setattr(store, "time", types.SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
-    for saved in follow(kept, (), 0.01, 0.3):
-        seen.append(saved.step)
-        now[0] += 0.4  # longer than it waits
-    assert seen == [4, 5]
 
 
 # Leftovers ----------------------------------------------------------------------------------------------------------

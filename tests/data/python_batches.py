@@ -22,7 +22,7 @@ def taken(source, count):
     """Takes batches and returns the number in each."""
     take = batch_taker(source, source.iterator())
     numbers = [int(take().rows["x"].numpy().flat[0]) for _ in range(count)]
-    source.batches_taken += count
+    source.count(count)
     return numbers
 
 

@@ -105,9 +105,9 @@ def test_an_array_on_disk_that_changed_since_the_checkpoint_is_named(tmp_path):
 
     first = source(saved(tmp_path / "x.npy", np.arange(10)))
     first.batches_taken = 3
-    place = first.save_position()
-    source(saved(tmp_path / "moved.npy", np.arange(10))).restore_position(place)
+    place = first.position()
+    source(saved(tmp_path / "moved.npy", np.arange(10))).go_to(place)
     with pytest.raises(ValueError, match=r"as the rows of '.*x.npy' have changed: give the data"):
-        source(saved(tmp_path / "x.npy", np.arange(1, 11))).restore_position(place)
+        source(saved(tmp_path / "x.npy", np.arange(1, 11))).go_to(place)
     with pytest.raises(ValueError, match="as the source is another one"):
-        source(np.arange(10)).restore_position(place)
+        source(np.arange(10)).go_to(place)

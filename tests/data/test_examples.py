@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from distloop.data.examples import as_example, describe, pad_row, pad_rows
+from distloop.data.examples import describe, pad_row, pad_rows
+from distloop.data.python_rows import as_example
 from tests.data.python_batches import Tensor
 
 

@@ -38,7 +38,7 @@ def test_an_error_in_data_of_python_shows_its_line(make):
 
 def test_an_error_in_batches_that_are_read_again_shows_its_line():
     source = Source(broken, ONE)
-    source.restore_position({"batches": 3, "skipped": []})
+    source.go_to({"batches": 3, "skipped": []})
     with pytest.raises(OSError, match="disk is gone") as caught:
         source.iterator()
     assert 'raise OSError("disk is gone")' in "".join(traceback.format_exception(caught.value))

@@ -77,7 +77,7 @@ def test_no_replica_has_more_rows_of_any_batch_than_is_known_before(batch_size, 
     info = inspect(numbers(8 * batch_size - 1, batch_size), strategy, **settings)
     of_replicas = []  # rows that each has of a batch of each size, without padding
     for size in range(1, batch_size + 1):
-        padded = int(tf.shape(pad(tf.range(size), info.min_rows).rows)[0])
+        padded = int(tf.shape(pad(tf.range(size), info.layout.min_rows).rows)[0])
         shards = [shard_bounds(replica, 4, padded) for replica in range(4)]
         of_replicas += [min(size, end) - min(size, start) for start, end in shards]
     assert info.layout.max_replica_rows == max(of_replicas)

@@ -97,7 +97,7 @@ def test_every_iterator_of_a_source_is_made_with_iterate(monkeypatch):
     monkeypatch.setattr("distloop.data.source.iterate", lambda dataset: made.append(iterate(dataset)) or made[-1])
     source = Source(numbers(8, 4), mirrored(2))
     used = [source.iterator(), source.new_iterator()]
-    source.restore_position(source.save_position())
+    source.go_to(source.position())
     used.append(source.iterator())
     assert len(set(map(id, used))) == 3
     assert [id(one) for one in made] == [id(one) for one in used]

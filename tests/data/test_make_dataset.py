@@ -40,7 +40,8 @@ def test_a_map_of_python_runs_in_python_with_the_same_seeds(capsys):
         return {"label": int(example["label"]), "seed": np.asarray(seed)}
 
     data = make_dataset(images(), 4, shuffle=True, map_fn=in_python)
-    assert "map_fn runs in Python, in threads" in capsys.readouterr().err
+    reason = "NotImplementedError: Cannot convert a symbolic tf.Tensor"
+    assert f"map_fn runs in Python, as TensorFlow cannot trace it ({reason}" in capsys.readouterr().err
     traced = make_dataset(images(), 4, shuffle=True, map_fn=lambda e, seed: {"label": e["label"], "seed": seed})
     for one, other in zip(data.starting_at(2).take(3), traced.starting_at(2).take(3), strict=True):
         np.testing.assert_array_equal(one["label"], other["label"])
@@ -62,7 +63,7 @@ def test_lists_are_sources_and_lists_of_arrays_are_columns():
         (images(0), {}, "has 0 rows"),
         (iter([1]), {}, "The source given is a list_iterator; make_dataset takes arrays, anything with __len__"),
         ("text", {}, "The source given is a str"),
-        (np.arange(3), {"seed": -1}, "seed=-1 was given"),
+        (np.arange(3), {"seed": 2**31}, "seed=2147483648 was given"),
         (np.arange(3), {"cache": True}, "cache=True is for a tf.data.Dataset"),
         (
             images(),
@@ -71,8 +72,7 @@ def test_lists_are_sources_and_lists_of_arrays_are_columns():
         ),
         (np.arange(3), {"drop_remainder": True}, "The 3 rows given are no whole batch of 4"),
         (tf.data.Dataset.range(3), {"map_fn": lambda e, _: e}, "whose examples have no number: use Dataset.map"),
-        (np.arange(3), {"batch_size": 0}, "batch_size=0 was given; a batch has one row at least"),
-        (np.arange(3), {"batch_size": -1}, "batch_size=-1 was given; a batch has one row at least"),
+        (np.arange(3), {"batch_size": 0}, "batch_size=0; give a whole number, 1 or more"),
     ],
 )
 def test_what_cannot_be_is_refused(source, settings, words):
@@ -135,11 +135,6 @@ def test_integers_of_numpy_can_be_saved(sizes):
     data = make_dataset(np.arange(10), sizes, shuffle=True, seed=np.int64(3))
     facts = data.facts_at({"batches": 2})
     assert json.loads(json.dumps(facts)) == facts and facts["seed"] == 3 and facts["batch_size"] == 4
-
-
-@pytest.mark.parametrize("arguments", [{"batch_size": 4.0}, {"batch_size": {0: "4"}}, {"batch_size": 4, "seed": None}])
-def test_sizes_and_seeds_that_are_no_integers_are_refused(arguments):
-    refused(lambda: make_dataset(np.arange(10), **arguments), "was given; it takes an integer, such as")
 
 
 @pytest.mark.parametrize("draw", [lambda: np.random.rand(), lambda: random.random(), lambda: tf.random.uniform([])])

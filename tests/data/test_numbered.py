@@ -10,6 +10,7 @@ import tensorflow as tf
 import distloop
 from distloop.data.iterators import fresh_copy
 from distloop.data.numbered import NumberedDataset, WorkerRows
+from distloop.data.order import Access
 from distloop.data.shards import shard_bounds
 from distloop.data.source import Source
 from tests.data.python_batches import Rows
@@ -110,20 +111,20 @@ def test_a_position_is_a_few_numbers_that_serve_any_number_of_replicas():
 
     first = source_on(1)
     first.batches_taken = 1_000_000
-    place = first.save_position()
+    place = first.position()
     facts = {"batch_size": 4, "batches_per_epoch": 6, "seed": 7, "num_rows": 23, "order": 1}
     assert place == {"batches": 1_000_000, "skipped": [], **facts}
     first = source_on(1)
     whole = [next(first.iterator()) for _ in range(13)]
     for replicas in (1, 2):
         source = source_on(replicas)
-        source.restore_position({**place, "batches": 7})
+        source.go_to({**place, "batches": 7})
         for expected in whole[7:]:
             batch = next(source.iterator())
             rows, size = batch if source.layout.is_padded else (batch, len(expected["x"]))
             for name in expected:
                 np.testing.assert_array_equal(rows[name][: int(size)], expected[name])
-        assert source.seeks and not source.resume  # nothing to say: it is at its position at once
+        assert source.access is Access.SEEKS and not source.resume  # nothing to say: it is at its position at once
 
 
 PLACE = {"batches": 5, "skipped": [], "batch_size": 4, "seed": 7, "num_rows": 23, "order": 1}
@@ -155,7 +156,7 @@ def test_limits_and_overfitting_go_on_at_their_place():
         source = Source(data, mirrored(1), **settings)
         whole = [next(source.iterator()).numpy().tolist() for _ in range(6)]
         assert (whole[:2] == whole[2:4]) == ("is_cached" in settings)
-        source.restore_position({**source.save_position(), "batches": 3})
+        source.go_to({**source.position(), "batches": 3})
         assert [next(source.iterator()).numpy().tolist() for _ in range(3)] == whole[3:]
 
 
@@ -216,20 +217,44 @@ def test_a_position_of_an_older_version_knows_no_length_of_its_epochs():
 
 @pytest.mark.parametrize("drop", [False, True])
 @pytest.mark.parametrize(("num_rows", "batch_size", "limit"), [(13, 5, 0), (15, 5, 0), (13, 1, 0), (13, 5, 1)])
-def test_a_pass_over_arrays_in_their_order_traces_nothing(num_rows, batch_size, limit, drop, monkeypatch):
+def test_a_pass_over_arrays_in_their_order_makes_no_dataset(num_rows, batch_size, limit, drop, monkeypatch):
     arrays = {"x": np.arange(2 * num_rows).reshape(-1, 2), "of": (np.array([str(i) for i in range(num_rows)]),)}
     data = distloop.make_dataset(arrays, batch_size, drop_remainder=drop)
     data = data.take(limit) if limit else data
-    by_number = data.starting_at(0).take(data.order.batches_per_epoch)
-    monkeypatch.setattr(tf.data.Dataset, "map", None)
-    in_order = data.starting_at(0, repeat=False)
-    assert in_order.element_spec == by_number.element_spec
-    assert batches_of(in_order) == batches_of(by_number)
+    expected = batches_of(data.starting_at(0, repeat=False))
+    monkeypatch.setattr(tf.data.Dataset, "range", None)
+    assert rows_of(data.row_iterator(0)) == expected
+    assert data.row_iterator(0).element_spec == data.element_spec
+
+
+def rows_of(iterator):
+    """Takes all batches of an iterator over rows in memory."""
+    batches = []
+    while iterator.has_next():
+        batches.append(tf.nest.map_structure(lambda t: t.numpy().tolist(), next(iterator)))
+    return batches
+
+
+def test_arrays_of_any_length_and_any_batch_size_need_one_trace():
+    sums = tf.function(lambda iterator: tf.reduce_sum(next(iterator)))
+    for num_rows, batch_size in ((4, 3), (9, 3), (2, 5)):
+        iterator = distloop.make_dataset(np.arange(num_rows), batch_size).row_iterator(0)
+        assert sums(iterator).numpy() == sum(range(min(num_rows, batch_size)))
+        assert bool(iterator.has_next()) == (num_rows > batch_size)
+    assert sums.experimental_get_tracing_count() == 1
+
+
+def test_a_small_batch_of_rows_is_padded_with_copies_that_do_not_count():
+    *_, (rows, size) = rows_of(distloop.make_dataset(np.arange(5), 4).row_iterator(4))
+    assert rows == [4, 4, 4, 4] and size == 1
 
 
 def test_a_pass_over_few_rows_nested_lists_of_arrays_and_shuffled_rows():
-    assert batches_of(distloop.make_dataset(np.arange(3), 5).starting_at(0, repeat=False)) == [[0, 1, 2]]
-    lists = distloop.make_dataset({"x": [np.arange(4), np.arange(4)]}, 2)
+    assert rows_of(distloop.make_dataset(np.arange(3), 5).row_iterator(0)) == [[0, 1, 2]]
+    lists = distloop.make_dataset({"x": [np.arange(4), np.arange(4)]}, 2)  # tf.data stacks a list
+    assert lists.row_iterator(0) is None
     assert batches_of(lists.starting_at(0, repeat=False), 1) == batches_of(lists.starting_at(0), 1)
+    assert distloop.make_dataset(np.arange(4), 2).map(lambda x: x + 1).row_iterator(0) is None
     shuffled = distloop.make_dataset(np.arange(40), 20, shuffle=True)
+    assert shuffled.row_iterator(0) is None
     assert batches_of(shuffled.starting_at(0, repeat=False)) == batches_of(shuffled.starting_at(0), 2)

@@ -42,7 +42,7 @@ def test_an_older_versions_position_stays_and_fits_its_kind_of_data():
     arrays = Source(np.arange(32), ONE, batch_size=4)
     arrays.batches_taken = 3
     dataset = Source(tf.data.Dataset.range(32).batch(4), ONE)
-    refused(lambda: dataset.restore_position(arrays.save_position()), "data by number", "begin another run")
+    refused(lambda: dataset.go_to(arrays.position()), "data by number", "begin another run")
 
 
 def rows_of(source, count):
@@ -53,7 +53,7 @@ def going_on(data, other, batches):
     """Returns the source of other data at the place that so many batches of some data have."""
     first, again = (Source(given, ONE, batch_size=4, shuffle_seed=1) for given in (data, other))
     first.batches_taken = batches
-    again.restore_position(first.save_position())
+    again.go_to(first.position())
     return again
 
 

@@ -8,10 +8,11 @@ from typing import ClassVar
 import pytest
 import tensorflow as tf
 
+from distloop.data.order import Access
 from distloop.data.source import Source
 from distloop.run.fit_call import batches_per_epoch
 from tests.data.python_batches import ONE, Drawn, Loader, Numbers, Stateful, batch, endless, failure, taken, three
-from tests.problems import mostly_wide, refused
+from tests.problems import batch_taker, mostly_wide, refused
 
 
 @pytest.mark.slow
@@ -26,7 +27,7 @@ def resumed(make, num_batches):
     """Returns the batches behind a place, of data that goes on there and of a new run's that resumes there."""
     first, second = Source(make(), ONE), Source(make(), ONE)
     taken(first, num_batches)
-    second.restore_position(json.loads(json.dumps(first.save_position())))
+    second.go_to(json.loads(json.dumps(first.position())))
     return taken(first, 4), taken(second, 4)
 
 
@@ -47,7 +48,7 @@ def test_a_generator_is_read_from_the_start_and_called_again_at_the_end():
 
 def source_at(data, batches, **facts):
     source = Source(data, ONE)
-    source.restore_position({"batches": batches, "skipped": [], **facts})
+    source.go_to({"batches": batches, "skipped": [], **facts})
     return source
 
 
@@ -56,7 +57,7 @@ def test_a_state_is_restored_without_reading_on_unless_it_is_refused():
     Stateful.read.clear()
     assert taken(source, 1) == [5]
     assert Stateful.read[0] == 5
-    assert source.seeks and "at its position at once" in source.resume
+    assert source.access is Access.SEEKS and "at its position at once" in source.resume
     assert taken(source_at(Stateful(), 7, state={"pass": 1, "iterator": {"another": 4}}), 2) == [3, 4]
 
 
@@ -65,9 +66,17 @@ def test_states_of_trained_batches_are_forgotten_and_shards_keep_none():
     for _ in range(12):
         taken(source, 1)
     assert len(source.feed._states) < 12
-    assert "state" in source.save_position()
+    assert "state" in source.position()
     source.layout = source.layout._replace(is_sharded=True)
-    assert "state" not in source.save_position()
+    assert "state" not in source.position()
+
+
+def test_a_lost_position_is_found_again_in_a_part_of_data_with_states():
+    source = Source(Stateful(), ONE, limit=3)
+    assert taken(source, 2) == [1, 2]
+    batch_taker(source, source.iterator())()  # a loop that fails on this batch
+    source.count(0, is_lost=True)
+    assert taken(source, 2) == [3, 1]
 
 
 def test_a_pydataset_is_at_its_position_at_once_after_ended_epochs():
@@ -109,7 +118,7 @@ def test_what_changed_its_order_for_an_earlier_run_is_refused_midway(caplog):
     data = Drawn("on_epoch_end")
     source = Source(data, ONE, may_go_back=True)
     taken(source, 7)
-    source.restore_position({"batches": 1, "skipped": []})
+    source.go_to({"batches": 1, "skipped": []})
     taken(source, 1)
     # An epoch may have begun that is read ahead.
     assert re.search("Going back to epoch 1 of the Drawn given, which has begun epoch [23]:", caplog.text)
@@ -154,7 +163,7 @@ def test_data_that_cannot_start_again_is_explained():
     assert "generator given ended after 3 batches and cannot start again: give the function" in str(error)
     generator = endless()
     taken(Source(generator, ONE), 2)
-    assert "was read before and cannot start again" in str(failure(Source(generator, ONE), 1))
+    refused(lambda: Source(generator, ONE), "was read before and cannot start again")
     refused(lambda: Source(endless(), ONE, may_go_back=True), "cannot be read again from an earlier batch")
 
 
@@ -176,5 +185,5 @@ def test_a_limited_epoch_of_a_pydataset_ends_with_its_hooks(seed):
     numbers = taken(source, 6)
     assert [number // 10 for number in numbers] == [0, 0, 1, 1, 2, 2]  # by the epoch
     resumed = Source(Numbers(4), ONE, limit=2, shuffle_seed=seed)
-    resumed.restore_position({**source.save_position(), "batches": 3})
+    resumed.go_to({**source.position(), "batches": 3})
     assert taken(resumed, 3) == numbers[3:]

@@ -117,7 +117,7 @@ def test_sources_with_unusable_first_rows_or_length_are_refused_at_once(source, 
     ("arrays", "words"),
     [
         ({"a": np.arange(3), "b": np.arange(2)}, r"Arrays of \[2, 3\] rows were given"),
-        ({"a": np.zeros([0, 2])}, r"Arrays of \[0\] rows were given; they need the same number, 1 at least"),
+        ({"a": np.zeros([0, 2])}, r"Arrays of \[0\] rows were given; an array is empty, and they need the same number"),
         ({"a": [1, 2]}, "entry of type int was given in .* arrays .*: turn lists of numbers or texts into arrays"),
         ({"train": Rows(None)}, r"An entry of type Rows was given in .* as source\['train'\] of a dict"),
     ],

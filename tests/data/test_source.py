@@ -112,19 +112,19 @@ def test_a_position_is_restored_in_a_new_source(batches):
         source.first_rows()  # draws shuffle seeds
     taken(first, batches)
     first.batches_taken = batches
-    second.restore_position(first.save_position())
+    second.go_to(first.position())
     assert second.batches_taken == batches and second.fast_forward.num_batches == batches
     assert taken(second, 6) == taken(first, 6)
 
 
 def test_a_position_is_restored_in_a_source_that_was_read_or_skips():
     source = Source(shuffled(), ONE, may_go_back=True)
-    start = source.save_position()
+    start = source.position()
     batches = taken(source, 6)
-    source.restore_position(start)
+    source.go_to(start)
     assert taken(source, 6) == batches
     source = Source(numbers(40, 4), ONE)
-    source.restore_position({"batches": 2, "skipped": [2, 3, 7]})
+    source.go_to({"batches": 2, "skipped": [2, 3, 7]})
     assert source.start_loop() == 3  # the loop ends before the next one to skip
     assert source.batches_taken == 4
     assert taken(source, 1) == [[[16, 17, 18, 19]]]
@@ -153,7 +153,7 @@ def test_only_data_by_number_is_read_in_part_by_each_of_several_workers():
         source = Source(data, ONE)
         source._num_workers = 2
         source._lay_out()
-        found.append(source.reads_own_rows)
+        found.append(getattr(source.feed, "worker_rows", None) is not None)
     assert found == [True, False, False, False]
 
 
@@ -205,7 +205,7 @@ def test_what_to_try_against_waiting_fits_the_kind_of_data(data, advice):
 
 
 def test_passes_remember_the_sources_of_the_latest_datasets_alone():
-    passes, data = Passes(ONE, batch_size=4), [numbers(8, 4) for _ in range(9)]
+    passes, data = Passes(ONE, {"batch_size": 4}), [numbers(8, 4) for _ in range(9)]
     sources = [passes.source(given) for given in data]
     assert len(set(map(id, sources))) == 9 and passes.source(data[-1]) is sources[-1]
     assert sources[-1].data is data[-1]

@@ -54,7 +54,9 @@ def totals(counts):
 def totals_by_collectives(counts):
     """As GPUs add; TensorFlow would find the devices of one strategy in the group of another."""
     with unittest.mock.patch.object(strategies, "_choose_reduction", lambda *_: None):
-        return totals(counts), strategies.describe_reduction(strategies._make_mirrored(("CPU:0", "CPU:1"), False))
+        return totals(counts), strategies.describe_reduction(
+            strategies._make_mirrored(("CPU:0", "CPU:1"), False, False)
+        )
 
 
 def test_strategies_of_different_sizes_work_side_by_side():

@@ -1,5 +1,8 @@
 """Evaluation: one pass over a dataset."""
 
+import gc
+import weakref
+
 import keras
 import numpy as np
 import pytest
@@ -8,7 +11,7 @@ import tensorflow as tf
 import distloop
 from distloop.actions.evaluate import Evaluation
 from distloop.actions.evaluate import with_rows as _with_rows
-from tests.problems import assert_equal, classification, classifier, on, refused, weights
+from tests.problems import assert_equal, classification, classifier, mostly_wide, on, refused, weights
 
 
 def make_trainer(*, has_metric=False, **settings):
@@ -38,6 +41,60 @@ def test_a_pass_divides_sums_once_and_restores_what_is_written(eager):
     for _ in range(2):
         assert trainer.evaluate(dataset()) == {"loss": 11.0, "scaled": 6.0, "mean": 3.0}
     assert_equal(weights(trainer), before)
+
+
+def arrays(num_rows):
+    generator = np.random.default_rng(num_rows)
+    return {"x": generator.normal(size=(num_rows, 8)).astype(np.float32), "label": np.arange(num_rows) % 3}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", mostly_wide([2, 1]))
+def test_arrays_give_the_bits_of_a_dataset_without_a_pipeline(replicas, monkeypatch):
+    trainer = distloop.Trainer(classifier(dropout=0.2), on(replicas, batch_size=8))
+    given = {num_rows: arrays(num_rows) for num_rows in (1, 3, 8, 9, 40)}
+    datasets = {n: tf.data.Dataset.from_tensor_slices(data).batch(8) for n, data in given.items()}
+    expected = {n: (trainer.evaluate(data), trainer.predict(data)) for n, data in datasets.items()}
+    monkeypatch.setattr(tf.data.Dataset, "__iter__", None)
+    for num_rows, (values, outputs) in expected.items():
+        assert trainer.evaluate(given[num_rows]) == values
+        assert trainer.predict(given[num_rows]).tobytes() == outputs.tobytes()
+        pieces = list(trainer.stream_predictions(given[num_rows]))
+        assert [len(piece) for piece in pieces] == [min(8, num_rows - start) for start in range(0, num_rows, 8)]
+        assert len(trainer.predict(given[num_rows], batches=1)) == min(8, num_rows)
+
+
+@pytest.mark.slow
+def test_a_pass_sees_arrays_that_changed_in_place_and_new_weights():
+    trainer, data = distloop.Trainer(classifier(), on(1, batch_size=8)), arrays(20)
+    before = trainer.evaluate(data), trainer.predict(data)
+    data["x"] *= -2
+    changed = trainer.evaluate(data), trainer.predict(data)
+    assert changed[0] == trainer.evaluate({**data, "x": data["x"].copy()}) != before[0]
+    assert not np.array_equal(changed[1], before[1])
+    trainer.model.set_weights([2 * value for value in trainer.model.get_weights()])
+    assert trainer.evaluate(data) != changed[0] and not np.array_equal(trainer.predict(data), changed[1])
+
+
+@pytest.mark.slow
+def test_arrays_that_were_evaluated_are_freed():
+    trainer, data = distloop.Trainer(classifier(), on(1, batch_size=8)), arrays(20)
+    trainer.evaluate(data), trainer.predict(data)
+    references = [weakref.ref(array) for array in data.values()]
+    del data
+    gc.collect()
+    assert [reference() for reference in references] == [None, None]
+
+
+@pytest.mark.slow
+def test_two_passes_over_arrays_take_turns():
+    trainer, data = distloop.Trainer(classifier(), on(1, batch_size=8)), arrays(20)
+    expected, outputs = trainer.evaluate(data), trainer.predict(data)
+    pieces = []
+    for piece in trainer.stream_predictions(data):
+        pieces.append(piece)
+        assert trainer.evaluate(data) == expected
+    assert np.array_equal(np.concatenate(pieces), outputs)
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from experiments.benchmarks import (
     page,
     pictures,
     processes,
+    scaling,
     turns,
     workloads,
 )
@@ -152,8 +153,29 @@ def test_two_workers_keep_the_speed_of_one_where_their_steps_last_as_long():
         {"workload": "conv", "place": place, "times": {"handloop": [1.0], "distloop": [secs]}}
         for place, secs in (("1 worker", 0.9), ("2 workers", 1.0))
     ]
-    (row,) = rows_of(page.scaling_table(cells))
+    (row,) = rows_of(page.two_workers_table(cells))
     assert row["handloop"] == "1.00" and row["**distloop**"] == "0.90" and row["reached"] == "missed"
+
+
+def test_speed_ups_are_examples_a_second_of_all_devices_against_one(tmp_path):
+    one = {"workload": "lm", "replicas": 1, "rows": 8, "weights": 100, "times": {"distloop": [1.0, 2.0, 4.0]}}
+    two = {**one, "replicas": 2, "times": {"distloop": [2.5] * 3, "reduction": [0.25, 0.5, 1.0]}}
+    alone = {**two, "workload": "conv", "weights": 7}  # without a figure on one device there is no speed-up
+    text = scaling.render([two, alone, one], "today", "cpu")
+    of_one, of_two = rows_of(text)
+    assert (of_one["examples/s"], of_one["speed-up"], of_one["reduction, share of a step"]) == ("4", "1.00", "-")
+    assert (of_two["examples/s"], of_two["speed-up"], of_two["reduction, share of a step"]) == ("6", "1.60", "0.20")
+    assert "Virtual CPUs share" in text and "Virtual CPUs" not in scaling.render([one], "today", "gpu")
+    scaling.draw(scaling.speed_ups([one, two]), tmp_path / "scaling.svg")
+    assert (tmp_path / "scaling.svg").read_text().count("<svg") == 1
+
+
+@pytest.mark.wide
+def test_a_reduction_is_timed_beside_the_steps_that_need_it():
+    spec = {"part": "scaling", "workload": "tiny", "replicas": 2, "rows": 8, "settings": {"device": "cpu"}}
+    found = processes.run_cell({**spec, "rounds": 2, "turn_secs": 0.01})
+    assert found["weights"] == 16 * 32 + 32 + 32 * 10 + 10
+    assert {name: len(secs) for name, secs in found["times"].items()} == {"distloop": 2, "reduction": 2}
 
 
 def test_watching_is_compared_with_watching_less():

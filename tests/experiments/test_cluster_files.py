@@ -9,7 +9,7 @@ import subprocess
 import pytest
 import yaml
 
-from distloop import launch
+from distloop.launcher import launch_command as launch
 from distloop.settings import config
 from distloop.workers.heartbeat import EXIT_CODE as OTHER_FAILED
 from distloop.workers.preemption import EXIT_CODE

@@ -12,7 +12,7 @@ import tensorflow as tf
 from safetensors.numpy import load_file
 
 import distloop
-from distloop.checkpoints.warm_start import warm_start
+from distloop.warm_start.warm_start import warm_start
 from tests.problems import on
 
 ROWS = 8

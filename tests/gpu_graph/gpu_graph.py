@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from distloop.audit.gpu_kernels import RUN_PYTHON
-from distloop.audit.tracing import reached
+from distloop.graph_functions import reached
 from tests.gpu_graph.placed_graph import HOST, Node, PlacedGraph, place
 
 _READERS = {"IteratorGetNext", "IteratorGetNextSync", "OptionalGetValue"}  # types of operations that return a batch
@@ -215,11 +215,11 @@ class _Judge:
 
     def _followers(self, nodes: Iterable[Node]) -> set[Node]:
         """Returns operations and those after them, as far as they run on the host."""
-        return reached(_of_host(nodes), lambda node: _of_host(self._users[node]))
+        return set(reached(_of_host(nodes), lambda node: _of_host(self._users[node])))
 
     def _leaders(self, nodes: Iterable[Node]) -> set[Node]:
         """Returns operations of the step and those before them, as far as they run on the host."""
-        return reached(_of_host(nodes), lambda node: _of_host(_before(node)))
+        return set(reached(_of_host(nodes), lambda node: _of_host(_before(node))))
 
 
 def _before(node: Node) -> list[Node]:

@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from distloop.audit.gpu_kernels import SHAPES, find_kernel, is_compiled, is_on_gpu
-from distloop.audit.tracing import reached
 from distloop.errors import innermost_line
-from distloop.graph_functions import called_graphs
+from distloop.graph_functions import called_graphs, reached
 from distloop.model.memory import known_bytes
 
 HOST, FIRST_GPU = "host", "GPU:0"
@@ -122,7 +121,7 @@ class PlacedGraph:
     def __init__(self, step: list[Node], next_values: list[Node], condition: Node | None, effects: list[Node]):
         """Leaves out what no result of the step needs, as TensorFlow does."""
         results = [*next_values, *effects, *([condition] if condition else [])]
-        needed = reached(results, lambda node: [*(edge.producer for edge in node.edges), *node.with_it])
+        needed = set(reached(results, lambda node: [*(edge.producer for edge in node.edges), *node.with_it]))
         self.step = [node for node in step if node in needed]
         self.next_values, self.condition, self.effects = next_values, condition, effects
         self.not_followed: set[str] = set()

@@ -19,6 +19,7 @@ from keras.src.backend.common import global_state
 from tensorflow.python.eager import context
 from tensorflow.python.ops import resource_variable_ops
 
+from distloop.audit.tracing import preserved_random_state
 from distloop.data.source import Data, Source
 from distloop.distributed import devices, strategies
 from distloop.evaluation.evaluation import EvalLoop
@@ -36,7 +37,13 @@ _WORKERS = 2  # that a step of several is traced for
 _NAMES = "object_name_uids"  # Keras's counts of the layers of each name
 
 
-def trace_on_gpus(model_fn: Callable[[], ModelSpec], config: Config, data: Data, gpus: int) -> list[GpuGraph]:
+def trace_on_gpus(
+    model_fn: Callable[[], ModelSpec],
+    config: Config,
+    data: Data,
+    gpus: int,
+    prepare: Callable[..., None] = lambda state, source, loop: None,
+) -> list[GpuGraph]:
     """Returns what the train step, evaluation and, with a `predict_fn`, prediction would do on so many GPUs.
 
     Args:
@@ -45,6 +52,7 @@ def trace_on_gpus(model_fn: Callable[[], ModelSpec], config: Config, data: Data,
             workers with so many GPUs each is traced, and its train step alone.
         data: as for `Trainer.fit`.
         gpus: how many; with `num_stages`, the stages take them.
+        prepare: called with the state, the source and the loop before the step is traced, as an action may be.
 
     Raises:
         ValueError: as of `Trainer` and `Trainer.fit`.
@@ -66,6 +74,7 @@ def trace_on_gpus(model_fn: Callable[[], ModelSpec], config: Config, data: Data,
         state, arguments = trainer.state, read_arguments(data, None, {})
         source, loop = make_training_source(arguments, state, here), make_train_loop(state, here)
         source.iterator()
+        prepare(state, source, loop)
         if is_several:
             _pretend_workers(strategy, _WORKERS)
         found = [look(_graph_of(loop._compiled, source), "train step")]
@@ -78,8 +87,8 @@ def trace_on_gpus(model_fn: Callable[[], ModelSpec], config: Config, data: Data,
         function = pass_over._run.get_concrete_function(source.new_iterator(), source.layout, *limits)
         found.append(look(function.graph, "evaluation"))
         if state.spec.predict_fn is not None:
-            predict = Predictor(state)._loop()._run_many  # which joins the outputs of several batches
-            function = predict.get_concrete_function(source.new_iterator(), source.layout, limits[1])
+            predict = Predictor(state)._loop()._run_joined  # which joins the outputs of several batches
+            function = predict.get_concrete_function(source.new_iterator(), source.layout)
             found.append(look(function.graph, "prediction"))
     return found
 
@@ -119,7 +128,7 @@ def pretended_gpus(count: int) -> Iterator[None]:
 
     names = global_state.get_global_attribute(_NAMES)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(devices.preserved_random_state())
+        stack.enter_context(preserved_random_state())
         stack.callback(global_state.set_global_attribute, _NAMES, names and names.copy())
         for owner, name, value in (
             (resource_variable_ops.ResourceVariable, "__init__", note),
@@ -127,7 +136,7 @@ def pretended_gpus(count: int) -> Iterator[None]:
             (tf.config, "list_logical_devices", listed(tf.config.list_logical_devices)),
             (tf.config, "list_physical_devices", listed(tf.config.list_physical_devices)),
             (devices, "prepare_process", lambda config: None),  # it would set memory growth, and seed
-            (strategies, "_make_mirrored", strategies._make_mirrored.__wrapped__),  # keeps no strategy
+            (strategies, "_make_mirrored", strategies._make_mirrored.__wrapped__.__wrapped__),  # keeps no strategy
         ):
             stack.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, value)

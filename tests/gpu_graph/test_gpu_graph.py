@@ -3,12 +3,14 @@
 import functools
 import itertools
 import re
+import types
 
 import keras
 import pytest
 import tensorflow as tf
 
 import distloop
+from distloop.settings.durations import Units
 from tests.gpu_graph import pretended_gpus
 from tests.gpu_graph.pretended_gpus import trace_on_gpus
 from tests.problems import batches, classifier, cross_entropy, loss_fn_of, mostly_wide
@@ -25,9 +27,9 @@ KNOWN = {
     r"through: Cast -> StatelessRandomGetKeyCounter \(loss_fn\)": "Keras keeps seeds on the GPU in int64: 8 for a draw",
     r"through: Cast -> FloorMod \(loss_fn\)": "this test's own arithmetic in int32",
     r"(through|waits): (.* -> )?If's condition \(step\.py\)": "the branch around an update is the host's: 1",
-    r"out of: (loop variable|LogicalOr) -> Cast \(compiled_loop\.py\)": "the host counts the skipped steps: 1",
+    r"out of: (loop variable|LogicalOr) -> (Cast|Identity) \(compiled_loop\.py\)": "the host counts skipped steps: 1",
     r"through: loop variable -> Identity \((step|compiled_loop)\.py\)": "whether a step failed, to that branch: 1",
-    r"through: .* -> loop variable \(placement\.py\)|waits: condition of the loop \(placement\.py\)": "the loop over "
+    r"(through: .* -> loop variable|waits: condition of the loop) \(forward_backward\.py\)": "the loop over "
     "microbatches holds the batch, which is on the host: 0",
     r"waits: Assert \(errors\.py\)": "each microbatch checks the rows of its values: 1",
     r"(through|out of|waits): .* \(loss_scale\.py\)|waits: ReadVariableOp \(step\.py\)": "the host adapts the loss "
@@ -44,7 +46,10 @@ KNOWN = {
 KNOWN_OF = {
     "locate": {
         r"late: (IteratorGetNextSync -> .*|StridedSlice -> MatMul) \(shards\.py\)": "the step keeps the batch that it "
-        "reads: a replica's rows"
+        "reads: a replica's rows",
+        r"out of: LogicalNot -> Identity \(compiled_loop\.py\)|waits: ResourceScatterUpdate \(step_marks\.py\)|"
+        r"(out of: Assert -> |waits: )Timestamp \(graph_functions\.py\)": "the step ends, and its time is taken, when "
+        "the host knows whether it failed: 1",
     }
 }
 
@@ -108,6 +113,7 @@ FEATURES = {
     "pipeline": (stages_model_fn, {"num_stages": 2, "microbatches": 2}),
     "histograms": (classifier(), {"histograms_every": 10, "workdir": "not written"}),
     "keras metrics": (classifier(metrics=True), {}),
+    "example history": (classifier(), {"workdir": "not written"}),
     "jit": (classifier(), {"jit_compile": True}),
     "workers": (classifier(), {"strategy": "multi_worker"}),
     "workers, sharded": (classifier(optimizer=adam), {"strategy": "multi_worker", "shard_optimizer": True}),
@@ -119,7 +125,16 @@ FEATURES = {
 def graphs_of(feature, gpus):
     model_fn, settings = FEATURES[feature]
     config = distloop.Config(**{"batch_size": 16, **settings})
-    return trace_on_gpus(model_fn, config, batches(rows=64), max(gpus, config.num_stages))
+
+    def record(state, source, loop):
+        if feature.startswith("example history"):
+            call = types.SimpleNamespace(
+                state=state, source=source, config=config, step=0, is_chief=True, units=Units()
+            )
+            checkpoints = types.SimpleNamespace(directory=types.SimpleNamespace(verify=lambda: None))
+            distloop.ExampleHistory(("loss", "accuracy"), every=4).set_fit(call, loop, checkpoints)
+
+    return trace_on_gpus(model_fn, config, batches(rows=64), max(gpus, config.num_stages), record)
 
 
 def file_of(line):

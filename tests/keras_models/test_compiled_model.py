@@ -35,8 +35,9 @@ def test_a_function_that_compiles_or_supervises_a_model_trains_as_fit_does():
 
     twin = compiled(make())
     twin.fit(batches(X, Y), epochs=2, verbose=0)
-    for model_fn in (distloop.from_keras(lambda: compiled(make(), metrics=["mae"])), supervised):
-        trainer = distloop.Trainer(model_fn, on(2))
+    functions = (distloop.from_keras(lambda: compiled(make(), metrics=["mae"])), supervised)
+    for replicas, model_fn in enumerate(functions, 1):
+        trainer = distloop.Trainer(model_fn, on(replicas))
         numbers = trainer.fit(batches(X, Y), epochs=2)
         assert_same_weights(trainer.model, twin)
         assert "mean_absolute_error" in numbers or "mae" in numbers
@@ -120,20 +121,6 @@ def test_the_original_model_has_the_averages_and_the_trainer_the_weights():
     assert np.abs(model.get_weights()[0] - trainer.model.get_weights()[0]).max() > 1e-4
 
 
-def test_an_optimizer_that_begins_at_zeros_is_refused_until_it_is_built():
-    model, twin = net(), net()
-    twin.set_weights(model.get_weights())
-    for one in (model, twin):
-        one.compile(keras.optimizers.ScheduleFreeAdamW(0.05), "mse")
-    with pytest.raises(ValueError, match="begins at 0 and not at the weights"):
-        distloop.Trainer(distloop.from_keras(model), on(1))
-    for one in (model, twin):
-        one.optimizer.build(one.trainable_variables)
-    twin.fit(batches(X, Y), epochs=2, verbose=0)
-    distloop.Trainer(distloop.from_keras(model), on(2)).fit(batches(X, Y), epochs=2)
-    assert_same_weights(model, twin)
-
-
 @pytest.mark.parametrize("kind", mostly_wide([KeyError, KeyboardInterrupt, SystemExit], KeyError, KeyboardInterrupt))
 def test_the_original_model_has_its_weights_after_an_error_or_interruption(kind):
     model = compiled(keras.Sequential([keras.Input((6,)), keras.layers.BatchNormalization(), keras.layers.Dense(2)]))
@@ -200,9 +187,9 @@ def test_what_is_no_compiled_model_and_makes_none_is_refused():
     with pytest.raises(ValueError, match="is not built, so it has no weights .*: give it an input shape, or give"):
         distloop.from_keras(compiled(keras.Sequential([keras.layers.Dense(2)])))
     for given in (None, "model", 3):
-        with pytest.raises(ValueError, match="from_keras was given .*; it takes a compiled keras.Model or a function"):
+        with pytest.raises(ValueError, match="from_keras was given .*; give a compiled keras.Model or a function"):
             distloop.from_keras(given)
-    with pytest.raises(ValueError, match="The function given to from_keras returned 3; it must return a compiled"):
+    with pytest.raises(ValueError, match="The function given to from_keras returned 3; it returns a compiled"):
         distloop.Trainer(distloop.from_keras(lambda: 3), on(1))
     with pytest.raises(ValueError, match="is not compiled"):
         distloop.Trainer(distloop.from_keras(net), on(1))
@@ -244,12 +231,24 @@ def test_a_model_that_cannot_be_rebuilt_is_refused():
         distloop.Trainer(distloop.from_keras(model), on(1))
 
 
-@pytest.mark.parametrize("method", ["train_step", "test_step", "predict_step", "compute_metrics"])
+STEPS = [name.format(verb) for name in ("{}_step", "make_{}_function") for verb in ("train", "test", "predict")]
+METRICS, VARIABLES = ["compute_metrics", "get_metrics_result", "reset_metrics"], ["trainable_variables"]
+
+
+@pytest.mark.parametrize("method", [*STEPS, *METRICS, *VARIABLES, "trainable_weights"])
 def test_a_model_with_a_step_of_its_own_is_refused(method):
-    own = type("Own", (keras.Sequential,), {method: lambda self, *arguments: {"loss": 0.0}})
-    model = compiled(own([keras.Input((6,)), keras.layers.Dense(2)]))
-    with pytest.raises(ValueError, match=f"has a {method} of its own, .*: write a model_fn that returns a ModelSpec"):
+    sentence = f"has a {method} of its own, .*: write a model_fn that returns a ModelSpec"
+    replaced = getattr(keras.Model, method)
+    own = property(replaced.fget) if isinstance(replaced, property) else lambda self, *arguments: {"loss": 0.0}
+    kind = type("Own", (keras.Sequential,), {method: own})
+    model = compiled(kind([keras.Input((6,)), keras.layers.Dense(2)]))
+    with pytest.raises(ValueError, match=sentence):
         distloop.from_keras(model)
+    if not isinstance(replaced, property):
+        model = compiled(net())
+        setattr(model, method, lambda *arguments: {"loss": 0.0})
+        with pytest.raises(ValueError, match=sentence):
+            distloop.from_keras(model)
 
 
 def load_other_weights(model):
@@ -264,17 +263,61 @@ def compile_it_again(model):
     model.compile(model.optimizer, "mae")
 
 
-@pytest.mark.parametrize("change", [load_other_weights, set_another_rate, compile_it_again])
-@pytest.mark.parametrize("trains_before", [False, True])
-def test_what_others_have_changed_in_the_model_before_a_fit_is_told_of(trains_before, change, caplog):
+CHANGES = [load_other_weights, set_another_rate, compile_it_again]
+TOLD = "since the Trainer copied or set it: the Trainer goes on from its copy"
+
+
+@pytest.mark.parametrize("change", mostly_wide(CHANGES))
+def test_what_others_changed_in_the_model_before_the_first_fit_is_told(change, caplog):
     model = compiled(net())
     trainer = distloop.Trainer(distloop.from_keras(model), on(1))
-    for steps in (2, 4) if trains_before else ():
+    change(model)
+    trainer.fit(batches(X, Y), steps=2)
+    assert TOLD in caplog.text
+
+
+def test_what_others_changed_in_the_model_between_two_fits_is_told(caplog):
+    model = compiled(net())
+    trainer = distloop.Trainer(distloop.from_keras(model), on(1))
+    for steps in (2, 4):
         trainer.fit(batches(X, Y), steps=steps)
     assert "has changed" not in caplog.text
-    change(model)
-    trainer.fit(batches(X, Y), steps=6)
-    assert "since the Trainer copied or set it: the Trainer goes on from its copy" in caplog.text
+    for change in CHANGES:
+        caplog.clear()
+        change(model)
+        trainer.fit(batches(X, Y), steps=trainer.step + 1)
+        assert TOLD in caplog.text, change.__name__
+        caplog.clear()
+        trainer.fit(batches(X, Y), steps=trainer.step + 1)
+        assert not caplog.text, change.__name__
+
+
+VERBS = {
+    "evaluate": lambda trainer, directory: trainer.evaluate(X, Y),
+    "predict": lambda trainer, directory: trainer.predict(X),
+    "stream_predictions": lambda trainer, directory: next(trainer.stream_predictions(X)),
+    "export": lambda trainer, directory: trainer.export(f"{directory}/model.npz"),
+    "save": lambda trainer, directory: trainer.save(),
+    "restore": lambda trainer, directory: trainer.restore(),
+    "fit": lambda trainer, directory: trainer.fit(batches(X, Y), steps=3),  # once, then nothing is left to do
+}
+
+
+def test_each_verb_tells_once_that_others_have_changed_the_model(caplog, tmp_path):
+    model = compiled(net())
+    trainer = distloop.Trainer(distloop.from_keras(model), on(1, workdir=str(tmp_path)))
+    trainer.fit(batches(X, Y), steps=2)
+    for verb, call in VERBS.items():
+        caplog.clear()
+        call(trainer, tmp_path)
+        assert "has changed" not in caplog.text, verb
+        load_other_weights(model)
+        call(trainer, tmp_path)
+        call(trainer, tmp_path)
+        assert caplog.text.count("the Trainer goes on from its copy") == 1, verb
+        load_other_weights(model)
+        call(trainer, tmp_path)
+        assert caplog.text.count("the Trainer goes on from its copy") == 2, verb
 
 
 def test_settings_of_compile_that_the_config_has_are_told_of(caplog):

@@ -7,7 +7,6 @@ import tensorflow as tf
 
 import distloop
 from distloop.data.source import Source
-from distloop.keras_models import fit_arguments
 from distloop.keras_models.fit_arguments import read_arguments
 from distloop.run.fit_call import batches_per_epoch
 from tests.data.python_batches import ONE, endless, taken, three
@@ -93,20 +92,6 @@ def test_a_class_weight_of_a_class_that_no_label_is_is_told_of(labels, caplog):
     assert not caplog.records
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["tf.data", "a generator"])
-def test_a_class_weight_without_labels_in_a_dataset_is_warned_of_once(kind, caplog, monkeypatch):
-    monkeypatch.setattr(fit_arguments, "_LOOKED_AT", 1000 if kind == "tf.data" else 3)  # an end is unknown
-    dataset = batches(*ARRAYS)
-    data = dataset if kind == "tf.data" else lambda: dataset.as_numpy_iterator()
-    for class_weight, number in ((CLASS_WEIGHT | {7: 2.0}, 1), (CLASS_WEIGHT, 0)):
-        caplog.clear()
-        trainer = distloop.Trainer(distloop.from_keras(compiled(net(3), "sparse_categorical_crossentropy")), on(1))
-        trainer.fit(data, epochs=3, steps_per_epoch=4, class_weight=class_weight)
-        messages = [record.getMessage() for record in caplog.records if "class_weight" in record.getMessage()]
-        assert len(messages) == number and all("for the classes 7, which no label is in " in m for m in messages)
-
-
 def test_a_class_weight_without_a_column_in_one_hot_labels_is_refused():
     weigh = read_arguments(batches(X, ONE_HOT), None, {"class_weight": {0: 1.0, 7: 2.0}}).map_batch
     refused(lambda: weigh(X, tf.constant(ONE_HOT)), "class 7", "one-hot of 3 classes, 0 to 2")
@@ -185,7 +170,7 @@ def test_what_the_data_does_not_allow_is_refused(train, arguments, part):
 
 
 def test_evaluations_are_a_dict_by_name_and_two_of_one_name_are_refused():
-    refused(lambda: read_arguments(ARRAYS, [object()], {}), "fit takes a dict of datasets by name")
+    refused(lambda: read_arguments(ARRAYS, [object()], {}), "give a dict of datasets by name")
     arguments = {"validation_data": ARRAYS}
     refused(lambda: read_arguments(ARRAYS, {"val": ARRAYS}, arguments), "evals with the name 'val'", "give either")
 

@@ -103,7 +103,7 @@ def test_a_metric_without_a_whole_config_is_made_where_it_is_used(make_metric):
 def test_metrics_without_values_per_example_or_a_free_name_are_refused():
     with pytest.raises(ValueError, match=r"The metric 'lambda' has values of shape \(\); .* one value per example"):
         measured(compiled(net(), metrics=[lambda y_true, y_pred: tf.reduce_mean(y_pred)]), X, Y)
-    with pytest.raises(ValueError, match="name 'skipped_steps', which distloop itself reports: give it another"):
+    with pytest.raises(ValueError, match="name 'skipped_steps', which distloop reports: give it another"):
         measured(compiled(net(), metrics=[M.MeanSquaredError(name="skipped_steps")]), X, Y)
 
 

@@ -11,8 +11,8 @@ import types
 
 import pytest
 
-from distloop import launch
 from distloop.launcher import processes
+from distloop.workers import preemption
 
 
 @pytest.mark.slow
@@ -50,13 +50,13 @@ def test_descriptors_above_1023_are_waited_for():
 
 def test_a_process_that_ends_with_another_refuses_a_number_of_none():
     with pytest.raises(ValueError, match=r"parent=99999999 is no process of this machine: give the caller's number"):
-        launch.end_with(99999999)
+        preemption.end_with(99999999)
 
 
 _ENDS_WITH = """
 import sys, time
-from distloop import launch
-launch.end_with(int(sys.argv[1]), 0.0)
+from distloop.workers import preemption
+preemption.end_with(int(sys.argv[1]), 0.0)
 print("watches", flush=True)
 time.sleep(60)
 """

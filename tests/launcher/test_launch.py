@@ -10,7 +10,8 @@ import textwrap
 
 import pytest
 
-from distloop import launch
+from distloop.launcher import launch_command as launch
+from distloop.launcher import machine
 from distloop.workers import environment
 from tests import forked
 
@@ -29,7 +30,7 @@ def no_scheduler(monkeypatch):
 @pytest.fixture
 def port():
     """Returns the first of three free ports in a row."""
-    return next(first for first in range(21_000, 32_000, 3) if all(map(environment.is_free, range(first, first + 3))))
+    return next(first for first in range(21_000, 32_000, 3) if all(map(machine.is_free, range(first, first + 3))))
 
 
 def parse(*flags):
@@ -46,7 +47,7 @@ def environments(*flags):
 
 def allow_cores(count, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(count)))
-    monkeypatch.setattr(environment, "_TOPOLOGY", "/nowhere/{core}/{name}")
+    monkeypatch.setattr(machine, "_TOPOLOGY", "/nowhere/{core}/{name}")
 
 
 def test_each_worker_gets_its_own_tf_config():

@@ -12,9 +12,8 @@ import time
 
 import pytest
 
-from distloop import launch as launcher
-from distloop.launcher import elastic, processes
-from distloop.workers import heartbeat, output
+from distloop.launcher import consoles, elastic, processes
+from distloop.workers import heartbeat
 from distloop.workers.preemption import EXIT_CODE
 
 pytestmark = pytest.mark.slow
@@ -149,10 +148,9 @@ def test_stdout_and_stderr_stay_apart_and_every_byte_comes_through(launch):
 
 def patched(**constants):
     """Returns the launcher's command with other constants in its modules."""
-    lines = ["import sys", "from distloop import launch", "from distloop.workers import output"]
-    lines.append("from distloop.launcher import elastic, processes")
+    lines = ["import sys", "from distloop import launch", "from distloop.launcher import consoles, elastic, processes"]
     for name, value in constants.items():
-        module = next(module for module in (launcher, elastic, output, processes) if hasattr(module, name))
+        module = next(module for module in (elastic, consoles, processes) if hasattr(module, name))
         lines.append(f"{module.__name__.rpartition('.')[2]}.{name} = {value}")
     return [sys.executable, "-c", "; ".join([*lines, "sys.exit(launch.main())"])]
 

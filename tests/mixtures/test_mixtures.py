@@ -95,21 +95,21 @@ def test_a_run_goes_on_at_its_example_with_another_batch_size(capsys):
     first = source(weights, {0: 4, 6: 8})
     stream = np.concatenate([next(first.iterator()).numpy() for _ in range(12)])
     first.batches_taken, first.skipped_batches = 7, {9}
-    place = first.save_position()
+    place = first.position()
     assert place["examples"] == 32 and place["batch_size"] == 8 and len(json.dumps(place)) < 1000
     for other in ({0: {"a": 7, "b": 3}}, {**weights, 20: {"a": 1, "b": 0}}):
         again = source(other, {0: 4, 6: 8})
-        again.restore_position(place)
+        again.go_to(place)
         assert next(again.iterator()).numpy().tolist() == stream[32:40].tolist()
     smaller = source({0: weights[0]}, 4)
     capsys.readouterr()
-    smaller.restore_position(place)
+    smaller.go_to(place)
     assert "batches had 8 examples, these have 4: going on at batch 8" in capsys.readouterr().err
     assert smaller.skipped_batches == {12}
     assert next(smaller.iterator()).numpy().tolist() == stream[32:36].tolist()
     words = "had the fractions a 70 %, b 30 % from example 0 .*data given has the fractions a 50 %, b 50 %"
     with pytest.raises(ValueError, match=words):
-        source({"a": 1, "b": 1}, {0: 4, 6: 8}).restore_position(place)
+        source({"a": 1, "b": 1}, {0: 4, 6: 8}).go_to(place)
 
 
 @pytest.mark.slow
@@ -138,13 +138,15 @@ def test_arrays_on_disk_stay_there_and_a_changed_one_is_named(tmp_path):
     before.batches_taken = 1
     words = "had content [0-9a-f]{8}:, and the data given has content [0-9a-f]{8}:: give the data"
     with pytest.raises(ValueError, match=words):
-        source(np.arange(1, 8), "changed.npy").restore_position(before.save_position())
+        source(np.arange(1, 8), "changed.npy").go_to(before.position())
 
 
 @pytest.mark.parametrize(
     ("sources", "weights", "words"),
     [
         ({}, {}, "was given no sources"),
+        ([[1], [2]], [3, 1], "was given sources=[[1], [2]]; sources and weights are dicts by name"),
+        ({"a": [1], "b": [2]}, [3, 1], "was given weights=[3, 1]; sources and weights are dicts by name"),
         ({"a": [1], "b": [2]}, {"a": 1}, "sources of a Mixture are 'a', 'b', and weights were given for 'a': give"),
         ({"a": [1], "b": [2]}, {"a": 1, "b": -1}, "weights are 0 or more"),
         ({"a": [1], "b": [2]}, {"a": 0, "b": 0}, "weights are 0 or more"),
@@ -171,7 +173,7 @@ def mixed(a, b):
         (
             tf.data.Dataset.range(9),
             {0: 2, 3: 4},
-            "lengths or a batch_size that changes were given with a tf.data.Dataset",
+            "lengths, processes or a batch_size that changes were given with a tf.data.Dataset",
         ),
         (np.arange(9), {1: 2}, "batch_size from batch 1 on were given; the first batch is 0"),
     ],

@@ -198,7 +198,7 @@ def test_a_list_of_arrays_is_rows_where_it_has_as_many_lengths():
         ({"lengths": [1, 1, 1], "source": np.arange(3)}, "all examples have the same shape: leave lengths out"),
         (
             {"lengths": [1, 1, 1], "source": tf.data.Dataset.range(3)},
-            "map_fn, lengths or a batch_size that changes were given with",
+            "map_fn, lengths, processes or a batch_size that changes were given with",
         ),
         ({"lengths": [1, 2, 3], "batch_size": {0: 1, 5: 2}}, "a batch_size that changes; use distloop.pack"),
         ({}, "or lengths, by which rows of like lengths are padded"),

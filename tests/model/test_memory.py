@@ -1,7 +1,6 @@
 """The memory that variables hold and a process takes, and the action that notes it."""
 
 import os
-import types
 
 import keras
 import pytest
@@ -15,9 +14,10 @@ from distloop.model.state import TrainState
 from distloop.training.action import Report
 from distloop.workdir import ledger
 from tests import forked
+from tests.problems import mirrored
 
 
-def make_state(average_decay=0.0):
+def make_state(average_decay=0.0, strategy=None):
     def model_fn():
         model = keras.Sequential(
             [keras.Input((2,), dtype="int32"), keras.layers.Embedding(1000, 4, name="items"), keras.layers.Dense(3)],
@@ -25,7 +25,7 @@ def make_state(average_decay=0.0):
         )
         return distloop.ModelSpec(model, keras.optimizers.SGD(momentum=0.9), lambda batch, training: {"loss": batch})
 
-    return TrainState(model_fn, tf.distribute.get_strategy(), average_decay)
+    return TrainState(model_fn, strategy or tf.distribute.get_strategy(), average_decay)
 
 
 def test_weights_tables_slots_and_averages_are_told_apart():
@@ -34,6 +34,11 @@ def test_weights_tables_slots_and_averages_are_told_apart():
     dense, table = 4 * (4 * 3 + 3), 4 * 1000 * 4
     assert 0 <= held.pop("optimizer slots") - (dense + table) <= 12  # the rate and the count of steps
     assert held == {"weights": dense, "embedding tables": table, "averages of weights": dense + table}
+
+
+def test_every_replica_holds_its_slots():
+    held = held_by_device(make_state(strategy=mirrored(2)))
+    assert held["CPU:0"]["optimizer slots"] == held["CPU:1"]["optimizer slots"] > 0
 
 
 def test_variables_count_where_they_are_placed():
@@ -81,16 +86,3 @@ def test_what_is_held_is_noted_before_the_first_step_with_the_estimate(tmp_path,
     monkeypatch.setattr(memory, "held_by_device", lambda state: {device: dict(of) for device, of in held.items()})
     MemoryUse(workdir).on_start(Report(10, 30, {}, None))
     assert ledger.read_memory(workdir) == {"GPU:0": {"weights": 5, "activations": 3}}
-
-
-def test_available_memory_is_positive_and_at_most_all():
-    total_gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
-    assert 0 < memory.available_gb() <= total_gb
-
-
-@pytest.mark.parametrize(("printed", "expected"), [("81559\n40960\n", 40960 * 2**20 / 1e9), ("No devices\n", None)])
-def test_the_memory_of_the_smallest_gpu_is_read_from_its_tool(monkeypatch, printed, expected):
-    monkeypatch.setenv("PATH", "")
-    assert memory.gpu_memory_gb() is None  # without the tool
-    monkeypatch.setattr(memory.subprocess, "run", lambda *args, **kwargs: types.SimpleNamespace(stdout=printed))
-    assert memory.gpu_memory_gb() == expected

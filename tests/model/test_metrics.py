@@ -38,9 +38,7 @@ TEXT, IMAGES = {"tokens": tf.zeros([4, 7], tf.int32)}, {"image": tf.zeros([4, 6,
         ([4], [4], IMAGES, False),
     ],
 )
-def test_a_loss_counts_tokens_where_a_text_has_a_value_or_weight_for_each(
-    shape, weights, rows, is_per_token
-):
+def test_a_loss_counts_tokens_where_a_text_has_a_value_or_weight_for_each(shape, weights, rows, is_per_token):
     values = tf.zeros(shape)
     value = values if weights is None else metrics.weighted(values, tf.ones(weights))
     assert metrics.is_per_token(value, rows) == is_per_token

@@ -10,7 +10,6 @@ import distloop
 from distloop.data.source import Source
 from distloop.distributed import strategies
 from distloop.model.placement import Placement, make_placement
-from distloop.optimizers.gradients import Packing
 from distloop.pipeline.stage_placement import StagePlacement
 from distloop.run import overview
 from distloop.settings.config import Config
@@ -36,7 +35,7 @@ def test_a_model_of_one_stage_has_the_plain_placement_which_places_nothing():
         assert type(make_placement(model)) is Placement
     plain = Placement()
     assert not plain.devices and not plain.describe()
-    assert plain.gradient_devices(network().model.variables) is None
+    assert plain.make_packing(network().model.variables) is None
 
 
 def test_networks_of_several_stages_are_found_at_any_depth():
@@ -46,30 +45,6 @@ def test_networks_of_several_stages_are_found_at_any_depth():
     assert isinstance(found, StagePlacement)
     assert found.devices == ["CPU:0", "CPU:1"] * 2
     assert len(found.describe()) == 2
-
-
-@PLACEMENTS
-@pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("is_eager", [False, True])
-def test_gradients_and_tallies_are_summed_over_microbatches(kind, count, is_eager):
-    variable = tf.Variable([0.0, 0.0])
-    packing = Packing([variable])
-
-    def compute(index):
-        value = tf.cast(index + 1, tf.float32)
-        rows = tf.fill([index, 2], value)  # the first microbatch has none
-        return packing.pack([value * tf.constant([1.0, 2.0])]), tf.stack([value, 1.0]), [rows]
-
-    made = placement(kind)
-
-    def sums():
-        return made.sum_microbatches(packing, count, compute, [tf.TensorSpec([None, 2])])
-
-    (segment,), tallies, (rows,) = sums() if is_eager else tf.function(sums, autograph=False)()
-    total = count * (count + 1) / 2
-    assert segment.numpy().tolist() == [total, 2 * total]
-    assert tallies.numpy().tolist() == [total, count]
-    assert rows.numpy().tolist() == [[i + 1, i + 1] for i in range(count) for _ in range(i)]
 
 
 @PLACEMENTS

@@ -20,7 +20,7 @@ from distloop.model.guards import (
 )
 from distloop.model.user_functions import Reads, report_unread
 from tests.keras_models.compiled_models import X, Y, compiled
-from tests.problems import classification, mirrored, on, refused
+from tests.problems import classification, mirrored, mostly_wide, on, refused
 
 
 def small(outputs=1):
@@ -225,7 +225,9 @@ def test_sizes_are_those_of_the_top_models_and_other_errors_stay():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("batch_size", "is_whole", "rows"), [(8, True, "4"), (16, False, "a number that is known")])
+@pytest.mark.parametrize(
+    ("batch_size", "is_whole", "rows"), mostly_wide([(8, True, "4"), (16, False, "a number that is known")])
+)
 def test_a_model_that_takes_other_rows_than_a_replica_gets_is_refused(batch_size, is_whole, rows):
     trainer = distloop.Trainer(distloop.from_keras(model_for(8, Centered())), on(2))
     data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(batch_size, drop_remainder=is_whole)
@@ -234,7 +236,7 @@ def test_a_model_that_takes_other_rows_than_a_replica_gets_is_refused(batch_size
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layer", "rows"), [(Centered, 16), (lambda: keras.layers.Dense(3), 12)])
+@pytest.mark.parametrize(("layer", "rows"), mostly_wide([(Centered, 16), (lambda: keras.layers.Dense(3), 12)]))
 def test_a_model_trains_where_its_rows_fit_or_do_not_matter(layer, rows):
     data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(rows, drop_remainder=rows == 16)
     trainer = distloop.Trainer(distloop.from_keras(model_for(8, layer())), on(2))

@@ -277,8 +277,8 @@ def test_the_summary_shows_last_and_best_metrics_and_the_time_by_phase(ended, te
         "distloop: test/speed 2",
         "distloop: loss 0.25",
         "distloop: time: 40 % input, 20 % start-up, 20 % step, 15 % evaluation, 5 % other",
-        "distloop: 62 % of the time went by waiting for data: try cache() the dataset, prefetch(tf.data.AUTOTUNE), "
-        "map(..., num_parallel_calls=tf.data.AUTOTUNE).",
+        "distloop: 62 % of the time after start-up went by waiting for data: try cache() the dataset, "
+        "prefetch(tf.data.AUTOTUNE), map(..., num_parallel_calls=tf.data.AUTOTUNE).",
     ]
     assert summary_of(ROWS, ended) == summary_of(ROWS, ended, terminal) == expected
 

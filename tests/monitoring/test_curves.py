@@ -66,6 +66,10 @@ def test_a_picture_is_saved_as_its_name_says_and_shows_itself(tmp_path):
     assert "<svg" in picture._repr_svg_() and repr(picture) == "Picture of 2 charts; save(path) writes it"
     with pytest.raises(OSError):
         picture.save(tmp_path / "nope" / "a.svg")
+    with pytest.raises(ValueError, match=f"{tmp_path}' is no picture: let it end in "):
+        picture.save(tmp_path)
+    with pytest.raises(ValueError, match=r"a.xyz' is no picture: let it end in .*, .png, .*, .svg, "):
+        picture.save(tmp_path / "a.xyz")
 
 
 @needs_matplotlib
@@ -108,3 +112,8 @@ def test_a_picture_may_have_any_names_a_logarithmic_scale_and_no_curves(tmp_path
     assert [axes.get_yscale() for axes in picture.figure.axes] == ["log", "linear"]
     Picture({}).save(tmp_path / "runs.png")
     assert (tmp_path / "runs.png").exists()
+
+
+def test_a_number_in_place_of_a_name_is_a_key_error():
+    with pytest.raises(KeyError, match="The run reported no 0: there are "):
+        recorded()[0]

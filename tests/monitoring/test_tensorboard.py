@@ -4,6 +4,8 @@ import glob
 import json
 import os
 import shutil
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -12,8 +14,9 @@ import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator as PluginEventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
-from tensorboard.plugins.hparams import api_pb2
+from tensorboard.plugins.hparams import api_pb2, summary, summary_v2
 from tensorboard.plugins.hparams import metadata as hparams
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 import distloop
 from distloop.checkpoints.store import Checkpoints
@@ -169,6 +172,41 @@ def test_hyperparameters_keep_their_types_and_charts_their_tags(tmp_path):
     (charts,) = events.Tensors("custom_scalars__config__")
     layout = layout_pb2.Layout.FromString(tf.make_ndarray(charts.tensor_proto).item())
     assert layout.category[0].title == "a" and list(layout.category[0].chart[0].multiline.tag) == ["c$"]
+
+
+def test_hyperparameters_are_written_as_tensorboard_does(tmp_path):
+    values = {"rate": 1e-3, "steps": 7, "on": True, "name": "x"}
+    writer = SummaryWriter(str(tmp_path), [], 0)
+    writer.begin(values, {}, {})
+    writer.close(False)
+    (file,) = tmp_path.glob("*.hparams")
+    _, start, end = list(tf.compat.v1.train.summary_iterator(str(file)))
+    expected = summary_v2.hparams_pb(values, trial_id="", start_time_secs=start.wall_time)
+    assert of_trial(start.summary) == of_trial(expected)
+    assert of_trial(end.summary) == of_trial(summary.session_end_pb(api_pb2.STATUS_FAILURE, end.wall_time))
+
+
+def of_trial(written):
+    """Returns the tag, the data and the tensor of the first value of a summary for the HParams page."""
+    value = written.value[0]
+    plugin = value.metadata.plugin_data
+    content = HParamsPluginData.FromString(plugin.content)
+    return value.tag, plugin.plugin_name, content, value.tensor.SerializeToString()
+
+
+WITHOUT_CLIENTS = """
+import sys
+from distloop.monitoring.tensorboard import SummaryWriter
+writer = SummaryWriter(sys.argv[1], [], 0)
+writer.begin({"rate": 1e-3}, {}, {})
+writer.close(True)
+assert not {"boto3", "fsspec", "tensorboard.compat.tensorflow_stub"} & {*sys.modules}
+"""
+
+
+@pytest.mark.slow
+def test_event_files_need_no_clients_of_buckets(tmp_path):
+    subprocess.run([sys.executable, "-c", WITHOUT_CLIENTS, str(tmp_path)], check=True)
 
 
 def test_odd_tags_are_kept(tmp_path):

@@ -86,7 +86,7 @@ def test_a_slow_input_has_a_hint(now, secs, waited_secs, has_hint):
     now[0] += secs
     assert (clock.advice() is not None) is has_hint
     if has_hint:
-        assert clock.advice().startswith("50 % of the time went by waiting for data: try cache()")
+        assert clock.advice().startswith("50 % of the time after start-up went by waiting for data: try cache()")
         assert clock.advice("more workers").endswith("by waiting for data: try more workers.")
 
 
@@ -108,7 +108,7 @@ def test_slow_host_work_has_a_hint(now, phase, secs, words):
         now[0] += 10.0
         spend(clock, now, phase, spent)
     advice = clock.advice()
-    assert (" of the time went by between two loops" in advice and words in advice) if words else advice is None
+    assert (" after start-up went by between two loops" in advice and words in advice) if words else advice is None
 
 
 def test_durations_have_hours_minutes_and_seconds():

@@ -72,7 +72,6 @@ def cut(rows, *counts):
             (2, {"shard_optimizer": True, "clip_norm": 1e-3}, [2]),
             (2, {"jit_compile": True}, [2]),
         ],
-        (3, {}, [3]),
         (2, {"virtual_replicas": 4, "microbatches": 2}, [4, 2]),
     ),
 )

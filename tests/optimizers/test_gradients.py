@@ -148,14 +148,14 @@ def test_gradients_that_are_not_finite_are_found(bad, places):
         values[place].flat[-1] = bad
     packing = gradients.Packing(specs)
     segments = packing.pack([tf.cast(value, spec.dtype) for value, spec in zip(values, specs, strict=True)])
-    squares, _, _ = gradients.norm_and_scale(segments, tf.constant(1.0))
+    squares = gradients.squared_norms(segments)
     diagnosis = packing.diagnosis(segments, squares)
     assert diagnosis.shape == [packing.diagnosis_size] and diagnosis.dtype == tf.float32
     assert packing.find_nonfinite(diagnosis.numpy()) == places
 
 
 def divide_and_clip(segments, weight, clip_norm):
-    _, norm, scale = gradients.norm_and_scale(segments, tf.constant(weight))
+    norm, scale = gradients.norm_and_scale(gradients.squared_norms(segments), tf.constant(weight))
     clipping, packing = gradients.Clipping(norm=clip_norm), gradients.Packing([])
     segments, scale, is_clipped = clipping.clip(packing, segments, norm, scale, tf.math.is_finite(norm))
     assert bool(is_clipped) == bool(clip_norm and norm > clip_norm)
@@ -176,7 +176,7 @@ def test_elements_or_variables_are_clipped_after_the_division(limit, clipped, is
     segments = packing.pack([tf.constant([[6.0, -8.0]]), tf.constant([2.0])])
 
     def clip(segments):
-        _, norm, scale = gradients.norm_and_scale(segments, tf.constant(2.0))
+        norm, scale = gradients.norm_and_scale(gradients.squared_norms(segments), tf.constant(2.0))
         return gradients.Clipping(**limit).clip(packing, segments, norm, scale, tf.math.is_finite(norm))
 
     found, scale, was_clipped = clip(segments)

@@ -16,8 +16,7 @@ from distloop.data.shards import Batch
 from distloop.distributed import collectives
 from distloop.model import memory
 from distloop.model.saved_state import SavedState
-from distloop.monitoring.profiler import busy_fractions
-from distloop.pipeline.stage_placement import StageUsage
+from distloop.pipeline.stage_placement import StageUsage, busy_fractions
 from distloop.run import outputs, overview
 from distloop.training.action import Report
 from distloop.variables import tensorflow_variable
@@ -136,7 +135,7 @@ def place(operation):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", mostly_wide([True, False]))
 def test_each_stage_keeps_its_variables_and_runs_on_its_device(recompute, capsys):
     make_model = classifier(modules, num_stages=2, recompute=recompute)
     trainer = train(make_model, settings(2, microbatches=2, average_decay=0.9, console="lines"), batches(), 1)
@@ -182,6 +181,47 @@ def test_losses_of_a_layer_are_computed_where_its_weights_are():
 def test_a_run_on_stages_goes_on_bit_for_bit(tmp_path):
     make_model = classifier(functools.partial(sequential, dropout=0.3, batch_norm=True), num_stages=2)
     config = settings(2, microbatches=2, average_decay=0.9, precision="mixed_bfloat16")
+    expected = trained(train(make_model, config, batches(), 6))
+    stopped = dataclasses.replace(config, workdir=tmp_path)
+    train(make_model, stopped, batches(), 2)
+    assert_equal(trained(train(make_model, stopped, batches(), 6)), expected)
+
+
+def in_pairs(**others):
+    """Two replicas of two stages each, on four devices."""
+    return settings(2, strategy="mirrored", num_devices=4, **others)
+
+
+def copies_of(trainer):
+    """The device of each copy of what is trained, of the slots and of the averages, in this order."""
+    of_optimizer = [v for v in trainer.optimizer.variables if len(v.shape)]
+    variables = [*trainer.state.variables_of_update[""], *of_optimizer, *trainer.state.average.variables]
+    return [[device_of(copy) for copy in trainer.state.replica_variables(v)] for v in variables]
+
+
+@pytest.mark.parametrize("microbatches", mostly_wide([1, 3], 3))
+def test_replicas_of_a_pipeline_train_like_one_device(microbatches, on_one_device):
+    trainer = train(classifier(num_stages=2), in_pairs(microbatches=microbatches, **CLIPPED), batches(), 6)
+    assert_close(trained(trainer), on_one_device)
+    first, second = [["CPU:0", "CPU:2"]] * 4, [["CPU:1", "CPU:3"]] * 6  # kernels and biases of two layers, and of three
+    of_model = first + second
+    assert copies_of(trainer) == of_model + [devices for devices in of_model for _ in range(2)] + of_model
+    for copies in map(trainer.state.replica_variables, trainer.state.trained_variables):
+        assert np.array_equal(*(copy.numpy() for copy in copies))
+    products = [place(op) for op in operations(trainer) if op.type == "MatMul"]
+    assert {device: products.count(device) for device in {*products}} == {
+        **dict.fromkeys(("CPU:0", "CPU:2"), 6 * microbatches),
+        **dict.fromkeys(("CPU:1", "CPU:3"), 9 * microbatches),
+    }
+    with trainer.state.averaged():
+        expected = trainer.model.model(classification()["x"]).numpy()
+    np.testing.assert_allclose(trainer.predict(batches()), expected, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_replicas_of_a_pipeline_go_on_bit_for_bit(tmp_path):
+    make_model = classifier(functools.partial(sequential, dropout=0.3, batch_norm=True), num_stages=2)
+    config = in_pairs(microbatches=2, average_decay=0.9)
     expected = trained(train(make_model, config, batches(), 6))
     stopped = dataclasses.replace(config, workdir=tmp_path)
     train(make_model, stopped, batches(), 2)
@@ -344,8 +384,8 @@ def copied():
         (lambda: distloop.stages([Affine(2, 2, i) for i in range(5)]), ["5 stages were asked for, but there are 4"]),
         (lambda: distloop.stages(modules(), ["CPU:0", "GPU:7"] * 2), ["GPU:7 is none of CPU:0"]),
         (lambda: distloop.stages(modules(), ["CPU:0"]), ["were given for 4 stages"]),
-        (copied, ["copies it to 2 devices", "give strategy=none and num_stages=4"]),
-        (lambda: settings(2, strategy="mirrored"), ["num_stages=2"]),
+        (copied, ["4 stages on each of 2 replicas, which begin on CPU:0 and CPU:1,", "num_stages=4 and num_devices=8"]),
+        (lambda: settings(2, num_devices=4), ["strategy=none and num_devices=4", "num_devices=2"]),
         (lambda: settings(2, num_devices=3), ["num_stages=2"]),
         (lambda: settings(2, jit_compile=True), ["num_stages=2"]),
         (lambda: settings(2, executor="serial"), ["num_stages=2"]),
@@ -376,7 +416,7 @@ def test_each_device_of_a_pipeline_counts_once_on_each_worker(tmp_path):
 
         state = distloop.Trainer(model_fn, distloop.Config(device="cpu", num_stages=3, strategy="none")).state
         assert overview.peak_flops(state, distloop.Config(device="cpu", peak_flops=5.0)) == 10.0
-        source = SimpleNamespace(save_position=dict)
+        source = SimpleNamespace(position=dict)
         outputs.begin_in(str(tmp_path), SimpleNamespace(state=state, source=source, step=0), None)
     assert [start["devices"] for start in ledger.read_starts(str(tmp_path))] == [2, 2]
     on_3 = SimpleNamespace(strategy=SimpleNamespace(num_replicas_in_sync=3), stage_devices=state.stage_devices)

@@ -267,10 +267,10 @@ def test_a_file_that_changed_since_the_checkpoint_is_named(tmp_path):
     before = source(b"b", "before")
     assert [next(before.iterator()).numpy().tolist() for _ in range(2)] == [[b"a0", b"a1"], [b"a2", b"a3"]]
     before.batches_taken = 2
-    place = before.save_position()
+    place = before.position()
     assert len(json.dumps(place)) < 1000
     same = source(b"b", "after")
-    same.restore_position(place)
+    same.go_to(place)
     assert next(same.iterator()).numpy().tolist() == [b"a4", b"b0"]
     with pytest.raises(ValueError, match=r"as the records of '.*train-1' have changed: give the data"):
-        source(b"c", "changed").restore_position(place)
+        source(b"c", "changed").go_to(place)

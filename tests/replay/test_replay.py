@@ -439,3 +439,9 @@ def test_a_damaged_checkpoint_is_passed_over(finished, tmp_path):
     result = trainer_of(classifier(), 1, tmp_path / "run").replay(data(), step=7)
     expected = trainer_of(classifier(), 1, finished).replay(data(), step=7)
     assert_equal(result.weights_after, expected.weights_after)
+
+
+def test_settings_that_need_a_workdir_do_not_hinder_a_replay(tmp_path):
+    model_fn, given = classifier(), {"max_secs": 1e6, "keep_every": 4, "profile": "2:3", "histograms_every": 2}
+    train(model_fn, settings(1, tmp_path, **given))
+    assert trainer_of(model_fn, 1, tmp_path, **given).replay(data(), step=5).differences == []

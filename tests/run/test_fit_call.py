@@ -45,6 +45,20 @@ def test_a_run_of_epochs_is_evaluated_after_each_and_another_at_its_end(length, 
     assert fit_call.make_units(SOURCE, chosen(**length)).period(distloop.Config().eval_every) == Period(steps=every)
 
 
+def test_settings_of_no_effect_are_told():
+    def told(evaluations, **settings):
+        return fit_call.idle_settings(
+            types.SimpleNamespace(config=distloop.Config(**settings), evaluations=evaluations)
+        )
+
+    given = {"checkpoint_every": 5, "keep_checkpoints": 9, "eval_every": "1 epoch", "eval_first": True}
+    of_evals = [f"{given} has no effect without evals" for given in ("eval_every=1 epoch", "eval_first=True")]
+    of_saves = [f"{given} has no effect without a workdir" for given in ("checkpoint_every=5", "keep_checkpoints=9")]
+    assert told([]) == told(["one"], **given, workdir="run") == []
+    assert told([], **given) == [*of_saves, *of_evals]
+    assert told([], **given, workdir="run") == of_evals
+
+
 def test_a_run_that_is_over_says_what_to_raise():
     def why(step, secs=5.0, reason=None, **length):
         units, config = fit_call.make_units(SOURCE, chosen(**length)), distloop.Config()

@@ -10,6 +10,7 @@ import pytest
 
 import distloop
 from distloop.distributed import collectives
+from distloop.launcher.inbox import Inbox
 from distloop.run.fit_call import require_same_run
 from distloop.workers import messages
 from tests import forked
@@ -87,7 +88,7 @@ def test_models_whose_variables_differ_between_workers_end_in_a_sentence():
 
 @pytest.fixture
 def launcher():
-    launcher = messages.Inbox()
+    launcher = Inbox()
     yield launcher
     launcher.close()
 

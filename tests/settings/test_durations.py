@@ -60,7 +60,7 @@ def test_a_unit_of_unknown_size_is_refused(value):
 @pytest.mark.parametrize("name", ["checkpoint_every", "eval_every", "log_every", "histograms_every", "until"])
 def test_settings_take_steps_and_texts_with_a_unit(name):
     def setting(value):
-        return getattr(distloop.Config(**{name: value}), name)
+        return getattr(distloop.Config(workdir="not written", **{name: value}), name)
 
     assert setting(500) == setting("500") == setting("500 steps") == 500
     assert [setting(text) for text in ("2 h", "2 epochs", "1e6 examples")] == ["2 h", "2 epochs", "1e6 examples"]
@@ -148,7 +148,7 @@ def test_epochs_examples_and_shares_of_the_run_are_due_by_steps():
 def test_what_is_due_by_time_comes_with_the_next_step_once_a_period():
     run_plan, due = plan(), []
     for before, now in [(0, 9), (9, 11), (11, 19), (19, 21), (21, 45)]:  # a loop of 24 s makes one call, not two
-        run_plan.check_clock(before, now, ["10 s", 50, None, "1 h"], 7)
+        run_plan.check_clock(before, now, ["10 s", 50, None, "1 h"])
         due.append(run_plan.is_due("10 s", 7, 100))
         assert run_plan.next_boundary(7, 100, [50]) == (8 if due[-1] else 50)
     assert due == [False, True, False, True, True]
@@ -157,10 +157,14 @@ def test_what_is_due_by_time_comes_with_the_next_step_once_a_period():
 
 def test_a_run_that_ends_by_time_ends_with_the_step_after():
     run_plan = plan(Period(secs=60.0))
-    run_plan.check_clock(0, 59, [0], 5)
-    assert run_plan.last_step == run_plan.next_boundary(5, run_plan.last_step, [0]) == float("inf")
-    run_plan.check_clock(59, 61, [0], 7)
-    assert run_plan.last_step == run_plan.next_boundary(7, run_plan.last_step, [0]) == 8
+    assert not run_plan.check_clock(0, 59, [0])
+    assert run_plan.next_boundary(5, float("inf"), [0]) == float("inf")
+    assert run_plan.check_clock(59, 61, [0])
+
+
+def test_a_run_that_ends_by_tokens_ends_with_the_step_that_has_them():
+    run_plan = plan(Period(tokens=60.0))
+    assert run_plan.counts_tokens and not run_plan.count_tokens(0, 59) and run_plan.count_tokens(59, 61)
 
 
 def test_a_plan_without_a_dataset_knows_steps_and_times_alone():

@@ -18,20 +18,28 @@ from distloop.settings.config import Config
 NAMES = [field.name for field in dataclasses.fields(Config)]
 OTHER_VALUES = {"workdir": "/tmp/run=1 of 2", "strategy": "mirrored", "device": "cpu", "num_devices": 3}
 OTHER_VALUES |= {"intra_op_threads": 18, "precision": "mixed_bfloat16", "steps": 7, "batch_size": 12}
-OTHER_VALUES |= {"limit_train_batches": 15, "limit_eval_batches": 16, "autotune_batch": True, "microbatches": 4}
-OTHER_VALUES |= {"max_traces": 3, "replay": 8, "recompute": "block_[0-9]+", "clip_norm": 1e-7}
-OTHER_VALUES |= {"average_decay": 0.1 + 0.2, "shard_optimizer": True, "on_nonfinite": "skip", "unread_entries": "warn"}
+OTHER_VALUES |= {"limit_train_batches": 15, "limit_eval_batches": 16, "microbatches": 4}
+OTHER_VALUES |= {"max_traces": 3, "recompute": "block_[0-9]+", "clip_norm": 1e-7}
+OTHER_VALUES |= {
+    "average_decay": 0.1 + 0.2,
+    "shard_optimizer": True,
+    "on_nonfinite": "skip",
+    "unread_entries": "warn",
+    "empty_batches": "warn",
+}
 OTHER_VALUES |= {"executor": "serial", "on_divergence": "rollback", "loss_jump": 2.5, "max_rollbacks": 2}
-OTHER_VALUES |= {"check_replicas_every": 13, "jit_compile": True, "steps_per_loop": 5, "log_every": 6}
+OTHER_VALUES |= {"check_replicas_every": 13, "jit_compile": "pass", "steps_per_loop": 5, "log_every": 6}
 OTHER_VALUES |= {"gradient_noise_every": 15, "histograms_every": 14, "graph": "always", "profile": "100:110"}
-OTHER_VALUES |= {"peak_flops": 312e12, "eval_every": 8, "eval_first": True, "fast_dev_run": True}
-OTHER_VALUES |= {"checkpoint_every": 11, "keep_checkpoints": 4, "resume": False}
+OTHER_VALUES |= {"peak_flops": 312e12, "eval_every": 8, "eval_first": True}
+OTHER_VALUES |= {"checkpoint_every": 11, "keep_checkpoints": 4, "keep_every": 19, "resume": False}
 OTHER_VALUES |= {"init_from": "runs/a=b", "init_rename": r"^a/(.*)=>b/\1 $", "console": "quiet", "max_secs": 1.5}
-OTHER_VALUES |= {"start_timeout": 20.0, "hang_timeout": 30.5, "audit": True, "memory": True, "full_tracebacks": True}
-OTHER_VALUES |= {"seed": 9, "deterministic": True}
+OTHER_VALUES |= {"start_timeout": 20.0, "hang_timeout": 30.5, "full_tracebacks": True}
+OTHER_VALUES |= {"seed": 9, "deterministic": True, "evaluate": "best", "predict": "runs/outputs"}
+OTHER_VALUES |= {"device_shares": "3,1"}
 # Others contradict these.
 EXCLUDED = {"average_from", "epochs", "until", "locate_nonfinite", "eager", "overfit_batches", "num_stages"}
-EXCLUDED |= {"clip_variable_norm", "clip_value", "replica_batch_size", "virtual_replicas"}
+EXCLUDED |= {"clip_variable_norm", "clip_value", "replica_batch_size", "virtual_replicas", "replay"}
+EXCLUDED |= {"audit", "memory", "autotune_batch", "fast_dev_run"}
 
 
 @pytest.fixture
@@ -54,6 +62,37 @@ def written(config, path):
     """Writes a config's files; returns the text of config.json and of flags.txt."""
     flags.write(config, str(path))
     return [(path / name).read_text() for name in ("config.json", "flags.txt")]
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("--jit_compile", "pass"),
+        ("--nojit_compile", "none"),
+        ("--jit_compile=True", "pass"),
+        ("--jit_compile=false", "none"),
+        ("--jit_compile=loop", "loop"),
+        ("--jit_compile=none", "none"),
+    ],
+)
+def test_jit_compile_is_given_as_a_mode_or_as_the_bool_that_it_was(argument, value, fresh_flags, tmp_path):
+    (tmp_path / "flags.txt").write_text(f"{argument}\n")
+    for given in (argument, f"--flagfile={tmp_path / 'flags.txt'}"):
+        flags.define_flags()
+        config = parse(fresh_flags, given, "--steps=3")
+        assert (config.jit_compile, config.steps) == (value, 3)
+        assert f"--jit_compile={value}" in written(config, tmp_path)[1].splitlines()
+        fresh_flags.unparse_flags()
+    assert flags.flags_of(["--jit_compile", "a word"]) == ["jit_compile", ""]
+
+
+def test_jit_compile_of_a_program_or_a_file_may_be_a_bool(fresh_flags, tmp_path):
+    assert [Config(jit_compile=value).jit_compile for value in (False, True)] == ["none", "pass"]
+    (tmp_path / "config.json").write_text(json.dumps({"jit_compile": True}))
+    flags.define_flags()
+    assert parse(fresh_flags, f"--config={tmp_path / 'config.json'}").jit_compile == "pass"
+    with pytest.raises(ValueError, match="jit_compile='steps' is not allowed: give one of none, pass, loop"):
+        Config(jit_compile="steps")
 
 
 # --help.

@@ -9,7 +9,7 @@ import tensorflow as tf
 import distloop
 from distloop.distributed import collectives, tensorflow_internals
 from distloop.distributed.strategies import make_strategy
-from distloop.sharding import sharding
+from distloop.sharding.exchange import Exchange
 from tests import forked
 
 WORKERS = 3
@@ -26,7 +26,7 @@ def tensors(worker, dtype):
 def exchange():
     """Returns the sums and values that a worker gets, by dtype."""
     strategy = make_strategy(distloop.Config(device="cpu"))
-    worker, between = collectives.worker_index(strategy), sharding.Exchange(strategy)
+    worker, between = collectives.worker_index(strategy), Exchange(strategy)
 
     @tf.function(autograph=False)
     def exchanged():

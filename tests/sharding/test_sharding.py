@@ -8,7 +8,7 @@ import tensorflow as tf
 import distloop
 from distloop.model.memory import held_by_device
 from distloop.model.saved_state import SavedState
-from distloop.optimizers import keras_hooks
+from distloop.optimizers import slot_store
 from distloop.run import overview
 from distloop.sharding import variable_shards
 from tests.problems import assert_equal, classification, classifier, local_values, mostly_wide, on, refused, weights
@@ -64,7 +64,7 @@ def half_precision():
     settings = {"precision": "mixed_float16", "microbatches": 2, "average_decay": 0.9}
     settings |= {"check_replicas_every": 4, "clip_variable_norm": 0.05}
     with pytest.MonkeyPatch.context() as patch:  # Adam in one operation, also for a shard of the larger variable
-        patch.setattr(keras_hooks, "MIN_FUSED_BYTES", 1000)
+        patch.setattr(slot_store, "MIN_FUSED_BYTES", 1000)
         patch.setattr("distloop.optimizers.gradients.LARGEST_PACKED_BYTES", 200)
         patch.setattr(variable_shards, "_SMALLEST_ROW", 48)  # the variable is cut between rows
         patch.setattr(variable_shards, "_FEWEST_ROWS", 8)
@@ -113,6 +113,12 @@ def test_each_device_has_its_part_of_the_slots_and_the_console_says_so(half_prec
     of_two, of_one = (overview.console_lines(t.state, t.config, sharded._train_source) for t in (sharded, one))
     assert "slots and averages 0.0 MB on CPU:0, 0.0 MB on CPU:1" in of_two
     assert any("changes nothing" in line for line in of_one)
+
+
+def test_the_small_slots_of_a_device_are_one_vector():
+    state = distloop.Trainer(classifier(), on(2, shard_optimizer=True)).state
+    shapes = [tuple(v.shape) for v in state.slot_stores[""].stored if tuple(v.shape)]
+    assert shapes == [(8, 16), (16 + 16 * 4 + 4,)]  # the largest variable has a device of its own
 
 
 def large():

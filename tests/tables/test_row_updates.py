@@ -6,8 +6,8 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.optimizers import keras_hooks
 from distloop.optimizers.gradients import Rows, write_rows
+from distloop.optimizers.slot_store import SlotStore, View
 from distloop.tables import row_updates
 from distloop.tables.sparse_packing import to_slices
 
@@ -28,8 +28,8 @@ def train(optimizer, *, is_sparse, steps=3):
     """Returns the table and all slots after each step, eagerly, as a step applies them."""
     table = keras.Variable(start(), name="table")
     optimizer.build([table])
-    keras_hooks.simplify_adam(optimizer)
     row_updates.update_rows(optimizer)
+    SlotStore(optimizer, [View(table, table, 1.0)])
     history = []
     for step in range(steps):
         gradient = gradient_of(step)

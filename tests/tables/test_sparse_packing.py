@@ -78,7 +78,8 @@ def test_norms_clipping_and_the_diagnosis_are_those_of_the_dense_gradient(clippi
     values = [[1.0, -2.0], [3.0, 4.0], [0.5, bad]]
     for layout in (packing(), packing(gradients.Packing)):
         segments, _ = layout.all_reduce(layout.pack([slices([4, 1, 4], values), tf.ones([3])]), {})
-        squares, norm, scale = gradients.norm_and_scale(segments, tf.constant(2.0))
+        squares = gradients.squared_norms(segments)
+        norm, scale = gradients.norm_and_scale(squares, tf.constant(2.0))
         found = layout.find_nonfinite(layout.diagnosis(segments, squares).numpy())
         segments, scale, is_clipped = clipping.clip(layout, segments, norm, scale, tf.math.is_finite(norm))
         results.append([norm, is_clipped, *layout.unpack(segments, scale)])

@@ -261,9 +261,7 @@ def test_a_packing_of_whole_gradients_says_why_and_the_console_too(part, capsys)
 
 @pytest.mark.not_by_collectives("which gather rows of tables only where their number is known")
 @pytest.mark.slow
-def test_without_the_part_a_table_trains_as_with_dense_gradients(
-    merges, monkeypatch, capsys
-):
+def test_without_the_part_a_table_trains_as_with_dense_gradients(merges, monkeypatch, capsys):
     monkeypatch.setattr(overview, "_MANY_ROWS", ROWS)
     with_part = fit(model_fn(("adagrad",)), on(2, average_decay=0.9), data())
     assert merges

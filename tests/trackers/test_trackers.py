@@ -166,7 +166,7 @@ def mlflow_client(uri):
 
 @pytest.mark.slow
 def test_wandb_keeps_a_buckets_files_in_staging_and_sees_no_secrets(tmp_path):
-    pytest.importorskip("wandb", reason='needs wandb: pip install "distloop[wandb]"')
+    pytest.importorskip("wandb", reason='needs wandb: pip install ".[wandb]"')
     (path := tmp_path / "train.py").write_text(
         "import sys, distloop\n"
         "from absl import flags\n"

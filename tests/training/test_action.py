@@ -165,7 +165,7 @@ def test_a_boundary_ends_after_all_actions_and_only_for_those_due():
 
 def test_a_boundary_is_saved_once_with_the_best_steps_of_all_metrics():
     saved = []
-    saves = Saves(lambda report, best_steps: saved.append((report.step, dict(best_steps))))
+    saves = Saves(lambda report, kept: saved.append((report.step, dict(kept.best_steps))))
     saves.keep("loss", [4])
     saves.keep("accuracy", [2, 6])
     for step in (6, 6, 7):

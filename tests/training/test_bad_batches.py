@@ -96,7 +96,12 @@ CHANGES = {
 @pytest.mark.parametrize("change", mostly_wide(CHANGES))
 @pytest.mark.parametrize(
     ("verb", "place", "replicas"),
-    [("fit", 0, 1), ("fit", 0, 2), ("fit", 2, 1), ("evaluate", 2, 1), ("predict", 2, 2)],
+    mostly_wide(
+        [("fit", 0, 1), ("fit", 0, 2), ("fit", 2, 1), ("evaluate", 2, 1), ("predict", 2, 2)],
+        ("fit", 0, 2),
+        ("fit", 2, 1),
+        ("predict", 2, 2),
+    ),
 )
 def test_a_generator_that_changes_its_batches(verb, place, replicas, change):
     assert_fails(

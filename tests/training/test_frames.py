@@ -13,22 +13,36 @@ from tests.problems import on
 PACKAGE = os.path.dirname(distloop.__file__)
 
 
-def frames(replicas=1, **settings):
-    """Returns file and function of each frame of the package above `loss_fn` in its last trace, the outermost first."""
-    stacks = []
+def stack():
+    """Returns file and function of each frame of the package that is running, the outermost first."""
+    shown = [(os.path.relpath(frame.filename, PACKAGE), frame.name) for frame in traceback.extract_stack()]
+    return [(path, name) for path, name in shown if not path.startswith("..")]
+
+
+def stacks(replicas=1, **settings):
+    """Returns the frames above `loss_fn`, and above the optimizer's update of a weight, in their last traces."""
+    above = {}
+
+    class Optimizer(keras.optimizers.SGD):
+        def update_step(self, *arguments):
+            above["update"] = stack()
+            return super().update_step(*arguments)
 
     def model_fn():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
 
         def loss_fn(batch, training):
-            stacks.append([(frame.filename, frame.name) for frame in traceback.extract_stack()])
+            above["loss_fn"] = stack()
             return {"loss": keras.ops.mean(model(batch, training=training) ** 2, -1)}
 
-        return distloop.ModelSpec(model, keras.optimizers.SGD(0.1), loss_fn)
+        return distloop.ModelSpec(model, Optimizer(0.1), loss_fn)
 
     distloop.Trainer(model_fn, on(replicas, batch_size=8, **settings)).fit(np.ones((16, 3), np.float32), steps=1)
-    shown = [(os.path.relpath(path, PACKAGE), name) for path, name in stacks[-1]]
-    return [(path, name) for path, name in shown if not path.startswith("..")]
+    return above
+
+
+def frames(replicas=1, **settings):
+    return stacks(replicas, **settings)["loss_fn"]
 
 
 def below(found, file, function):
@@ -55,3 +69,9 @@ def test_few_frames_are_between_a_step_and_loss_fn():
 
 def test_few_frames_of_a_replica_are_above_loss_fn():
     assert len(frames(2)) <= 5  # each replica is traced in a thread of its own
+
+
+def test_few_files_are_between_fit_and_new_weights():
+    above = stacks()
+    files = {path for path, _ in above["loss_fn"] + above["update"]}
+    assert {"trainer.py", "training/step.py", "training/application.py"} <= files and len(files) <= 12

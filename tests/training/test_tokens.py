@@ -8,8 +8,8 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.checkpoints import resume
 from distloop.checkpoints.store import in_workdir
+from distloop.training.window import Progress
 from tests.problems import assert_close, assert_equal, classification, classifier, mostly_wide, on, refused, weights
 
 SIZE, ROWS = 4, 22  # the last batch of a pass has 2 rows
@@ -208,7 +208,7 @@ def test_a_checkpoint_that_counted_no_tokens_is_refused(tmp_path, monkeypatch, l
         distloop.make_dataset(classification(64), 8),
     )
     with monkeypatch.context() as patch:
-        patch.setattr(resume, "_metadata", lambda *args, of=resume._metadata: {**of(*args), "tokens": math.nan})
+        patch.setattr(Progress, "save", lambda self, save=Progress.save: {**save(self), "tokens": math.nan})
         distloop.Trainer(make, on(1, workdir=str(tmp_path))).fit(dataset, steps=3)
     trainer = distloop.Trainer(make, on(1, workdir=str(tmp_path)))
     refused(lambda: trainer.fit(dataset, **length), "the checkpoint is of an older version, which counted none")

@@ -48,7 +48,7 @@ class Counter(keras.layers.Layer):
         (dict(num_devices=3), ["virtual_replicas=4 and num_devices=3", "give a number of devices that divides 4"]),
         (dict(num_devices=8), ["virtual_replicas=4 and num_devices=8", "give a number of devices that divides 4"]),
         (dict(intra_op_threads=2), ["virtual_replicas=4 and intra_op_threads=2", "leave either out"]),
-        (dict(jit_compile=True), ["virtual_replicas=4 and jit_compile=True", "leave either out"]),
+        (dict(jit_compile=True), ["virtual_replicas=4 and jit_compile=pass", "leave either out"]),
     ],
 )
 def test_settings_that_change_bits_are_refused(settings, parts):

@@ -24,9 +24,9 @@ def row(**changes):
 
 
 def window_of(*rows, saved=None):
-    window = Window(saved)
+    window = Window() if saved is None else Window.load(saved)
     for changes in rows:
-        window.add(row(**changes))
+        window = window.with_row(row(**changes))
     return window
 
 

@@ -1,16 +1,15 @@
-"""The cluster that TF_CONFIG or a Slurm step describes; cores and free ports of this machine."""
+"""The cluster that TF_CONFIG or a Slurm step describes."""
 
 import concurrent.futures
 import json
 import os
-import random
 import re
-import socket
 import subprocess
 import textwrap
 
 import pytest
 
+from distloop.launcher import machine
 from distloop.workers import environment
 from distloop.workers.environment import Cluster
 from tests import forked
@@ -88,12 +87,12 @@ def test_steps_that_run_side_by_side_use_different_ports(ports_of):
 
 @pytest.mark.parametrize(("tasks", "jobs", "steps"), [(2, 11_000, 1), (4, 5_000, 1), (2, 40, 100)])
 def test_slurm_jobs_far_apart_and_their_later_steps_use_different_ports(tasks, jobs, steps, monkeypatch):
-    monkeypatch.setattr(environment.os, "environ", {})
+    monkeypatch.setattr(os, "environ", {})
     blocks = set()
     for job in range(123_456, 123_456 + jobs):
         for step in range(steps):
-            environment.os.environ.update(SLURM_JOB_ID=str(job), SLURM_STEP_ID=str(step))
-            blocks.add(environment._choose_slurm_ports(tasks)[0])
+            os.environ.update(SLURM_JOB_ID=str(job), SLURM_STEP_ID=str(step))
+            blocks.add(machine._slurm_ports(tasks)[0])
     assert len(blocks) == jobs * steps and max(blocks) + tasks <= 32_768
 
 
@@ -257,36 +256,3 @@ def test_workers_are_reached_without_the_proxy_of_the_environment(variables, exp
         monkeypatch.setenv(name, variables.get(name, ""))
     environment.Cluster(("a:1", "b:1", "b:2", "[fd00::1]:1"), 0).bypass_proxies()
     assert os.environ["no_grpc_proxy"] == expected
-
-
-def test_parts_are_whole_physical_cores_or_without_a_topology_go_by_number(monkeypatch, tmp_path):
-    assert environment.count_cores() == len(os.sched_getaffinity(0))
-    for core in range(8):  # two packages, in each two physical cores with two threads, numbered as Linux does
-        for name, number in (("physical_package_id", core // 2 % 2), ("core_id", core % 2)):
-            (tmp_path / f"{core}.{name}").write_text(f"{number}\n")
-    monkeypatch.setattr(environment, "_TOPOLOGY", str(tmp_path / "{core}.{name}"))
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    assert environment.split_cores(2) == [[0, 4, 1, 5], [2, 6, 3, 7]]
-    assert environment.split_cores(4) == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    assert environment.split_cores(2, 1) == [[0], [4]]
-    monkeypatch.setattr(environment, "_TOPOLOGY", "/nowhere/{core}/{name}")
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(5)))
-    assert environment.split_cores(2) == [[0, 1], [2, 3]] and environment.split_cores(6) == [[]] * 6
-    monkeypatch.delattr(os, "sched_setaffinity")  # the system cannot bind
-    assert environment.split_cores(2) == [[], []]
-
-
-def test_ports_are_free_each_once_and_below_those_that_the_system_picks():
-    chosen = environment.choose_ports(20)
-    assert len(set(chosen)) == 20 and all(10_000 <= port < 32_768 for port in chosen)
-    assert environment.choose_ports(20) != chosen and all(map(environment.is_free, chosen))
-    with socket.create_server(("127.0.0.1", chosen[0])):
-        assert not environment.is_free(chosen[0])
-
-
-def test_programs_with_one_seed_choose_different_ports():
-    chosen = []
-    for _ in range(2):
-        random.seed(0)
-        chosen.append(environment.choose_ports(3))
-    assert chosen[0] != chosen[1]

@@ -19,8 +19,8 @@ import pytest
 
 import distloop
 from distloop.checkpoints import store
+from distloop.launcher.machine import choose_ports
 from distloop.workers import heartbeat, preemption
-from distloop.workers.environment import choose_ports
 from tests import problems
 from tests.forked import Program
 

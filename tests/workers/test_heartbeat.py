@@ -1,5 +1,6 @@
 """Heartbeats between real processes, without TensorFlow and with a faster clock; test_liveness.py has the decisions."""
 
+import atexit
 import os
 import pathlib
 import re
@@ -8,12 +9,13 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 
 import pytest
 
+from distloop.launcher.machine import choose_ports
 from distloop.workers import heartbeat
-from distloop.workers.environment import choose_ports
 from distloop.workers.heartbeat import EXIT_CODE
 
 pytestmark = pytest.mark.slow
@@ -374,3 +376,20 @@ def test_a_killed_worker_is_named_by_all_others_and_all_leave_together(run):
         (line,) = worker.text.splitlines()[1:]  # and no stacks
         assert line.startswith(f"distloop: the process of worker 5 ({addresses[5]}) is gone without a word")
     assert workers[9].end() == 0
+
+
+def test_at_its_end_a_process_waits_for_a_thread_that_reads_the_step():
+    begun = threading.Event()
+
+    def slow_step():  # as a read of a variable on a busy machine
+        begun.set()
+        time.sleep(1.5)
+        return 0
+
+    them = heartbeat.Heartbeat([f"127.0.0.1:{port}" for port in choose_ports(2)], 0, {})
+    them.step = slow_step
+    assert begun.wait(30)
+    atexit.unregister(them._end_threads)
+    them._end_threads()
+    assert not any(thread.is_alive() for thread in them._threads)
+    them._star.close_port()

@@ -4,12 +4,13 @@ import os
 
 import pytest
 
+from distloop.launcher.inbox import Inbox
 from distloop.workers import messages
 
 
 @pytest.fixture
 def launcher():
-    launcher = messages.Inbox()
+    launcher = Inbox()
     yield launcher
     launcher.close()
 

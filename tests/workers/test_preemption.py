@@ -70,7 +70,7 @@ PROGRAM = """
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("seed", "kills"),
-    mostly_wide([*((seed, ["SIGKILL", "SAVE"]) for seed in range(13)), (20, ["SAVE"])], (20, ["SAVE"])),
+    mostly_wide([*((seed, ["SIGKILL", "SAVE"]) for seed in range(13)), (20, ["SAVE"]), (21, ["SAVE"])], (21, ["SAVE"])),
 )
 def test_a_run_that_is_killed_ends_bit_for_bit_like_one_that_was_not(seed, kills, tmp_path):
     replicas = 2 - seed % 2

@@ -11,8 +11,8 @@ import time
 
 import pytest
 
+from distloop.launcher.machine import choose_ports
 from distloop.workers import star
-from distloop.workers.environment import choose_ports
 from distloop.workers.liveness import shorten
 from distloop.workers.star import Connection, Star, Stranger
 

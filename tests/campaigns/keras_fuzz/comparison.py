@@ -191,8 +191,6 @@ class Reference:
     def new_model(self) -> keras.Model:
         model = self._make_model()
         model.set_weights(self.first_weights)
-        if model.built and type(model.optimizer).__name__ == "ScheduleFreeAdamW":
-            model.optimizer.build(model.trainable_variables)  # else from_keras refuses it: see `Twin`
         return model
 
     def evaluate(self, weights: list[np.ndarray]) -> None:

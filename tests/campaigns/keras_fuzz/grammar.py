@@ -222,7 +222,7 @@ OPTIMIZERS = {
     "Nadam": "{lr}, epsilon=1e-3{decay}",
     "RMSprop": "{lr}, epsilon=1e-3{rmsprop}{decay}",
     "SGD": "{lr}{momentum}{decay}",
-    "ScheduleFreeAdamW": "0.01, epsilon=1e-3",
+    "ScheduleFreeAdamW": "0.01, epsilon=1e-3, beta_1=1.0",  # where Keras's rule is the paper's
 }
 SYMBOLS["amsgrad"] = ["", ", amsgrad=True"]
 SYMBOLS["rmsprop"] = ["", ", centered=True", ", momentum=0.9"]

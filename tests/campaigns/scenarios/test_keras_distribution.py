@@ -7,7 +7,7 @@ and what a forward pass writes is asserted in tests/data/test_shards.py and test
 - the aggregation and synchronization of a variable: distloop averages whatever a forward pass writes
 - random streams that start alike on all replicas: here they start apart
 - `stateless_apply`: Keras itself refuses it on TensorFlow
-- `ema_overwrite_frequency`, `clipvalue`: refused, tests/training/test_spec.py
+- `ema_overwrite_frequency`, `clipvalue`: refused, tests/model/test_spec.py
 """
 
 import keras

@@ -1,0 +1,1 @@
+"""Distillation: the loss of a `keras.distillation.Distiller`, a value per example."""

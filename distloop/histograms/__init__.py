@@ -1,0 +1,1 @@
+"""Histograms of weights, gradients and layers' outputs, for TensorBoard."""

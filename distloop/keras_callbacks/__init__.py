@@ -1,0 +1,1 @@
+"""Keras callbacks that act at the end of an epoch, as actions."""

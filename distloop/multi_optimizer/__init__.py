@@ -1,0 +1,1 @@
+"""Multi-optimizer: Keras's `MultiOptimizer`, several optimizers that update one model's variables."""

@@ -1,0 +1,1 @@
+"""Processes: worker processes that read rows in Python."""

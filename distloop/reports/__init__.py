@@ -1,0 +1,1 @@
+"""Runs compared in tables, from the files in their workdirs."""
