@@ -85,7 +85,7 @@ class WeightHistograms(Action):
             packing: the layout of its gradients.
         """
         self._packings[update] = packing
-        first = tf.identity(tensorflow_variable(self._variables[update][0])).device
+        first = tensorflow_variable(self._variables[update][0]).device
         self._gradients[update] = []
         segments = zip([*packing.shapes, ()], [*packing.dtypes, tf.float32], [*packing.devices, ""], strict=True)
         for shape, dtype, device in segments:

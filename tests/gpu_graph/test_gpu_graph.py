@@ -36,7 +36,6 @@ KNOWN = {
     "scale: 12",
     r"through: SelectV2 -> Size \(placement\.py\)": "a lookup's gradient counts its rows on the host: 4 each",
     r"through: Prod -> Pack \(keras_metrics\.py\)": "Keras's AUC multiplies shapes in int32: 8",
-    r"(out of|waits): .* \(histograms\.py\)": "the host keeps the gradients of the last step: all of them",
     r"(out of|waits): (ConcatV2|IsFinite|AssignAddVariableOp)\b.* \(compiled_loop\.py\)": "locate_nonfinite ends it",
     r"(waits: the|out of: .* ->) condition of the loop \(compiled_loop\.py\)": "it looks for a step that failed: 1",
     r"waits: the loop, whose variables are not on GPU:\d, \(compiled_loop\.py\)": "TensorFlow begins an iteration "
