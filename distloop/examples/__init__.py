@@ -1,1 +1,1 @@
-"""Examples: the values of each over a run, which look mislabelled, the worst; read first: `example_history`."""
+"""The values of each example over a run, examples that look mislabelled, the worst; read first: `example_history`."""

@@ -1,4 +1,4 @@
-"""Compares two runs: their settings, their rows, and the checkpoints that both have; without TensorFlow at first.
+"""Compares the settings and rows of two runs, and the checkpoints that both have; without TensorFlow at first.
 
     difference = compare("runs/a", "runs/b")
     print(difference)
