@@ -247,7 +247,8 @@ def _in_other_batches(
 
     skipped = [(first, batch) for first, batch in map(converted, position["skipped"])]
     kept = [first + batch for first, batch in skipped if not counts or batch < counts[1]]  # others are in no batch
-    return {**position, "batches": sum(converted(position["batches"])), "skipped": kept}
+    others = {name: value for name, value in position.items() if name != "state"}  # which counts batches of then
+    return {**others, "batches": sum(converted(position["batches"])), "skipped": kept}
 
 
 def _is_other_data(change: str) -> ValueError:

@@ -8,6 +8,7 @@ import distloop
 from distloop.data.columns import content_of
 from distloop.data.order import convert_batches, facts_of
 from distloop.data.source import Source
+from tests.data.python_batches import Stateful, taken
 from tests.problems import classification, classifier, everything, on, refused
 
 ONE = tf.distribute.get_strategy()
@@ -62,6 +63,12 @@ def test_batches_of_another_size_go_on_at_the_same_rows_and_are_named(caplog):
     assert next(again.iterator()).numpy().tolist() == list(range(16, 24))
     assert "batches of 4 examples and 8 batches an epoch" in caplog.text
     assert "batches of 8 examples and 4 batches an epoch: going on at batch 2 in place of 4" in caplog.text
+
+
+def test_an_iterators_state_is_not_followed_in_other_batches():
+    source = Source(Stateful(), ONE)  # 5 batches of 2
+    source.go_to({**position(3, batch_size=4), "state": {"pass": 0, "iterator": {"place": 3}}})
+    assert source.batches_taken == 6 and taken(source, 1) == [2]
 
 
 @pytest.mark.parametrize(
