@@ -309,6 +309,11 @@ def of_several_optimizers(default=None):
     return model
 
 
+def fit_with_plateau():
+    trainer = distloop.Trainer(lambda: spec(optimizer=keras.optimizers.ScheduleFreeAdamW()), on(1))
+    trainer.fit(ROWS, steps=1, actions=[distloop.from_callback(keras.callbacks.ReduceLROnPlateau("loss"))])
+
+
 OF_NEW_KERAS = [
     row(
         "average_decay with ScheduleFreeAdamW",
@@ -319,6 +324,16 @@ OF_NEW_KERAS = [
         "ScheduleFreeAdamW: no average",
         lambda: state(None, keras.optimizers.ScheduleFreeAdamW(beta_1=0.0)),
         *("ScheduleFreeAdamW(beta_1=0.0) was given, ", ": give 0.9"),
+    ),
+    row(
+        "ScheduleFreeAdamW: a schedule",
+        lambda: state(None, keras.optimizers.ScheduleFreeAdamW(distloop.make_schedule(0.1, 100, warmup=10))),
+        *("ScheduleFreeAdamW was given ", " as its learning rate, ", ": give a number and warmup_steps="),
+    ),
+    row(
+        "ScheduleFreeAdamW: a callback that sets the rate",
+        fit_with_plateau,
+        *("ReduceLROnPlateau sets the learning rate, which a schedule-free", ": leave it out"),
     ),
     row(
         "MultiOptimizer: Nadam",

@@ -17,6 +17,7 @@ import keras
 from distloop.actions.action_state import plain
 from distloop.actions.save import choose_mode
 from distloop.log import shown
+from distloop.optimizers.keras_hooks import is_schedule_free
 from distloop.settings import durations
 from distloop.training.action import Action, Report, StopTraining
 
@@ -143,6 +144,10 @@ def _require_settable_rate(callback: keras.callbacks.Callback, state: Any) -> No
         raise ValueError(
             f"The callback {name} sets the learning rate, and so does the optimizer's schedule: give the optimizer a "
             "number as its learning rate, or leave the callback out."
+        )
+    if is_schedule_free(optimizers[0]):
+        raise ValueError(
+            f"The callback {name} sets the learning rate, which a schedule-free optimizer keeps: leave it out."
         )
 
 

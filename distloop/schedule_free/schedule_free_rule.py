@@ -23,9 +23,18 @@ from distloop.variables import tensorflow_variable
 
 
 def follow_paper(optimizer: Any) -> None:
-    """Replaces Keras's rule of an optimizer; that of a subclass of the user's stays."""
+    """Replaces Keras's rule of an optimizer; that of a subclass of the user's stays.
+
+    Raises:
+        ValueError: if the learning rate changes from step to step, but for the warm-up.
+    """
     if type(optimizer).update_step is not keras.optimizers.ScheduleFreeAdamW.update_step:
         return
+    if callable(rate := optimizer._learning_rate):
+        raise ValueError(
+            f"{type(optimizer).__name__} was given {type(rate).__name__} as its learning rate, which has to stay after "
+            "the warm-up: give a number and warmup_steps=."
+        )
 
     def update_step(gradient: Any, variable: Any, learning_rate: Any) -> None:
         _update(optimizer, variable, gradient, learning_rate)
