@@ -6,6 +6,7 @@
 It does not know in which order rows are read, nor in which threads or processes.
 """
 
+import copy
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -147,6 +148,6 @@ class RowReader:
     def _changed(self, number: int, example: Any, seed: np.ndarray) -> Any:
         assert self.change is not None
         try:
-            return as_example(self.change(example, seed))
+            return as_example(self.change(copy.deepcopy(example), seed))  # it may write into its example
         except Exception as error:
             raise ValueError(f"map_fn failed on row {number} ({type(error).__name__}: {error}).") from error

@@ -90,6 +90,14 @@ def test_a_function_of_python_gets_each_example_and_its_seed():
         SourceRows(Rows(lambda row: {"y": row}), lambda example, seed: example["x"])
 
 
+def test_a_function_of_python_may_write_into_its_example():
+    source = [{"x": np.full(2, row, np.float32)} for row in range(3)]
+    reader = SourceRows(source, lambda example, seed: {"x": np.add(example["x"], 1, out=example["x"])})
+    for _ in range(2):
+        assert read(reader, [0, 2])["x"].numpy().tolist() == [[1, 1], [3, 3]]
+    assert [row["x"].tolist() for row in source] == [[0, 0], [1, 1], [2, 2]]
+
+
 @pytest.mark.parametrize(
     ("source", "words"),
     [
