@@ -1,7 +1,7 @@
 """Python programs in processes with TensorFlow loaded: forks of a server that imported it once.
 
-    result = run([path, *arguments], env=environment, timeout=60)
-    result = launch(["--workers=2", path, *arguments], env=environment, timeout=60)
+    result = run([path, *arguments], env=environment, timeout=900)
+    result = launch(["--workers=2", path, *arguments], env=environment, timeout=900)
     program = Program([path, *arguments], stdout=path_of_log, stderr=path_of_log, env=environment)
 
 TensorFlow takes as long to import as these programs take to run. It has no threads and no devices before its first
@@ -89,7 +89,7 @@ def run_program(workdir: Any, program: str, *arguments: str) -> subprocess.Compl
     path = os.path.join(workdir, "program.py")
     with open(path, "w", encoding="utf-8") as file:
         file.write(textwrap.dedent(program))
-    return run([path, workdir, *arguments], env=os.environ, timeout=300)
+    return run([path, workdir, *arguments], env=os.environ, timeout=900)
 
 
 def launch(arguments: Sequence[str], *, env: Mapping[str, str], timeout: float) -> subprocess.CompletedProcess:

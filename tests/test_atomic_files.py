@@ -216,7 +216,7 @@ def killed(directory, text, when):
         open(os.path.join(temporary, "file"), "w").write({text!r})
     """
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], cwd=directory, env=environment, timeout=60)
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], cwd=directory, env=environment, timeout=900)
     assert done.returncode == -signal.SIGKILL
 
 

@@ -137,7 +137,7 @@ def test_the_file_of_the_first_hour_runs_with_flags(tmp_path):
     (program,) = blocks(ROOT / "docs" / "first_hour.md", "python no-run: a file of its own, spirals.py")
     (tmp_path / "spirals.py").write_text(program)
     given = ["--steps=40", f"--workdir={tmp_path}/run", "--device=cpu", "--num_devices=2", "--learning_rate=0.02"]
-    done = forked.run([tmp_path / "spirals.py", *given], env=os.environ, timeout=120)
+    done = forked.run([tmp_path / "spirals.py", *given], env=os.environ, timeout=900)
     assert done.returncode == 0, done.stderr
     assert float(re.search(r"^accuracy (.+)$", done.stdout, re.M)[1]) > 0.4
     assert (tmp_path / "run" / "checkpoints" / "40").is_dir()
@@ -152,7 +152,7 @@ def test_a_file_with_worker_processes_prints_what_its_page_shows(page, name, tmp
     (tmp_path / "faces").mkdir()
     for number in range(70):
         Image.new("RGB", (80, 70), (number, 0, 0)).save(tmp_path / "faces" / f"{number}.png")
-    done = forked.run([tmp_path / name], env=os.environ, timeout=300)
+    done = forked.run([tmp_path / name], env=os.environ, timeout=900)
     assert done.stdout == {"words.py": "[[4, 4], [3, 8]]\n", "faces.py": "(64, 64, 64, 3)\n"}[name], done.stderr
 
 
@@ -199,7 +199,7 @@ def test_two_workers_print_the_lines_that_the_page_on_workers_shows(tmp_path):
     (program,) = blocks(page, "python no-run: a file of its own, train.py")
     (tmp_path / "train.py").write_text(program)
     command = re.search(r"^python -m distloop\.launch (--workers=2) train\.py (--device=cpu)$", text_of(page), re.M)
-    done = forked.launch([command[1], tmp_path / "train.py", command[2]], env=os.environ, timeout=120)
+    done = forked.launch([command[1], tmp_path / "train.py", command[2]], env=os.environ, timeout=900)
     assert done.returncode == 0, done.stderr
     shown = re.findall(r"^    (\[worker \d\] worker .+)$", text_of(page), re.M)
     assert len(shown) == 2 and set(shown) <= set(done.stdout.splitlines())
@@ -372,7 +372,7 @@ def test_the_notebook_of_the_documents_runs():
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     pytest.importorskip("ipykernel"), pytest.importorskip("matplotlib")
     book = nbformat.read(ROOT / "docs" / "notebook.ipynb", as_version=4)
-    nbclient.NotebookClient(book, timeout=120, kernel_name="python3").execute()
+    nbclient.NotebookClient(book, timeout=900, kernel_name="python3").execute()
     outputs = [output for cell in book.cells if cell.cell_type == "code" for output in cell.outputs]
     shown = [output.data for output in outputs if output.output_type == "display_data"]
     assert len(shown) == 1 and "Finished 200 steps" in shown[0]["text/plain"]

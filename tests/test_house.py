@@ -145,7 +145,7 @@ def test_no_module_or_folder_bears_a_public_name():
 
 def test_submodules_are_there_without_being_imported():
     program = "import distloop; assert distloop.report.main; from distloop import launch; print(launch.main)"
-    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert result.returncode == 0 and result.stdout.startswith("<function main"), result.stderr
 
 
@@ -272,7 +272,7 @@ def test_an_idea_is_known_to_few_files(idea, limit):
 
 def test_the_report_starts_without_tensorflow_and_tensorboard():
     program = "import sys, distloop.report; print(sorted({'tensorflow', 'keras', 'tensorboard'} & set(sys.modules)))"
-    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert result.stdout == "[]\n", result.stdout + result.stderr
 
 
@@ -282,7 +282,7 @@ def test_tensorflow_logs_errors_at_most_unless_the_user_chose_a_level(level):
     environ |= {} if level is None else {"TF_CPP_MIN_LOG_LEVEL": level}
     program = "import os, distloop; print(os.environ['TF_CPP_MIN_LOG_LEVEL'])"
     command = [sys.executable, "-c", program]
-    result = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=900)
     assert result.stdout.strip() in ([level] if level else ["2", "3"]), result.stderr
 
 

@@ -17,7 +17,7 @@ def test_a_warning_is_one_line_on_stderr_beside_absls_handler():
         "from absl import logging; logging.use_absl_handler()\n"
         "from distloop.log import log; log.info('Read.'); log.warning('Restored %s.', 'best'); log.error('Full.')"
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=900)
     assert result.stderr.splitlines() == ["distloop: warning: Restored best.", "distloop: error: Full."]
 
 

@@ -147,13 +147,13 @@ def test_a_checkpoint_that_the_run_deletes_meanwhile_is_uploaded_whole(root, mon
     def wait(path):
         if "checkpoints/10/" in path:
             is_waiting.set()
-            may_go_on.wait(10)
+            may_go_on.wait(300)
 
     save(root, 10)
     is_waiting, may_go_on = threading.Event(), threading.Event()
     before_put(monkeypatch, wait)
     upload = started(root)
-    assert is_waiting.wait(10)
+    assert is_waiting.wait(300)
     save(root, 20, keep=1)
     assert os.listdir(root / "checkpoints") == ["20"]
     may_go_on.set()

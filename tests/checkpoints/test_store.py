@@ -96,14 +96,14 @@ def test_notes_that_change_while_they_are_written_are_saved_as_they_were(tmp_pat
 
     def write_late(*arguments):
         started.set()
-        assert changed.wait(10)
+        assert changed.wait(300)
         write(*arguments)
 
     monkeypatch.setattr(store, "write_files", write_late)
     notes = {"counts": {10: 1, 9: 2}}
     kept = Checkpoints(str(tmp_path))
     kept.save(5, values_of(1), notes)
-    assert started.wait(10)
+    assert started.wait(300)
     notes["counts"][10] = 3
     changed.set()
     kept.wait()

@@ -37,7 +37,7 @@ def test_iterators_that_end_together_are_each_deleted_in_a_thread():
 
     class Deleted(list):
         def append(self, name):
-            everybody.wait(60)
+            everybody.wait(300)
             super().append(name)
 
     deleted = Deleted()
@@ -70,7 +70,7 @@ def test_a_new_iterator_waits_for_room_where_many_are_not_yet_deleted(monkeypatc
 
     class Stuck(list):
         def append(self, name):
-            is_slow.wait(10)
+            is_slow.wait(300)
 
     def evaluate():
         for _ in range(10):
@@ -83,7 +83,7 @@ def test_a_new_iterator_waits_for_room_where_many_are_not_yet_deleted(monkeypatc
     time.sleep(2 * iterators._RELEASE_SECS)
     assert len(made) == 4  # the last one waits
     is_slow.set()
-    thread.join(10)
+    thread.join(300)
     assert len(made) == 10
 
 

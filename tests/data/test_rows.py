@@ -73,7 +73,7 @@ def test_slow_rows_are_read_in_threads_in_their_order(monkeypatch):
     def make(row):
         if row in (4, 5) and threading.current_thread() is not threading.main_thread():
             names.add(threading.current_thread().name)
-            barrier.wait(20)  # both are read at once
+            barrier.wait(300)  # both are read at once
         return row
 
     reader = SourceRows(Rows(lambda row: row))

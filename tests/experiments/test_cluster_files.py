@@ -36,7 +36,7 @@ def run_with(programs, path, directory, environment, arguments):
         (directory / name).chmod(0o755)
     environment |= {"PATH": f"{directory}:{os.environ['PATH']}", "SLURM_JOB_ID": "42", "SLURM_CPUS_PER_TASK": "8"}
     command = ["bash", path, "-m", "experiments.digits", *arguments]
-    return subprocess.run(command, env=environment, cwd=directory, timeout=60).returncode
+    return subprocess.run(command, env=environment, cwd=directory, timeout=900).returncode
 
 
 def test_the_batch_script_uses_existing_options_of_slurm():

@@ -59,7 +59,7 @@ def test_exports_work_without_distloop_and_with_tensorflows_own_command(tmp_path
     saved_model_cli.main()
     """
     command = [sys.executable, "-c", textwrap.dedent(program)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     for name in ("served", "predicted", "output"):
         np.testing.assert_allclose(np.load(tmp_path / f"{name}.npy"), predictions, rtol=1e-5, atol=1e-6)

@@ -27,7 +27,7 @@ def test_a_child_has_its_descriptors_alone_and_writes_its_group_first():
         descriptors=[more],
         write=lambda *line: lines.append(line),
     )
-    child._process.wait(30)
+    child._process.wait(300)
     assert child.has_ended() and child.code == 0
     last = sorted(["0", "1", "2", str(more), "3" if more != 3 else "4"])
     assert os.read(guard_end, 1000) == b"+%d\n" % child._process.pid

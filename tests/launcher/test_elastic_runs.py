@@ -69,13 +69,13 @@ def test_a_suspended_process_of_an_older_membership_writes_nothing_later(tmp_pat
     new = start_alone(tmp_path, 2)
     wait_for_steps(tmp_path, 2, 2)
     old.send_signal(signal.SIGCONT)
-    assert old.wait(60) not in (0, EXIT_CODE) and new.wait(60) == 0
+    assert old.wait(300) not in (0, EXIT_CODE) and new.wait(300) == 0
     assert "as this one is of membership 1; it writes no more there" in (tmp_path / "output1").read_text()
     first = read_events(tmp_path, 2, "going on")[0]["step"]
     assert 0 < first <= stopped_at
     (tmp_path / "alone").mkdir()
     alone = start_alone(tmp_path / "alone", 1)
-    assert alone.wait(60) == 0
+    assert alone.wait(300) == 0
     for name in ("metrics.jsonl", "run.lock", "checkpoints"):  # as if the old one had never gone on
         assert sorted(read_steps(tmp_path / "run" / name)) == sorted(read_steps(tmp_path / "alone" / "run" / name))
     finished = [read_events(path, number, "finished") for path, number in ((tmp_path, 2), (tmp_path / "alone", 1))]
@@ -98,7 +98,7 @@ def read_events(directory, number, name):
 
 
 def wait_for_steps(directory, number, count):
-    ends_at = time.monotonic() + 60
+    ends_at = time.monotonic() + 300
     while len(read_events(directory, number, "step")) < count:
         assert time.monotonic() < ends_at
         time.sleep(0.05)
@@ -164,7 +164,7 @@ def test_a_node_of_ray_that_goes_and_one_that_comes_change_nothing(alone, tmp_pa
             wait_for(processes=3, steps=13)
             cluster.add_node(num_cpus=1)
             wait_for(processes=5, steps=14)
-            assert driver.wait(120) == 0, open(output.name).read()[-5000:]
+            assert driver.wait(300) == 0, open(output.name).read()[-5000:]
         finally:
             driver.kill()
             cluster.shutdown()

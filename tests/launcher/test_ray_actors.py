@@ -15,7 +15,7 @@ import pytest
 from distloop import launch
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-SECS = 60
+SECS = 240
 PRELUDE = """
 import json, os, signal, sys, time
 from distloop.workers import messages

@@ -81,7 +81,7 @@ def settle(opened):
     last = types.SimpleNamespace(catch_up=lambda *_: done.set() if opened._calls.empty() else None)
     opened._deliveries = [*deliveries, last]
     opened.flush()
-    assert done.wait(30)
+    assert done.wait(300)
     opened._deliveries = deliveries
 
 
@@ -301,7 +301,7 @@ def test_a_writer_that_is_down_when_a_run_resumes_is_opened_later(tmp_path, caps
 @pytest.mark.parametrize("is_new", [True, False])
 def test_a_writer_that_takes_long_to_open_holds_up_no_run(is_new, tmp_path, monkeypatch, capsys):
     def open(*arguments):
-        assert may_open.wait(20)
+        assert may_open.wait(300)
         return Rows.open(writer, *arguments)
 
     may_open, writer = threading.Event(), Rows(open=open)
@@ -349,7 +349,7 @@ def test_a_writer_that_hangs_does_not_keep_a_run_from_leaving(monkeypatch, capsy
     monkeypatch.setattr(deliveries, "_LEAVE_SECS", 0.05)
     release, started = threading.Event(), time.monotonic()
     with pytest.raises(SystemExit):
-        deliver([Rows("Hanging", write=lambda *_: release.wait(30))], [1, 2], error=SystemExit(75))
+        deliver([Rows("Hanging", write=lambda *_: release.wait(300))], [1, 2], error=SystemExit(75))
     release.set()
     assert time.monotonic() - started < 10 and "Hanging lacks 2 rows after step -1." in capsys.readouterr().err
 

@@ -44,7 +44,7 @@ def test_a_program_without_a_guard_is_refused(tmp_path):
 
 def test_a_class_of_a_prompt_is_refused():
     command = [sys.executable, "-c", textwrap.dedent(PROGRAM)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert "the Rows given or map_fn is defined in a notebook or at a prompt" in done.stderr, done.stderr
 
 

@@ -158,7 +158,7 @@ def test_a_killed_run_leaves_nothing_behind_and_resumes_with_its_bits(tmp_path):
             path.rename(tmp_path / path.name)
     digests = []
     for arguments in ((tmp_path / "run", 8, STEPS), ("", 0, STEPS)):
-        done = forked.run(["-m", "tests.processes.train", *arguments], env=os.environ, timeout=120)
+        done = forked.run(["-m", "tests.processes.train", *arguments], env=os.environ, timeout=900)
         assert len(done.stdout) == 65, done.stderr
         digests.append(done.stdout)
     assert digests[0] == digests[1]
@@ -185,7 +185,7 @@ def test_a_stopped_run_saves_its_state_and_its_processes_end(to_all, tmp_path):
     if to_all:
         for pid in workers:  # as a scheduler does
             os.kill(pid, signal.SIGTERM)
-    _, errors = run.communicate(timeout=60)
+    _, errors = run.communicate(timeout=900)
     assert run.returncode == 75 and "Traceback" not in errors, errors
     assert all(map(has_ended, workers))
 

@@ -136,7 +136,7 @@ def test_whoever_makes_the_index_at_the_same_time_leaves_a_whole_one(paths, scan
 
     def scan_shard(files, number, stat):
         if number == 0:
-            everyone.wait(60)
+            everyone.wait(300)
         return scan(files, number, stat)
 
     monkeypatch.setattr(record_index, "scan_shard", scan_shard)

@@ -93,7 +93,7 @@ def table(text, first, second=""):
 def run(*arguments, **settings):
     settings = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **settings}
     settings["env"] = {**os.environ, "PYTHONPATH": str(ROOT), **settings.get("env", {})}
-    return subprocess.run([sys.executable, "-m", "distloop.report", *map(str, arguments)], timeout=60, **settings)
+    return subprocess.run([sys.executable, "-m", "distloop.report", *map(str, arguments)], timeout=900, **settings)
 
 
 # In a pipe.

@@ -54,7 +54,7 @@ def test_a_stranger_repeats_the_run_from_its_card(tmp_path, capsys):
     stranger.mkdir()
     for directory in (tmp_path, stranger):
         (directory / "train.py").write_text(textwrap.dedent(PROGRAM))
-    options = {"env": {**os.environ, "PYTHONPATH": str(ROOT)}, "capture_output": True, "text": True, "timeout": 300}
+    options = {"env": {**os.environ, "PYTHONPATH": str(ROOT)}, "capture_output": True, "text": True, "timeout": 900}
     arguments = [f"--workdir={tmp_path / 'run'}", "--rate=0.05", "--seed=3", "--eval_every=3"]
     done = subprocess.run([sys.executable, "train.py", *arguments], cwd=tmp_path, **options)
     assert done.returncode == 0, done.stderr

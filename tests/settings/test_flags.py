@@ -401,7 +401,7 @@ def test_flagfile_repeats_a_run(tmp_path):
 
     def run(*arguments):
         command = [sys.executable, str(tmp_path / "program.py"), *arguments]
-        return json.loads(subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout)
+        return json.loads(subprocess.run(command, check=True, capture_output=True, text=True, timeout=900).stdout)
 
     run_flags = "--epochs=3 --learning_rate=0.1 --nofast --words= --layers=d --layers=e --verbosity=1".split()
     first = run(f"--workdir={tmp_path}/run", *run_flags)

@@ -20,7 +20,7 @@ class Ended(list):
     """Reasons with which processes would have ended."""
 
     def wait(self, count=1):
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 300
         while len(self) < count and time.monotonic() < deadline:
             time.sleep(0.01)
         return len(self) == count
@@ -43,7 +43,7 @@ def test_a_save_that_hangs_ends_the_process_with_a_reason_for_the_others(tmp_pat
             time.sleep(60)
     """
     command = [sys.executable, "-c", textwrap.dedent(program)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=900)
     reason = f"nothing in {str(tmp_path)!r} has changed for 0.6 seconds while saving the checkpoint of step 5"
     assert result.returncode == EXIT_CODE == 74, result
     assert result.stdout == f"told {reason}: the disk does not answer\n"
@@ -64,7 +64,7 @@ def test_files_that_grow_are_progress_however_long_the_save_takes(tmp_path, ende
 
 def test_a_disk_on_which_not_even_sizes_can_be_read_does_not_answer(tmp_path, ended, monkeypatch):
     answers = threading.Event()
-    monkeypatch.setattr(directory, "_size", lambda _: answers.wait(20))
+    monkeypatch.setattr(directory, "_size", lambda _: answers.wait(300))
     with DiskWatch(str(tmp_path), 0.1, ended.append).over("saving"):
         assert ended.wait()
         answers.set()

@@ -194,7 +194,7 @@ def test_what_is_no_lock_counts_as_one_until_it_shows_no_sign_of_life(odd, tmp_p
 
     thread = threading.Thread(target=take, daemon=True)  # which a pipe might keep for ever
     thread.start()
-    thread.join(20)
+    thread.join(300)
     assert holders == [os.getpid()]
 
 
@@ -207,7 +207,7 @@ def test_of_many_that_take_a_lock_over_one_has_it(tmp_path):
         everybody.wait()
         try:
             with RunLock(str(tmp_path)) as lock:
-                are_refused.wait(20)
+                are_refused.wait(300)
                 lock.verify()
                 return "held"
         except ValueError as error:
@@ -257,7 +257,7 @@ def test_the_file_is_touched_while_the_lock_is_held(tmp_path, monkeypatch):
     path = tmp_path / "run.lock"
     with RunLock(str(tmp_path)):
         os.utime(path, (0, 0))
-        give_up = time.monotonic() + 10
+        give_up = time.monotonic() + 300
         while os.stat(path).st_mtime == 0 and time.monotonic() < give_up:
             time.sleep(0.005)
         assert os.stat(path).st_mtime > 0
@@ -317,7 +317,7 @@ def test_a_killed_program_is_followed_at_once(tmp_path):
         "import os, sys; from distloop.workdir.run_lock import RunLock\n"
         "with RunLock(sys.argv[1]): print('held', flush=True); os._exit(3)"
     )
-    result = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=900)
     assert result.stdout == "held\n" and os.listdir(tmp_path) == ["run.lock"], result.stderr
     with RunLock(str(tmp_path)):
         assert holder_of(tmp_path)["process"] == os.getpid()

@@ -123,7 +123,7 @@ def test_a_checkpoint_of_two_replicas_continues_on_any_number(replicas, tmp_path
 
 
 def wait_for_a_reason(requests):
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 300
     while requests.reason is None and time.monotonic() < deadline:
         time.sleep(0.01)
     return requests.reason
@@ -149,7 +149,7 @@ def test_signals_within_a_second_count_as_one():
 def run_plain(program):
     """Runs a program without TensorFlow; returns the completed process."""
     command = [sys.executable, "-c", textwrap.dedent(program)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=900)
 
 
 @pytest.mark.slow

@@ -34,9 +34,9 @@ class Processes:
         """Returns the values of all, once each has given its own."""
         self.values[rank] = value
         self.turn.release()
-        self.all_arrived.wait(60)
+        self.all_arrived.wait(300)
         values = list(self.values)
-        self.all_arrived.wait(60)
+        self.all_arrived.wait(300)
         self.turn.acquire()
         return values
 
