@@ -1,7 +1,7 @@
 """Python programs in processes with TensorFlow loaded: forks of a server that imported it once.
 
-    result = run([path, *arguments], env=environment, timeout=900)
-    result = launch(["--workers=2", path, *arguments], env=environment, timeout=900)
+    result = run([path, *arguments], env=environment)
+    result = launch(["--workers=2", path, *arguments], env=environment)
     program = Program([path, *arguments], stdout=path_of_log, stderr=path_of_log, env=environment)
 
 TensorFlow takes as long to import as these programs take to run. It has no threads and no devices before its first
@@ -28,6 +28,7 @@ import tensorflow as tf
 
 from distloop import testing
 
+HANG_SECS = 3600.0  # no test waits for so long, not on a busy machine either
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["tensorflow", "keras", "distloop.trainer"])
 
@@ -70,7 +71,7 @@ class Program:
         self.send_signal(signal.SIGKILL)
 
 
-def run(arguments: Sequence[str], *, env: Mapping[str, str], timeout: float) -> subprocess.CompletedProcess:
+def run(arguments: Sequence[str], *, env: Mapping[str, str], timeout: float = HANG_SECS) -> subprocess.CompletedProcess:
     """Runs a program to its end and returns what `subprocess.run` does; arguments are those of `Program`."""
     with tempfile.TemporaryDirectory() as logs:
         stdout, stderr = (os.path.join(logs, name) for name in ("stdout", "stderr"))
@@ -89,10 +90,12 @@ def run_program(workdir: Any, program: str, *arguments: str) -> subprocess.Compl
     path = os.path.join(workdir, "program.py")
     with open(path, "w", encoding="utf-8") as file:
         file.write(textwrap.dedent(program))
-    return run([path, workdir, *arguments], env=os.environ, timeout=900)
+    return run([path, workdir, *arguments], env=os.environ)
 
 
-def launch(arguments: Sequence[str], *, env: Mapping[str, str], timeout: float) -> subprocess.CompletedProcess:
+def launch(
+    arguments: Sequence[str], *, env: Mapping[str, str], timeout: float = HANG_SECS
+) -> subprocess.CompletedProcess:
     """Runs `python -m distloop.launch` with these arguments; the launcher and its workers are forks, too."""
     return run(["-m", "tests.campaigns.nemesis.forking_launch", *arguments], env=env, timeout=timeout)
 
@@ -100,13 +103,13 @@ def launch(arguments: Sequence[str], *, env: Mapping[str, str], timeout: float) 
 def run_in_workers(fn: Callable, workers: int, *arguments, **settings) -> list:
     """Does what `distloop.testing.run_in_workers` does, in forks."""
     with unittest.mock.patch.object(testing, "subprocess", types.SimpleNamespace(run=_run_forks)):
-        return testing.run_in_workers(fn, workers, *arguments, **settings)
+        return testing.run_in_workers(fn, workers, *arguments, **{"timeout_secs": HANG_SECS, **settings})
 
 
 def run_on_devices(fn: Callable, devices: int, *arguments, **settings) -> Any:
     """Does what `distloop.testing.run_on_devices` does, in a fork."""
     with unittest.mock.patch.object(testing, "subprocess", types.SimpleNamespace(run=_run_forks)):
-        return testing.run_on_devices(fn, devices, *arguments, **settings)
+        return testing.run_on_devices(fn, devices, *arguments, **{"timeout_secs": HANG_SECS, **settings})
 
 
 def _run_forks(command, *, env, timeout, **_):

@@ -232,8 +232,8 @@ def run_all(sets, is_wide, first):
 def in_a_process(sets, is_wide):
     """Returns what `run_all` does in a fork; deterministic runs are compared with those of another one."""
     needed = {by_intent(names) for names in sets if "deterministic" in names}
-    first = run_on_devices(references, 4, sorted(needed), timeout_secs=900.0) if needed else {}
-    return run_on_devices(run_all, 4, sets, is_wide, first, timeout_secs=900.0)
+    first = run_on_devices(references, 4, sorted(needed)) if needed else {}
+    return run_on_devices(run_all, 4, sets, is_wide, first)
 
 
 def chunks(sets):

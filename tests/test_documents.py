@@ -137,7 +137,7 @@ def test_the_file_of_the_first_hour_runs_with_flags(tmp_path):
     (program,) = blocks(ROOT / "docs" / "first_hour.md", "python no-run: a file of its own, spirals.py")
     (tmp_path / "spirals.py").write_text(program)
     given = ["--steps=40", f"--workdir={tmp_path}/run", "--device=cpu", "--num_devices=2", "--learning_rate=0.02"]
-    done = forked.run([tmp_path / "spirals.py", *given], env=os.environ, timeout=900)
+    done = forked.run([tmp_path / "spirals.py", *given], env=os.environ)
     assert done.returncode == 0, done.stderr
     assert float(re.search(r"^accuracy (.+)$", done.stdout, re.M)[1]) > 0.4
     assert (tmp_path / "run" / "checkpoints" / "40").is_dir()
@@ -152,7 +152,7 @@ def test_a_file_with_worker_processes_prints_what_its_page_shows(page, name, tmp
     (tmp_path / "faces").mkdir()
     for number in range(70):
         Image.new("RGB", (80, 70), (number, 0, 0)).save(tmp_path / "faces" / f"{number}.png")
-    done = forked.run([tmp_path / name], env=os.environ, timeout=900)
+    done = forked.run([tmp_path / name], env=os.environ)
     assert done.stdout == {"words.py": "[[4, 4], [3, 8]]\n", "faces.py": "(64, 64, 64, 3)\n"}[name], done.stderr
 
 
@@ -199,7 +199,7 @@ def test_two_workers_print_the_lines_that_the_page_on_workers_shows(tmp_path):
     (program,) = blocks(page, "python no-run: a file of its own, train.py")
     (tmp_path / "train.py").write_text(program)
     command = re.search(r"^python -m distloop\.launch (--workers=2) train\.py (--device=cpu)$", text_of(page), re.M)
-    done = forked.launch([command[1], tmp_path / "train.py", command[2]], env=os.environ, timeout=900)
+    done = forked.launch([command[1], tmp_path / "train.py", command[2]], env=os.environ)
     assert done.returncode == 0, done.stderr
     shown = re.findall(r"^    (\[worker \d\] worker .+)$", text_of(page), re.M)
     assert len(shown) == 2 and set(shown) <= set(done.stdout.splitlines())

@@ -46,7 +46,7 @@ def alone(tmp_path_factory):
 def run_on_workers(workers, devices, out, *names):
     """Runs scenarios on local workers; returns name -> a dict of arrays by worker, and what the launcher printed."""
     program = ["-m", "tests.worker_scenarios", str(out), str(devices), *names]
-    result = forked.launch([f"--workers={workers}", *program], env=os.environ, timeout=1200)
+    result = forked.launch([f"--workers={workers}", *program], env=os.environ)
     assert result.returncode == 0, result.stdout[-1000:] + result.stderr[-4000:]
     loaded = lambda name: [dict(np.load(out / f"{name}.{index}.npz")) for index in range(workers)]  # noqa: E731
     return {name: loaded(name) for name in names}, result.stdout + result.stderr

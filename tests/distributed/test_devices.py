@@ -173,5 +173,5 @@ def test_tensorflow_has_the_threads_that_were_asked_for(settings, expected, tmp_
         "tf.constant(0)\n"
         "print(tf.config.threading.get_intra_op_parallelism_threads())"
     )
-    result = forked.run([str(tmp_path / "program.py")], env=os.environ, timeout=900)
+    result = forked.run([str(tmp_path / "program.py")], env=os.environ)
     assert result.stdout == f"{expected}\n", result.stderr

@@ -66,7 +66,7 @@ def test_a_cell_of_distloop_takes_settings_from_before_tensorflow_starts():
 @pytest.mark.skipif(environment.count_cores() < 2, reason="needs two cores")
 def test_a_timeline_tells_what_steps_on_two_workers_are_made_of():
     program = ["-m", "experiments.benchmarks.timeline", "--workload=tiny"]
-    found = forked.launch(["--workers=2", *program], env=os.environ, timeout=900)
+    found = forked.launch(["--workers=2", *program], env=os.environ)
     assert found.returncode == 0, found.stderr[-3000:]
     head, *lines = found.stdout.splitlines()
     assert head.startswith("[worker 0] tiny on 2 workers, ")

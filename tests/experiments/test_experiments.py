@@ -37,7 +37,7 @@ ON_TWO = ["gan", "pipeline", "wide_mlp"]  # replicas; the others run on one
 def run(*arguments, cwd=None):
     """Runs a program to its end, a file or module in a fork, and returns what it prints."""
     if arguments[0] != "-c":
-        result = forked.run(arguments, env=os.environ, timeout=900)
+        result = forked.run(arguments, env=os.environ)
     else:
         result = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=900, cwd=cwd)
     assert result.returncode == 0, result.stderr[-3000:]
@@ -75,7 +75,7 @@ def test_three_commands_find_a_bad_example_as_the_page_says(tmp_path, monkeypatc
     clean, planted, diff, replay, steps_of = (command.split() for command in commands)
     run(*clean)
     run(*planted)
-    result = forked.run(diff, env=os.environ, timeout=900)
+    result = forked.run(diff, env=os.environ)
     assert result.returncode == 1 and "bad_row: - and 814" in result.stdout
     assert "the first row that differs is of step 21:" in result.stdout
     assert result.stdout.splitlines()[-1].strip() == f"python {' '.join(replay)}"
@@ -144,7 +144,7 @@ def test_digits_reaches_its_accuracy_on_two_replicas(tmp_path):
 @pytest.mark.wide
 def test_the_digest_is_the_same_on_one_device_and_on_two_workers():
     program = ["-m", "experiments.same_bits", "--device=cpu", "--num_devices=1", "--steps=3"]
-    launched = forked.launch(["--workers=2", *program], env=os.environ, timeout=900)
+    launched = forked.launch(["--workers=2", *program], env=os.environ)
     assert launched.returncode == 0, launched.stderr[-3000:]
     outputs = [run(*program), launched.stdout]
     digests = [output.split("SHA-256 of the weights ")[1].split()[0] for output in outputs]

@@ -84,7 +84,7 @@ def test_costs_are_given_or_measured_or_assumed(tmp_path):
 @pytest.mark.slow
 def test_the_program_prints_the_costs_and_a_row_for_each_number_of_workers():
     arguments = ["-m", "experiments.planning", "--start_secs=60", "--for_workers=1000,256"]
-    done = forked.run(arguments, env=os.environ, timeout=900)
+    done = forked.run(arguments, env=os.environ)
     assert done.returncode == 0, done.stderr
     costs, plans = (part.splitlines() for part in done.stdout.strip().split("\n\n"))
     assert len(costs) == len(planning.COSTS) and costs[4].split() == ["start_secs", "60", "given"]

@@ -193,7 +193,7 @@ def test_tensorflow_reads_the_thread_variables(tmp_path):
 
     def threads(intra, inter):
         variables = {"TF_NUM_INTRAOP_THREADS": str(intra), "TF_NUM_INTEROP_THREADS": str(inter)}
-        return int(forked.run([str(tmp_path / "program.py")], env={**os.environ, **variables}, timeout=900).stdout)
+        return int(forked.run([str(tmp_path / "program.py")], env={**os.environ, **variables}).stdout)
 
     few = threads(2, 2)
     assert threads(12, 2) >= few + 10 and threads(2, 12) >= few + 10

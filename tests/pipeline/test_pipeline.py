@@ -264,7 +264,7 @@ def on_two_workers(directory):
 @pytest.mark.wide
 def test_two_workers_of_two_stages_train_like_one_process(tmp_path, on_one_device):
     program = ["-m", "tests.pipeline.test_pipeline", str(tmp_path)]
-    result = forked.launch(["--workers=2", *program], env=os.environ, timeout=900)
+    result = forked.launch(["--workers=2", *program], env=os.environ)
     assert result.returncode == 0, result.stdout[-1000:] + result.stderr[-4000:]
     for index in range(2):
         found = dict(np.load(tmp_path / f"{index}.npz"))

@@ -158,7 +158,7 @@ def test_a_killed_run_leaves_nothing_behind_and_resumes_with_its_bits(tmp_path):
             path.rename(tmp_path / path.name)
     digests = []
     for arguments in ((tmp_path / "run", 8, STEPS), ("", 0, STEPS)):
-        done = forked.run(["-m", "tests.processes.train", *arguments], env=os.environ, timeout=900)
+        done = forked.run(["-m", "tests.processes.train", *arguments], env=os.environ)
         assert len(done.stdout) == 65, done.stderr
         digests.append(done.stdout)
     assert digests[0] == digests[1]

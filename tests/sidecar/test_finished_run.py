@@ -46,7 +46,7 @@ def finished(tmp_path_factory):
 
     def run(*given):
         flags = [f"--workdir={root}/run", "--device=cpu", "--console=quiet", *given]
-        return forked.run([root / "program.py", *flags], env=os.environ, timeout=900)
+        return forked.run([root / "program.py", *flags], env=os.environ)
 
     done = run()
     assert done.stdout == "trained to step 30\n", done.stderr
@@ -90,7 +90,7 @@ def test_predictions_of_a_checkpoint_are_files_of_each_evaluation(finished, tmp_
 def test_a_run_of_two_workers_is_evaluated_by_two_workers(finished):
     run, workdir = finished
     given = [f"--workdir={workdir}", "--device=cpu", "--console=quiet", "--num_devices=1", "--evaluate=best"]
-    done = forked.launch(["--workers=2", workdir.parent / "program.py", *given], env=os.environ, timeout=900)
+    done = forked.launch(["--workers=2", workdir.parent / "program.py", *given], env=os.environ)
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stdout.splitlines() if "test/accuracy" in line]
     alone = json.loads(run("--evaluate=best").stdout)

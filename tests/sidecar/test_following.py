@@ -59,14 +59,14 @@ def test_a_second_process_evaluates_each_checkpoint_once(tmp_path):
         print(json.dumps(measured))
     """
     (tmp_path / "training.py").write_text(textwrap.dedent(training))  # a new process, too: bits are compared
-    trained = forked.run([tmp_path / "training.py", workdir], env=os.environ, timeout=900)
+    trained = forked.run([tmp_path / "training.py", workdir], env=os.environ)
     measured = {int(step): loss for step, loss in json.loads(trained.stdout.splitlines()[-1]).items()}
     assert sidecar.wait(100) == 0 and "measured" in logs["stdout"].read_text(), logs["stderr"].read_text()
     rows = rows_of(workdir, "test")
     steps = [row["step"] for row in rows]
     assert steps == sorted(set(steps)) and steps[-1] == 45 and set(steps) <= {10, 20, 30, 40, 45}
     assert {row["step"]: row["test/loss"] for row in rows} == {step: measured[step] for step in steps}
-    again = forked.run(command, env=os.environ, timeout=900)
+    again = forked.run(command, env=os.environ)
     kept = {int(name) for name in os.listdir(workdir / "checkpoints")}
     assert again.stdout.strip().endswith(f"measured {sorted(kept - set(steps))}")
 

@@ -93,7 +93,7 @@ def run_killed(workdir, tracker, *kills):
     (workdir / "best.npz").write_text("best")
     (path := workdir / "program.py").write_text(PROGRAM)
     environment = {**os.environ, "WANDB_DATA_DIR": str(workdir), "WANDB_SILENT": "true"}
-    result = forked.run([path, workdir, tracker, *kills], env=environment, timeout=900)
+    result = forked.run([path, workdir, tracker, *kills], env=environment)
     assert result.returncode == 0, result.stderr
 
 
@@ -177,7 +177,7 @@ def test_wandb_keeps_a_buckets_files_in_staging_and_sees_no_secrets(tmp_path):
         "print(distloop.Config(workdir='s3://bucket/run').local_workdir, sys.argv[1])\n"
     )
     environment = {**os.environ, "WANDB_DATA_DIR": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    result = forked.run([path, "--token=hf_1", "--a"], env=environment, timeout=900)
+    result = forked.run([path, "--token=hf_1", "--a"], env=environment)
     directory, argument = result.stdout.split()[-2:]
     assert directory.startswith(str(tmp_path / "cache")) and argument == "--token=hf_1", result.stderr
     (run,) = records(directory, "run")
@@ -271,7 +271,7 @@ other.finish()
 def run_program(tmp_path, *arguments):
     (path := tmp_path / "program.py").write_text(PROGRAM_WITH_A_RUN)
     environment = {**os.environ, "WANDB_DATA_DIR": str(tmp_path), "WANDB_SILENT": "true"}
-    return forked.run([path, tmp_path / "run", *arguments], env=environment, timeout=900)
+    return forked.run([path, tmp_path / "run", *arguments], env=environment)
 
 
 @pytest.mark.slow

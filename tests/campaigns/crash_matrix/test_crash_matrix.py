@@ -111,6 +111,6 @@ def test_a_killed_process_leaves_what_the_matrix_supposes(at, tmp_path):
     run, program = tmp_path / "run", tmp_path / "program.py"
     program.write_text(textwrap.dedent(PROGRAM))
     SCENARIOS["new step"].prepare(str(run), 1)
-    result = forked.run([program, run, at], env={**os.environ, "PYTHONPATH": os.getcwd()}, timeout=900)
+    result = forked.run([program, run, at], env={**os.environ, "PYTHONPATH": os.getcwd()})
     assert result.returncode == -signal.SIGKILL, result.stderr
     assert SCENARIOS["new step"].judge(str(run), 1, None, False) in (NEW, BEFORE)
