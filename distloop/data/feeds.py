@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from distloop.data.examples import common_spec, describe
 from distloop.data.order import Access
-from distloop.data.py_dataset import PyDatasetBatches, mark_as_trained_on
+from distloop.data.py_dataset import PyDatasetBatches, is_trained_on, mark_as_trained_on
 from distloop.data.python_rows import unmasked
 from distloop.data.rows import ENDLESS
 from distloop.errors import EMPTY_DATASET, carry
@@ -154,6 +154,16 @@ class Feed:
                 "replay, as a new process does."
             )
 
+    def require_untrained(self) -> None:
+        """Raises a ValueError if a pass would change the order of data that is trained on."""
+        data = self._orders_itself
+        if is_trained_on(data) and not isinstance(data, keras.utils.PyDataset):
+            raise ValueError(
+                f"The {type(data).__name__} given to evaluate or predict on is one that was trained on, whose order "
+                "comes from its generator, and a pass would change the order of training: make another loader, with a "
+                "generator of its own."
+            )
+
     def _noting_states(self, first: int, state: Any, repeat: bool) -> Iterator[tuple[Any, Any]]:
         self._states, self._oldest = {first: state}, first
         for number, (batch, after) in enumerate(self._read(first, state, repeat), first + 1):
@@ -222,12 +232,18 @@ def _feed_of_iterable(data: Any) -> Feed:
     endless = data.repeat() if is_map_dataset and length != math.inf else data
     samplers = [data, getattr(data, "sampler", None)]
     generators: list[Any] = [getattr(sampler, "generator", None) for sampler in samplers]
-    at_start = [(generator, generator.get_state()) for generator in generators if hasattr(generator, "set_state")]
+    generators = [generator for generator in generators if hasattr(generator, "set_state")]
+    at_start = [generator.get_state() for generator in generators]
+    before_pass = list(at_start)
+
+    def restore(states: list[Any]) -> None:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
 
     def open_pass(epoch: int, repeat: bool) -> Iterator[Any]:
+        before_pass[:] = [generator.get_state() for generator in generators]
         if epoch == 0:
-            for generator, state in at_start:
-                generator.set_state(state)
+            restore(at_start)
         for sampler in samplers:
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
@@ -235,13 +251,20 @@ def _feed_of_iterable(data: Any) -> Feed:
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             return pool.submit(iter, endless if repeat else data).result()
 
-    return _feed_of_passes(open_pass, length, orders_itself=data if at_start else None)
+    own = data if generators else None
+    return _feed_of_passes(open_pass, length, own, end_pass=lambda: restore(before_pass))
 
 
 def _feed_of_passes(
-    open_pass: Callable[[int, bool], Iterator[Any]], num_batches: float | None, orders_itself: Any = None
+    open_pass: Callable[[int, bool], Iterator[Any]],
+    num_batches: float | None,
+    orders_itself: Any = None,
+    end_pass: Callable[[], None] = lambda: None,
 ) -> Feed:
-    """Returns the feed of data whose passes a function opens, by their number, and whether others are to follow."""
+    """Returns the feed of data whose passes a function opens, by their number, and whether others are to follow.
+
+    Another function is called after the first look at the data, and after a pass that none follows.
+    """
 
     def read(first: int, state: Any, repeat: bool) -> Iterator[tuple[Any, Any]]:
         epoch = 0 if state is None else state["pass"]
@@ -258,6 +281,7 @@ def _feed_of_passes(
                 else:
                     yield batch, _state_of(batches, epoch)
             if not repeat:
+                end_pass()
                 return
             if is_empty:
                 raise ValueError(
@@ -267,7 +291,9 @@ def _feed_of_passes(
             state, epoch = None, epoch + 1
             batches = open_pass(epoch, repeat)
 
-    return Feed(read, num_batches, orders_itself=orders_itself)
+    feed = Feed(read, num_batches, orders_itself=orders_itself)
+    end_pass()
+    return feed
 
 
 def _state_of(batches: Iterator[Any], epoch: int) -> Any:

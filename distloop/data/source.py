@@ -368,6 +368,8 @@ class Passes:
         """
         source = next((s for s in self._sources if s.data is data), None)
         source = source or Source(data, self.strategy, repeat=False, **self.reading)
+        if isinstance(source.feed, Feed):
+            source.feed.require_untrained()
         if source.info.is_endless and not may_be_endless:
             raise ValueError("The dataset given to measure on is endless; one pass never ends: use take(batches).")
         if not are_arrays(data):  # a copy of arrays is as large as they are, and they may change in place

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from distloop.data.order import Access
-from distloop.data.source import Source
+from distloop.data.source import Passes, Source
 from distloop.run.fit_call import batches_per_epoch
 from tests.data.python_batches import ONE, Drawn, Loader, Numbers, Stateful, batch, endless, failure, taken, three
 from tests.problems import batch_taker, mostly_wide, refused
@@ -108,6 +108,19 @@ def test_an_evaluation_on_data_that_is_trained_on_leaves_its_order():
     alone = Drawn("on_epoch_begin")
     passes = [taken(Source(alone, ONE, repeat=False), 5) for _ in range(2)]  # as Keras's evaluate
     assert passes == [list(order) for order in alone.drawn[1:3]]
+
+
+def test_passes_leave_a_loaders_generator_and_are_refused_in_training():
+    loader, passes = Loader(), Passes(ONE, {})
+    source = passes.source(loader)
+    for _ in range(2):
+        assert loader.generator.state == 0
+        assert int(sum(rows["x"][0] for rows in source.new_iterator())) == 201
+    training = Source(loader, ONE)
+    first = taken(training, 1)
+    for remembered in (passes, Passes(ONE, {})):
+        refused(lambda remembered=remembered: remembered.source(loader), "make another loader")
+    assert first + taken(training, 4) == taken(Source(Loader(), ONE), 5)
 
 
 def test_what_changed_its_order_for_an_earlier_run_is_refused_midway(caplog):
