@@ -143,7 +143,7 @@ def read_arguments(
         )
     class_weight, split = given.get("class_weight"), given.get("validation_split", 0.0)
     map_batch = None if class_weight is None else _class_weigher(class_weight, train if arrays is None else arrays)
-    asked_for = (train, batch_size, steps_per_epoch, class_weight, split)
+    asked_for = (train, batch_size, steps_per_epoch, class_weight and dict(class_weight), split)
     validation = given.get("validation_data")
     train = train if arrays is None else arrays
     if split and validation is None:  # which takes precedence in Keras

@@ -53,6 +53,11 @@ def test_the_same_arguments_ask_for_the_same_data():
     for other in ((X, LABEL.copy()), (LABEL, X), X):
         assert not read(other).is_asked_for(asked_for)
     assert not read_arguments(ARRAYS, None, {}).is_asked_for(())
+    weights = {"class_weight": {0: 1.0}}
+    asked_for = read_arguments(ARRAYS, None, weights).asked_for
+    assert read_arguments(ARRAYS, None, weights).is_asked_for(asked_for)
+    weights["class_weight"][0] = 2.0  # in the same dict
+    assert not read_arguments(ARRAYS, None, weights).is_asked_for(asked_for)
 
 
 @pytest.mark.slow
