@@ -57,7 +57,8 @@ class PyDatasetBatches:
             limit: the most batches of an epoch; 0: all.
         """
         self._data, self._shuffle_seed = data, shuffle_seed
-        self.num_batches = min(limit or math.inf, math.inf if data.num_batches is None else data.num_batches)
+        self._length = data.num_batches
+        self.num_batches = min(limit or math.inf, math.inf if self._length is None else self._length)
         names = ("on_epoch_begin", "on_epoch_end")
         self.orders_itself = any(getattr(type(data), n) is not getattr(keras.utils.PyDataset, n) for n in names)
         self._num_begun = 0  # epochs; it only grows
@@ -70,6 +71,9 @@ class PyDatasetBatches:
         """Yields batches, each with None; the arguments are those of `Feed`'s `read`.
 
         A pass of an evaluation leaves the order of data that is trained on as it is.
+
+        Raises:
+            ValueError: if the length has changed.
         """
         data, is_endless = self._data, self.num_batches == math.inf
         epoch, first = (0, first) if is_endless else divmod(first, int(self.num_batches))
@@ -79,6 +83,11 @@ class PyDatasetBatches:
                 self._begin(epoch)
             elif calls_hooks:
                 data.on_epoch_begin()
+            if (length := data.num_batches) != self._length:
+                raise ValueError(
+                    f"The {type(data).__name__} given had {self._length} batches when it was first read, and has "
+                    f"{length} now: its length must stay as it is, as positions depend on it; make another one."
+                )
             for batch in _in_background(data, self._numbers(epoch)[first:]):
                 yield batch, None
             epoch, first = epoch + 1, 0
@@ -91,9 +100,9 @@ class PyDatasetBatches:
         """Returns the numbers of the batches of an epoch, in their order."""
         if self.num_batches == math.inf:
             return range(4 * ENDLESS)
-        if self._shuffle_seed is None or self._data.num_batches is None:
+        if self._shuffle_seed is None or self._length is None:
             return range(int(self.num_batches))
-        numbers = np.random.default_rng([self._shuffle_seed, epoch]).permutation(self._data.num_batches)
+        numbers = np.random.default_rng([self._shuffle_seed, epoch]).permutation(self._length)
         return list(map(int, numbers[: int(self.num_batches)]))
 
     def _begin(self, epoch: int) -> None:

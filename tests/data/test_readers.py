@@ -192,6 +192,14 @@ def test_a_pass_begins_in_a_thread_that_python_knows():
     assert threading._DummyThread not in Forking.threads
 
 
+@pytest.mark.parametrize("repeat", [True, False])
+def test_a_pydataset_whose_length_changes_is_refused_in_the_next_pass(repeat):
+    data = Numbers()
+    source = Source(data, ONE, repeat=repeat)
+    data.count = 5
+    assert "had 3 batches when it was first read, and has 5 now" in str(failure(source, 1))
+
+
 @pytest.mark.parametrize("seed", [None, 3])
 def test_a_limited_epoch_of_a_pydataset_ends_with_its_hooks(seed):
     source = Source(Numbers(4), ONE, limit=2, shuffle_seed=seed)
