@@ -111,15 +111,17 @@ class Evaluate(Action):
         self._evaluate = evaluate
         self.rows: list[dict[str, float]] = []  # `step`, and one metric: the best and the last value of each
 
-    def check(self, plan: Plan, report: Report) -> None:
+    def check(self, plan: Plan, report: Report, runs_first: bool = False) -> None:
         """Raises a ValueError if a mistake can be seen before the first step.
 
         Args:
             plan: of the run.
             report: of its beginning.
+            runs_first: whether it also runs before the first step.
         """
-        every = plan.period(self.every).steps
-        self._check(bool(every) and (report.step // every + 1) * every < report.until)
+        steps, *others = plan.period(self.every)
+        is_due = bool(steps) and (report.step // steps + 1) * steps < report.until
+        self._check(runs_first or is_due or any(others))  # what is due by time or tokens may come before the end
 
     def __call__(self, report: Report) -> Mapping[str, float]:
         """Returns the metrics, with the evaluation's name before each.
@@ -142,14 +144,16 @@ class Evaluate(Action):
         self.rows = state
 
 
-def trace_first(name: str, source: Source, tracers: Sequence[Callable[[Source], None]], is_repeated: bool) -> None:
+def trace_first(
+    name: str, source: Source, tracers: Sequence[Callable[[Source], None]], reads_twice: bool, is_repeated: bool
+) -> None:
     """Traces what an evaluation computes, so that a mistake in its data or functions is said before the first step.
 
     Raises:
-        ValueError: if there is one, the data is empty, or it can be read only once and `is_repeated`.
+        ValueError: if there is one, the data is empty, or it can be read only once and is read again.
     """
     try:
-        if is_repeated and isinstance(source.feed, Feed):
+        if (reads_twice or is_repeated) and isinstance(source.feed, Feed):
             source.feed.require_restart()
         for trace in tracers:
             trace(source)

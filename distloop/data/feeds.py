@@ -228,8 +228,7 @@ def _feed_of_iterable(data: Any) -> Feed:
     length: float | None = None
     with contextlib.suppress(TypeError, NotImplementedError):  # such as a DataLoader of an IterableDataset
         length = math.inf if len(data) > ENDLESS else len(data)
-    is_map_dataset = hasattr(data, "to_iter_dataset")
-    endless = data.repeat() if is_map_dataset and length != math.inf else data
+    endless = data.repeat() if hasattr(data, "to_iter_dataset") and length != math.inf else data
     samplers = [data, getattr(data, "sampler", None)]
     generators: list[Any] = [getattr(sampler, "generator", None) for sampler in samplers]
     generators = [generator for generator in generators if hasattr(generator, "set_state")]
@@ -251,8 +250,7 @@ def _feed_of_iterable(data: Any) -> Feed:
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             return pool.submit(iter, endless if repeat else data).result()
 
-    own = data if generators else None
-    return _feed_of_passes(open_pass, length, own, end_pass=lambda: restore(before_pass))
+    return _feed_of_passes(open_pass, length, data if generators else None, lambda: restore(before_pass))
 
 
 def _feed_of_passes(

@@ -337,7 +337,7 @@ def make_evaluations(
             evaluate = functools.partial(with_rows, evaluate, predict, evaluation.rows_fn)
             tracers.append(rows_predictor.trace)
         every = config.eval_every if evaluation.every is None else evaluation.every
-        check = functools.partial(trace_first, name, source, tracers)
+        check = functools.partial(trace_first, name, source, tracers, evaluation.rows_fn is not None)
         names = functools.partial(loop.names, source) if evaluation.rows_fn is None else lambda: None
         options: dict[str, Any] = {"has_values_of_step": evaluation.loss_fn is None, "check": check}
         evaluations.append(Evaluate(name, evaluate, every, evaluation.dataset, names, **options))

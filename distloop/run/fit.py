@@ -140,7 +140,7 @@ class Fit:
             self.checkpoints.save()
         self._forward = self.forward_pass.trace(info.element_spec, info.batch_size)
         for evaluation in self.call.evaluations:
-            evaluation.check(self._plan, self._report())
+            evaluation.check(self._plan, self._report(), config.eval_first and self.call.step == 0)
         step_flops = self.forward_pass.step_flops(self.call.source)
         self._flops_per_example = step_flops / info.batch_size if step_flops and info.batch_size else None
         self._executor = self.forward_pass.choose_executor(self.call.source)

@@ -59,3 +59,19 @@ def test_a_failed_evaluation_saves_the_training_and_comes_first_next_time(tmp_pa
     again.fit(x, y, steps=4, evals={"test": (x, y)})
     assert again.step == 4
     assert [(row["step"], "test/loss" in row) for row in distloop.read_metrics(str(tmp_path))] == [(4, True)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "options"),
+    [({"eval_first": True}, {}), ({"eval_every": "2 h"}, {}), ({}, {"rows_fn": lambda rows: {"n": len(rows)}})],
+    ids=["first", "by time", "rows"],
+)
+def test_data_that_is_read_once_is_refused_where_it_is_read_again(settings, options):
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+    model.compile("sgd", "mse")
+    x, y = np.zeros((8, 4), np.float32), np.zeros((8, 3), np.float32)
+    trainer = distloop.Trainer(distloop.from_keras(model), on(1, batch_size=8, **settings))
+    evaluation = distloop.Evaluation(iter([(x, y), (x, y)]), **options)
+    with pytest.raises(ValueError, match="'test' cannot run: The data given is an iterator"):
+        trainer.fit(x, y, steps=2, evals={"test": evaluation})
+    assert trainer.step == 0
