@@ -28,6 +28,7 @@ from distloop.data.shards import Batch, BatchLayout
 from distloop.data.source import Source
 from distloop.distributed import strategies
 from distloop.graph_functions import NO_LIMIT_SECS, Traces, graph_function, with_called
+from distloop.log import log
 from distloop.model.state import TrainState
 from distloop.training import step_operations
 from distloop.training.compiled_loop import read_numbers
@@ -347,7 +348,7 @@ class _OfSizes(NamedTuple):
 
 
 def _stack_size(element_spec: Any, size: int | None) -> int:
-    """Returns how many batches a stack holds, which depends on their bytes alone.
+    """Returns how many batches a stack holds, which depends on their bytes alone; one if those are unknown.
 
     Args:
         element_spec: of a batch.
@@ -362,8 +363,14 @@ def _stack_size(element_spec: Any, size: int | None) -> int:
                 f"jit_compile=loop was given, and the entry {'/'.join(map(str, path)) or 'of a batch'} {why}: prepare "
                 "it in the dataset, or use jit_compile=none."
             )
+    if size is None:
+        log.warning(
+            "jit_compile=loop was given data whose batch size TensorFlow does not know, so each batch is a call of the "
+            "program: call batch() last, or set the shape of its entries by tf.ensure_shape, to stack small batches."
+        )
+        return 1
     of_row = [spec.dtype.size * math.prod(n or 1 for n in spec.shape[1:]) for spec in tf.nest.flatten(element_spec)]
-    return int(max(1, min(_MOST_BATCHES, _MOST_BYTES // max(1, (size or 1) * sum(of_row)))))
+    return int(max(1, min(_MOST_BATCHES, _MOST_BYTES // max(1, size * sum(of_row)))))
 
 
 def _why_not(spec: Any) -> str:

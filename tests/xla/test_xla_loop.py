@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 import distloop
+from distloop.data.source import Source
 from distloop.training import loop
 from distloop.training.loop import Diverged
 from distloop.xla import xla_loop
@@ -276,6 +277,22 @@ def test_what_xla_cannot_run_is_refused_before_the_first_step(model_fn, data, se
     trainers = []
     refused(fit, *parts)
     assert all(trainer.step == 0 for trainer in trainers)
+
+
+@pytest.mark.parametrize(
+    ("data", "num_batches"),
+    [
+        (lambda rows: rows.batch(2**11), 4),  # of 2 MB
+        (lambda rows: tf.data.Dataset.zip(rows.batch(2**11), rows.batch(2**11)), 2),
+        (lambda rows: tf.data.Dataset.range(1).interleave(lambda _: rows.batch(2**11)), 1),
+    ],
+    ids=["known", "of the first batch", "unknown"],
+)
+def test_a_stack_holds_8_mb_at_most(data, num_batches, caplog):
+    rows = tf.data.Dataset.from_tensors(tf.zeros([256])).repeat(2**14)
+    source = Source(data(rows), tf.distribute.get_strategy(), is_stacked=True)
+    assert len(source.stack(0).sizes) == num_batches
+    assert ("batch size TensorFlow does not know" in caplog.text) == (num_batches == 1)
 
 
 def test_what_xla_does_not_know_is_one_sentence():
