@@ -24,7 +24,7 @@ MAX_PART_LINES = {
     "exports": 472,
     "examples": 266,
     "histograms": 140,
-    "keras_callbacks": 137,
+    "keras_callbacks": 141,
     "launcher": 929,
     "mixtures": 386,
     "multi_optimizer": 46,

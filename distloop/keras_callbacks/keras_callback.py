@@ -3,7 +3,7 @@
     rate = distloop.from_callback(keras.callbacks.ReduceLROnPlateau("val_loss", patience=2), every=500)
     trainer.fit(train, evals={"val": test}, steps=10_000, actions=[rate])         # with eval_every=500
 
-An epoch is `every` steps. This module does not know the training loop.
+An epoch is `every` steps; a part of one, where a `fit` ends, is none. This module does not know the training loop.
 """
 
 import contextlib
@@ -60,6 +60,7 @@ class FromCallback(Action):
         self._model: _Model | None = None
         self._restored: Mapping[str, Any] | None = None  # a state that no epoch has followed yet
         self._epochs = 0  # that have ended, if they are no number of steps
+        self._steps = 0  # of an epoch; 0: not known, as time decides, or the end of the run
 
     def on_start(self, report: Report) -> None:
         """Calls `on_train_begin`; the callback's attributes go on from the checkpoint, or from the `fit` before."""
@@ -69,6 +70,7 @@ class FromCallback(Action):
         _require_settable_rate(self._callback, report.state)
         self._model = _Model(report.state)
         self._callback.set_model(self._model)
+        self._steps = report.units.period(self.every).steps
         self._callback.set_params(_params(self.every, report))
         self._callback.on_train_begin({})
         if before is not None:  # on_train_begin often resets them
@@ -77,12 +79,14 @@ class FromCallback(Action):
             self._restore(self._restored)
 
     def __call__(self, report: Report) -> None:
-        """Calls `on_epoch_end`.
+        """Calls `on_epoch_end`, unless the run ends within an epoch: it may go on, as if it had not ended there.
 
         Raises:
             StopTraining: if the callback set `model.stop_training`.
         """
         assert self._model is not None
+        if self._steps and report.step % self._steps:
+            return
         self._restored = None
         self._callback.on_epoch_end(self._epoch(report), _logs(report))
         if self._model.stop_training:
@@ -127,7 +131,7 @@ class FromCallback(Action):
         if isinstance(self.every, str):
             self._epochs += 1
             return self._epochs - 1
-        return -(-report.step // self.every) - 1 if self.every else 0
+        return report.step // self.every - 1 if self.every else 0
 
 
 def _require_settable_rate(callback: keras.callbacks.Callback, state: Any) -> None:
@@ -164,11 +168,11 @@ class _Model:
 
 
 def _params(every: int | str, report: Report) -> dict[str, int | None]:
-    """Returns the steps of an epoch and the number of epochs, as Keras does; None: not known, as time decides."""
+    """Returns the steps of an epoch and the number of whole epochs; None: not known, as time decides."""
     last_step = int(report.until) if report.until < math.inf else None
     period = report.units.period(every)
     steps = period.steps or (None if any(period) else last_step)
-    return {"steps": steps, "epochs": -(-last_step // steps) if last_step and steps else None, "verbose": 0}
+    return {"steps": steps, "epochs": last_step // steps if last_step and steps else None, "verbose": 0}
 
 
 def _logs(report: Report) -> dict[str, float]:
@@ -188,7 +192,8 @@ def from_callback(callback: keras.callbacks.Callback, every: int | str = "1 epoc
 
     Args:
         callback: the Keras callback.
-        every: how often: a number of steps, or another duration; 0: at the end of the run only.
+        every: how often: a number of steps, or another duration; 0: whenever `fit` ends. What `fit` trains beyond the
+            last whole epoch of steps ends none, so that the calls do not depend on how a run is cut.
 
     Returns:
         The action.
