@@ -52,6 +52,10 @@ class WorstExamples(Summary):
         self._losses_fn: Any = None  # compiled, for the model of the last call
         self._model: Any = None
 
+    def set_fit(self, call: Any, loop: Any, checkpoints: Any) -> None:
+        """Raises a ValueError if no `loss_fn` returns losses."""
+        call.state.spec.updates[0].require_loss("WorstExamples")
+
     def _show(self, state: Any) -> Media:
         """Returns the worst rows as images or as a text."""
         if self._model is not state.model:

@@ -28,6 +28,7 @@ import tensorflow as tf
 
 from distloop.data.opening import open_batches
 from distloop.graph_functions import graph_function
+from distloop.log import shown
 from distloop.monitoring.media import Histogram, Media
 from distloop.optimizers.gradients import Packing, Rows, Segment, scaled, values_of
 from distloop.optimizers.keras_hooks import ReplacedCalls
@@ -183,16 +184,26 @@ class ActivationHistograms(Action):
             layers: a regular expression; only layers in whose path it is found are shown.
 
         Raises:
-            ValueError: if the data is something else, or `rows` no number of rows.
+            ValueError: if the data is something else, `rows` no number of rows, or `layers` no regular expression.
         """
         require_integer("ActivationHistograms", 1, rows=rows)
         self.every = every
         self._rows = rows
-        self._pattern = re.compile(layers)
+        try:
+            self._pattern = re.compile(layers)
+        except (re.error, TypeError):
+            raise ValueError(
+                f"ActivationHistograms was given layers={shown(layers)}: give a regular expression."
+            ) from None
         self._batches = open_batches(dataset, rows)
         self._batch: Any = None
         self._model: Any = None
         self._measure: Any = None  # compiled, for the model of the last call
+
+    def set_fit(self, call: Any, loop: Any, checkpoints: Any) -> None:
+        """Raises a ValueError if an update has no `loss_fn`."""
+        for update in call.state.spec.updates:
+            update.require_loss("ActivationHistograms")
 
     def __call__(self, report: Report) -> dict[str, float | Media]:
         """Returns `<layer>/activation_mean`, `<layer>/activation_deviation`, and as `activations/<layer>` a histogram.

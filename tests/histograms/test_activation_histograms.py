@@ -1,5 +1,6 @@
 """What layers compute: histograms, means and deviations of their outputs."""
 
+import functools
 import types
 
 import keras
@@ -58,6 +59,23 @@ def test_outputs_have_a_mean_a_deviation_and_a_histogram_of_the_first_rows():
         distloop.ActivationHistograms({"x": rows}, layers="conv")(Report(1, 1, {}, state))
     with pytest.raises(ValueError, match="The data given is a int; distloop takes a tf.data.Dataset"):
         distloop.ActivationHistograms(1)
+
+
+@pytest.mark.parametrize("layers", ["(", 3])
+def test_layers_that_are_no_regular_expression_are_refused_when_it_is_made(layers):
+    make = lambda: distloop.ActivationHistograms({"x": np.zeros([2, 2])}, layers=layers)  # noqa: E731
+    problems.refused(make, f"layers={layers!r}", "give a regular expression")
+
+
+@pytest.mark.parametrize("make", [distloop.ActivationHistograms, functools.partial(distloop.WorstExamples, "test")])
+def test_a_step_without_a_loss_fn_is_refused_before_the_first_step(make):
+    def model_fn():
+        net = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+        return distloop.ModelSpec(net, keras.optimizers.SGD(0.1), step_fn=lambda step: {})
+
+    data, trainer = problems.batches(), distloop.Trainer(model_fn, problems.on(1))
+    problems.refused(lambda: trainer.fit(data, steps=2, actions=[make(data, every=1)]), "calls loss_fn", "a step_fn")
+    assert trainer.step == 0
 
 
 @pytest.mark.wide
