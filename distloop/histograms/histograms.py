@@ -192,9 +192,7 @@ class ActivationHistograms(Action):
         try:
             self._pattern = re.compile(layers)
         except (re.error, TypeError):
-            raise ValueError(
-                f"ActivationHistograms was given layers={shown(layers)}: give a regular expression."
-            ) from None
+            raise ValueError(f"ActivationHistograms(layers={shown(layers)}): give a regular expression.") from None
         self._batches = open_batches(dataset, rows)
         self._batch: Any = None
         self._model: Any = None
