@@ -24,7 +24,7 @@ from distloop.data.iterators import FastForward, fresh_copy, iterate
 from distloop.data.numbered import NumberedDataset, RowIterator, WorkerRows
 from distloop.data.opening import DROPS_EMPTY, open_data, with_empty_batches
 from distloop.data.order import CONTENT, Access, Position, convert_batches, facts_of
-from distloop.data.shards import batch_size, check_rows, pack_element, pad, static_batch_size
+from distloop.data.shards import check_rows, pack_element, pad, static_batch_size
 from distloop.distributed import collectives
 from distloop.distributed.devices import HOST, Replicas, require_no_other_scope
 from distloop.errors import EMPTY_DATASET
@@ -169,10 +169,7 @@ class Source:
         self._stacks: Any = None  # of which batches are taken
         if self._is_stacked:
             xla_loop = import_part("xla.xla_loop", "jit_compile=loop")
-            size = self.info.batch_size
-            if size is None and can_be_inspected(self._dataset):  # so that small batches are stacked
-                size = next((int(batch_size(rows)) for rows in fresh_copy(self._dataset).take(1)), None)
-            self._stacks = xla_loop.Stacks(self.info.element_spec, size)
+            self._stacks = xla_loop.Stacks(self.info.element_spec, self.info.batch_size)
         self.fast_forward = FastForward(None, 0)
         self._full_pipeline: tf.data.Dataset | None = None  # from the first batch
         if isinstance(self.feed, NumberedDataset) and self._num_workers > 1 and not self.layout.is_sharded:

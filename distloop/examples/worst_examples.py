@@ -54,7 +54,8 @@ class WorstExamples(Summary):
 
     def set_fit(self, call: Any, loop: Any, checkpoints: Any) -> None:
         """Raises a ValueError if no `loss_fn` returns losses."""
-        call.state.spec.updates[0].require_loss("WorstExamples")
+        if not (update := call.state.spec.updates[0]).has_loss:
+            update.loss_fn({}, False)  # raises it
 
     def _show(self, state: Any) -> Media:
         """Returns the worst rows as images or as a text."""

@@ -187,8 +187,7 @@ class ActivationHistograms(Action):
             ValueError: if the data is something else, `rows` no number of rows, or `layers` no regular expression.
         """
         require_integer("ActivationHistograms", 1, rows=rows)
-        self.every = every
-        self._rows = rows
+        self.every, self._rows = every, rows
         try:
             self._pattern = re.compile(layers)
         except (re.error, TypeError):
@@ -201,7 +200,8 @@ class ActivationHistograms(Action):
     def set_fit(self, call: Any, loop: Any, checkpoints: Any) -> None:
         """Raises a ValueError if an update has no `loss_fn`."""
         for update in call.state.spec.updates:
-            update.require_loss("ActivationHistograms")
+            if not update.has_loss:
+                update.loss_fn({}, False)  # raises it
 
     def __call__(self, report: Report) -> dict[str, float | Media]:
         """Returns `<layer>/activation_mean`, `<layer>/activation_deviation`, and as `activations/<layer>` a histogram.

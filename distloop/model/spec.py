@@ -106,11 +106,6 @@ class Update:
         """Whether there is a `loss_fn`; without one, `step_fn` does the whole step."""
         return not isinstance(self.loss_fn, NoLoss)
 
-    def require_loss(self, action: str) -> None:
-        """Raises a ValueError that names an action if there is no `loss_fn`."""
-        if not self.has_loss:
-            raise ValueError(f"{action} calls loss_fn, and there is a step_fn alone: give a loss_fn, or leave it out.")
-
     def with_loss(self, change: Callable[[Any], Any]) -> "Update":
         """Returns this update with what a function makes of its `loss_fn`, if it has one."""
         return replace(self, loss_fn=change(self.loss_fn)) if self.has_loss else self

@@ -74,7 +74,7 @@ def test_a_step_without_a_loss_fn_is_refused_before_the_first_step(make):
         return distloop.ModelSpec(net, keras.optimizers.SGD(0.1), step_fn=lambda step: {})
 
     data, trainer = problems.batches(), distloop.Trainer(model_fn, problems.on(1))
-    problems.refused(lambda: trainer.fit(data, steps=2, actions=[make(data, every=1)]), "calls loss_fn", "a step_fn")
+    problems.refused(lambda: trainer.fit(data, steps=2, actions=[make(data, every=1)]), "a step_fn and no loss_fn")
     assert trainer.step == 0
 
 

@@ -283,10 +283,9 @@ def test_what_xla_cannot_run_is_refused_before_the_first_step(model_fn, data, se
     ("data", "num_batches"),
     [
         (lambda rows: rows.batch(2**11), 4),  # of 2 MB
-        (lambda rows: tf.data.Dataset.zip(rows.batch(2**11), rows.batch(2**11)), 2),
         (lambda rows: tf.data.Dataset.range(1).interleave(lambda _: rows.batch(2**11)), 1),
     ],
-    ids=["known", "of the first batch", "unknown"],
+    ids=["known", "unknown"],
 )
 def test_a_stack_holds_8_mb_at_most(data, num_batches, caplog):
     rows = tf.data.Dataset.from_tensors(tf.zeros([256])).repeat(2**14)
