@@ -120,8 +120,8 @@ class Evaluate(Action):
             runs_first: whether it also runs before the first step.
         """
         steps, *others = plan.period(self.every)
-        is_due = bool(steps) and (report.step // steps + 1) * steps < report.until
-        self._check(runs_first or is_due or any(others))  # what is due by time or tokens may come before the end
+        # What is due by time or tokens may come before the end.
+        self._check(runs_first or any(others) or bool(steps and (report.step // steps + 1) * steps < report.until))
 
     def __call__(self, report: Report) -> Mapping[str, float]:
         """Returns the metrics, with the evaluation's name before each.
@@ -190,8 +190,7 @@ def earlier_rows(workdir: str, evaluations: Sequence[Evaluate]) -> list[Mapping[
     """Returns the rows of a run that goes on; of a long one only the best and the last values of its evaluations."""
     if os.path.getsize(os.path.join(workdir, "metrics.jsonl")) < _SHORT_BYTES:
         return list(read_metrics(workdir))
-    rows = [row for evaluation in evaluations for row in evaluation.rows]
-    return sorted(rows, key=lambda row: row["step"])
+    return sorted((row for evaluation in evaluations for row in evaluation.rows), key=lambda row: row["step"])
 
 
 def _best_and_last(rows: Sequence[dict[str, float]], name: str) -> list[dict[str, float]]:

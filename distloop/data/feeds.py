@@ -159,9 +159,8 @@ class Feed:
         data = self._orders_itself
         if is_trained_on(data) and not isinstance(data, keras.utils.PyDataset):
             raise ValueError(
-                f"The {type(data).__name__} given to evaluate or predict on is one that was trained on, whose order "
-                "comes from its generator, and a pass would change the order of training: make another loader, with a "
-                "generator of its own."
+                f"The {type(data).__name__} given to evaluate or predict on was trained on, and each pass draws from "
+                "the generator that orders its batches: make another loader, with a generator of its own."
             )
 
     def _noting_states(self, first: int, state: Any, repeat: bool) -> Iterator[tuple[Any, Any]]:
@@ -230,8 +229,9 @@ def _feed_of_iterable(data: Any) -> Feed:
         length = math.inf if len(data) > ENDLESS else len(data)
     endless = data.repeat() if hasattr(data, "to_iter_dataset") and length != math.inf else data
     samplers = [data, getattr(data, "sampler", None)]
-    generators: list[Any] = [getattr(sampler, "generator", None) for sampler in samplers]
-    generators = [generator for generator in generators if hasattr(generator, "set_state")]
+    generators = [
+        sampler.generator for sampler in samplers if hasattr(getattr(sampler, "generator", None), "set_state")
+    ]
     at_start = [generator.get_state() for generator in generators]
     before_pass = list(at_start)
 

@@ -245,7 +245,7 @@ class TrainLoop:
                 host.show_progress(step, "")
                 self._traced_for = source
                 if not self._eager and self._counts_tokens() and loss_weight(self._step) is None:
-                    raise _no_tokens("no `loss` whose weights count them is returned")
+                    raise _no_tokens()
         return [] if self._eager else [*self._step.names, *self._state.keras_metrics]
 
     def _run_to_boundary(self, source: Source, actions: Sequence[Action]) -> list[Row]:
@@ -265,6 +265,8 @@ class TrainLoop:
                     secs=_LOOP_SECS if self._ends_by_time else NO_LIMIT_SECS,
                 )
             self._loss_weight = loss_weight(self._step)
+            if is_first and self._loss_weight is None and self._counts_tokens():
+                raise _no_tokens()
         collectives.report_phase(self._state.strategy, "between two loops")
         if self._to_compare and rows[-1].diagnosis is None:
             self._compare_replicas(step + sum(row.steps for row in rows))
@@ -384,5 +386,5 @@ class TrainLoop:
                 self._until = self.progress.step
 
 
-def _no_tokens(why: str) -> ValueError:
+def _no_tokens(why: str = "no `loss` whose weights count them is returned") -> ValueError:
     return ValueError(f"A duration in tokens was given, and {why}: give steps.")

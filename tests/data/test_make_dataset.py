@@ -64,6 +64,7 @@ def test_lists_are_sources_and_lists_of_arrays_are_columns():
         (iter([1]), {}, "The source given is a list_iterator; make_dataset takes arrays, anything with __len__"),
         ("text", {}, "The source given is a str"),
         (np.arange(3), {"seed": 2**31}, "seed=2147483648 was given"),
+        (np.arange(3), {"pad_to": [16]}, r"pad_to=\[16\] was given without lengths"),
         (np.arange(3), {"cache": True}, "cache=True is for a tf.data.Dataset"),
         (
             images(),

@@ -180,8 +180,9 @@ def test_lengths_in_tokens_and_in_steps_are_refused(arguments, until, message):
     refused(lambda: trainer.fit(data(), until=until), message)
 
 
+@pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize("length", [{"until": "10 tokens"}, {"steps": 2}])
-def test_tokens_without_a_loss_are_refused(length):
+def test_tokens_without_a_loss_are_refused(length, eager):
     def without_loss():
         model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
 
@@ -192,7 +193,7 @@ def test_tokens_without_a_loss_are_refused(length):
 
         return distloop.ModelSpec(model, keras.optimizers.SGD(rate), step_fn=step_fn)
 
-    trainer = distloop.Trainer(without_loss, on(1))
+    trainer = distloop.Trainer(without_loss, on(1, eager=eager))
     refused(
         lambda: trainer.fit(distloop.make_dataset(classification(16), 8), **length),
         "A duration in tokens was given, and no `loss` whose weights count them is returned",
