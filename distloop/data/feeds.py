@@ -229,9 +229,7 @@ def _feed_of_iterable(data: Any) -> Feed:
         length = math.inf if len(data) > ENDLESS else len(data)
     endless = data.repeat() if hasattr(data, "to_iter_dataset") and length != math.inf else data
     samplers = [data, getattr(data, "sampler", None)]
-    generators = [
-        sampler.generator for sampler in samplers if hasattr(getattr(sampler, "generator", None), "set_state")
-    ]
+    generators = [s.generator for s in samplers if hasattr(getattr(s, "generator", None), "set_state")]
     at_start = [generator.get_state() for generator in generators]
     before_pass = list(at_start)
 
