@@ -82,6 +82,12 @@ def test_data_that_can_be_read_once_is_refused():
         testing.assert_replica_law(classifier(), generator, replicas=(1, 2), steps=2)
 
 
+@pytest.mark.parametrize("given", [{"workdir": "run"}, {"num_devices": 1}])
+@pytest.mark.parametrize("check", [testing.assert_replica_law, testing.assert_same_bits])
+def test_settings_by_which_nothing_is_compared_are_refused(check, given):
+    refused(lambda: check(classifier(), batches(), (1, 2), **given), f"{[*given][0]} was given", "replicas=")
+
+
 def test_a_model_that_breaks_the_replica_law_is_named_with_the_difference():
     with pytest.raises(AssertionError, match="After 3 steps .* between 1 and 2 replicas"):
         testing.assert_replica_law(classifier(batch_norm="plain"), batches(), (1, 2), steps=3)
@@ -190,6 +196,14 @@ def assert_same_bits_of_arrays():
     testing.assert_same_bits(noisy(), classification(24), (1, 2), steps=2, batch_size=8)
 
 
+def assert_same_bits_of_a_model():
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    before, rows = model.get_weights(), classification(24)
+    testing.assert_same_bits(distloop.from_keras(model), (rows["x"], rows["label"]), (1, 2), steps=1, batch_size=8)
+    assert all(map(np.array_equal, before, model.get_weights()))
+
+
 def assert_same_bits_of_one_that_asks_where_it_runs():
     replica = lambda: tf.distribute.get_replica_context().replica_id_in_sync_group  # noqa: E731
     model_fn = noisy(lambda loss: loss + 1e-6 * tf.cast(replica(), tf.float32))
@@ -211,6 +225,11 @@ def assert_same_bits_of_sums_in_series():
 def test_dropout_and_the_statistics_of_virtual_replicas_have_the_same_bits():
     forked.run_on_devices(assert_same_bits, 4)
     forked.run_on_devices(assert_same_bits_of_arrays, 2)
+
+
+@pytest.mark.slow
+def test_a_compiled_model_has_the_same_bits_and_keeps_its_weights():
+    forked.run_on_devices(assert_same_bits_of_a_model, 2)
 
 
 @pytest.mark.wide

@@ -116,7 +116,7 @@ def assert_replica_law(
         steps: number of steps to train.
         tolerance: the largest norm of a difference, relative to the norm of the values; `without_rounding_noise` gets
             the same.
-        **settings: of `Config`, such as `clip_norm=1.0`.
+        **settings: of `Config`, such as `clip_norm=1.0`; not `workdir` and `num_devices`.
 
     Raises:
         AssertionError: if a weight or metric differs; the message names the one that differs most.
@@ -162,7 +162,7 @@ def assert_same_bits(
         replicas: numbers of devices, which divide `virtual_replicas`; the others are compared with the first.
         virtual_replicas: as `Config.virtual_replicas`.
         steps: number of steps to train.
-        **settings: of `Config`, such as `microbatches=2`.
+        **settings: of `Config`, such as `microbatches=2`; not `workdir` and `num_devices`.
 
     Raises:
         AssertionError: if a byte differs; the message names the first value that does, and by how much.
@@ -172,7 +172,10 @@ def assert_same_bits(
     strategies.prepare(_config(max(replicas), settings))
     expected: dict[str, np.ndarray] = {}
     for count in replicas:
-        values = _all_values(Trainer(model_fn, _config(count, settings)), dataset, steps)
+        trainer = Trainer(model_fn, _config(count, settings))
+        # The model of `from_keras(model)` gets no trained weights, with which the next Trainer would begin.
+        object.__setattr__(trainer.state.spec, "original", None)
+        values = _all_values(trainer, dataset, steps)
         expected = expected or values
         for name, value in expected.items():
             if values[name].tobytes() != value.tobytes():
@@ -285,6 +288,11 @@ def tiny_classification(rows: int = 67, features: int = 8, classes: int = 4, see
 
 
 def _config(count: int, settings: Mapping[str, Any]) -> Config:
+    if given := sorted({"num_devices", "workdir"} & settings.keys()):
+        raise ValueError(
+            f"{given[0]} was given as a setting, and each number of replicas trains anew on devices of its own: leave "
+            f"{given[0]} out, and give replicas=."
+        )
     return Config(**{"device": "cpu", "num_devices": count, "console": "quiet", "log_every": 0, **settings})
 
 
