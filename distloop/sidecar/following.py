@@ -8,7 +8,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import tensorflow as tf
 
@@ -59,7 +59,7 @@ def evaluate_checkpoints(
     poll_secs: float,
     timeout_secs: float,
 ) -> dict[int, dict[str, float]]:
-    """Evaluates each checkpoint without a row in the evaluation's file, until the run is complete.
+    """Evaluates each checkpoint that is newer than its row in the evaluation's file, until the run is complete.
 
     Returns:
         Step -> name -> number.
@@ -84,7 +84,7 @@ def evaluate_checkpoints(
                 f"name={name!r} was given to evaluate_checkpoints, and another process writes its rows ({error}): give "
                 "another name, or end that process."
             ) from error
-        done = {row["step"] for row in read_rows(path)} if os.path.exists(path) else set()
+        done = {row["step"]: row.get("time", 0.0) for row in read_rows(path)} if os.path.exists(path) else {}
         for saved in _follow(in_workdir(workdir), done, poll_secs, timeout_secs):
             checkpoints.restore_saved(saved)
             step = saved.step
@@ -99,23 +99,25 @@ def evaluate_checkpoints(
     return measured
 
 
-def _follow(checkpoints: Checkpoints, done: Collection[int], poll_secs: float, timeout_secs: float) -> Iterator[Saved]:
+def _follow(
+    checkpoints: Checkpoints, done: Mapping[int, float], poll_secs: float, timeout_secs: float
+) -> Iterator[Saved]:
     """Yields each checkpoint that another process writes, until the last one of its run.
 
-    Checkpoints that are deleted before they are read are skipped: the run keeps its newest only. So are steps that are
-    done. With `timeout_secs=0` there is no limit to the time between two checkpoints.
+    Checkpoints that are deleted before they are read are skipped: the run keeps its newest only. So are those that were
+    there when their step was done, at the Unix time that `done` has; one that replaced it since is read. With
+    `timeout_secs=0` there is no limit to the time between two checkpoints.
 
     Raises:
         TimeoutError: if no checkpoint came in that time.
         OSError: if one cannot be read.
     """
-    seen = set(done)
+    seen = dict(done)
     last_time = time.monotonic()
     while True:
         steps = checkpoints.steps
-        new = [step for step in steps if step not in seen]
-        for step in new:
-            seen.add(step)
+        new = [(step, at) for step in steps if (at := _written_at(checkpoints, step)) > seen.get(step, 0.0)]
+        for step, seen[step] in new:
             try:
                 yield checkpoints.load(step)
             except (DamagedError, OSError) as error:
@@ -135,6 +137,13 @@ def _follow(checkpoints: Checkpoints, done: Collection[int], poll_secs: float, t
                     "not the last of its run: has that ended? Wait longer with timeout_secs."
                 )
             time.sleep(poll_secs)
+
+
+def _written_at(checkpoints: Checkpoints, step: int) -> float:
+    """Returns the Unix time at which a checkpoint was written; 0: it is deleted."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.getmtime(os.path.join(checkpoints.directory, str(step)))
+    return 0.0
 
 
 def _is_last(path: str, step: int) -> bool:

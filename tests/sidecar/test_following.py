@@ -175,6 +175,17 @@ def test_the_last_checkpoint_is_read_if_it_comes_after_the_listing(tmp_path, mon
     assert seen == [4, 5]
 
 
+def test_a_checkpoint_that_replaces_one_that_is_done_is_read(tmp_path):
+    kept = save_of_5(tmp_path, 5)
+    at = os.path.getmtime(tmp_path / "5")
+    steps = lambda done: [saved.step for saved in following._follow(kept, done, 0.01, 0.0)]  # noqa: E731
+    assert steps({5: at + 1}) == [] and steps({5: at - 1}) == [5]
+    following_it = following._follow(kept, {}, 0.01, 0.0)
+    next(following_it)
+    os.utime(save_of_5(tmp_path, 5).directory + "/5", (at + 2, at + 2))
+    assert [saved.step for saved in following_it] == [5]
+
+
 def test_using_a_checkpoint_is_no_waiting_for_the_next(tmp_path, monkeypatch):
     kept, seen, now = save_of_5(tmp_path, 4), [], [0.0]
 
