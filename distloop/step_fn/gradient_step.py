@@ -218,8 +218,13 @@ class OwnStep:
 
         Args:
             values: tensors of the same shapes on all replicas, such as gradients by path and the number of rows.
+
+        Raises:
+            ValueError: if one holds no integers or floating-point numbers.
         """
         tensors = [tf.convert_to_tensor(value) for value in tf.nest.flatten(values)]
+        if other := [t.dtype.name for t in tensors if not (t.dtype.is_floating or t.dtype.is_integer)]:
+            raise ValueError(f"step.sum was given a tensor of {other[0]}: give numbers, as by tf.cast(x, tf.float32).")
         return tf.nest.pack_sequence_as(values, self._update.add_up(tensors))
 
     def report(self, name: str, total: Any, weight: Any = None) -> None:

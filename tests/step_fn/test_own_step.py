@@ -161,6 +161,7 @@ def test_variables_that_are_left_out_stay():
     ("step_fn", "settings", "parts"),
     [
         (lambda step: {}, {}, ["reported no number"]),
+        (lambda step: step.sum([1.0, True]), {}, ["step.sum was given a tensor of bool", "give numbers"]),
         (lambda step: step.report("time", 1.0), {}, ["step.report", "'time'", "which distloop itself reports"]),
         (lambda step: step.report("loss", tf.zeros([2])), {}, ["step.report", "(2,)", "two scalars"]),
         (lambda step: (step.report("loss", 1.0), {"x": 1.0})[1], {}, ["returned ['x']", "net/line/kernel"]),
@@ -260,6 +261,14 @@ def test_a_report_without_a_weight_is_the_number_of_all_replicas():
     assert train(reporting(lambda step: 0.0), 3)[1]["loss"] == 0.0
     with pytest.raises(FloatingPointError, match="loss is nan"):
         train(reporting(lambda step: np.nan), 3)
+
+
+def test_a_sum_takes_counts_beside_floating_point_numbers():
+    def total(step):
+        numbers = [tf.ones([2]), tf.shape(step.batch["x"])[0], tf.ones([], tf.float64), tf.constant(1)]
+        return tf.add_n([tf.reduce_sum(tf.cast(number, tf.float32)) for number in step.sum(numbers)])
+
+    assert train(reporting(total), 2, steps=1)[1]["loss"] == 4 + 8 + 2 + 2  # a batch has 8 rows
 
 
 def test_the_gradients_of_one_replica_need_no_sum():
