@@ -25,7 +25,7 @@ MAX_PART_LINES = {
     "examples": 269,
     "histograms": 146,
     "keras_callbacks": 141,
-    "launcher": 929,
+    "launcher": 930,
     "mixtures": 386,
     "multi_optimizer": 46,
     "pipeline": 354,

@@ -122,8 +122,9 @@ def _start(
 
 
 def _command(options: argparse.Namespace) -> list[str]:
-    count = options.devices_per_worker
-    return [sys.executable, *options.program, *([f"--num_devices={count}"] if count else [])]
+    count, program = options.devices_per_worker, options.program
+    end = [*program, "--"].index("--")  # what is after it is no flag
+    return [sys.executable, *program[:end], *([f"--num_devices={count}"] if count else []), *program[end:]]
 
 
 def _environment(

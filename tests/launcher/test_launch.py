@@ -88,6 +88,8 @@ def test_flags_after_the_program_belong_to_the_program():
 def test_devices_per_worker_are_passed_to_the_program():
     options = launch._parse(["--devices_per_worker=2", PROGRAM, "--steps=3"])
     assert launch._command(options)[2:] == ["--steps=3", "--num_devices=2"]
+    options.program += ["--", "rest"]
+    assert launch._command(options)[2:] == ["--steps=3", "--num_devices=2", "--", "rest"]
 
 
 @pytest.mark.slow
