@@ -272,8 +272,7 @@ class Trainer:
         """Evaluates each checkpoint of a run that another process trains, once, until that run is complete.
 
         It writes `evaluations/<name>.jsonl`, and `<name>/` for TensorBoard. A second call leaves out checkpoints that
-        have a row and were not replaced since. `keep_checkpoints` of the run must be so large that none is deleted
-        before its turn.
+        have a newer row. `keep_checkpoints` of the run must be so large that none is deleted before its turn.
 
         Args:
             dataset: as for `fit`; finite.
