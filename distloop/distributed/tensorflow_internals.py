@@ -117,18 +117,14 @@ def sum_over_replicas(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     strategy, options = tf.distribute.get_strategy(), tf.distribute.experimental.CommunicationOptions
     reduce = functools.partial(strategy.extended._replica_ctx_all_reduce, tf.distribute.ReduceOp.SUM)
     if rank_and_size(strategy)[1] == 1:
-        # Each tensor alone: TensorFlow's collectives would copy all of them into one vector, which has one dtype. A
-        # call takes one of int32, which is on the host, or any number of others.
-        reduce = functools.partial(reduce, options=options(bytes_per_pack=1))
-        others = [tensor for tensor in tensors if tensor.dtype != tf.int32]
-        sums = iter(reduce(others) if others else ())
-        return [reduce([tensor])[0] if tensor.dtype == tf.int32 else next(sums) for tensor in tensors]
+        # Each tensor alone: TensorFlow's collectives would copy all of them into one vector, which has one dtype.
+        return list(reduce(list(tensors), options(bytes_per_pack=1)))
     pieces = [_pieces(tensor) for tensor in tensors]
-    by_dtype = {}
+    sums = {}
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         of_dtype = [piece for of_tensor in pieces for piece in of_tensor if piece.dtype == dtype]
-        by_dtype[dtype] = iter(reduce(of_dtype, options(bytes_per_pack=LARGEST_MESSAGE_BYTES - 1)))
-    joined = [[next(by_dtype[piece.dtype]) for piece in of_tensor] for of_tensor in pieces]
+        sums[dtype] = iter(reduce(of_dtype, options(bytes_per_pack=LARGEST_MESSAGE_BYTES - 1)))
+    joined = [[next(sums[piece.dtype]) for piece in of_tensor] for of_tensor in pieces]
     return [tf.concat(of_tensor, 0) if len(of_tensor) > 1 else of_tensor[0] for of_tensor in joined]
 
 

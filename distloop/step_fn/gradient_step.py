@@ -225,7 +225,11 @@ class OwnStep:
         tensors = [tf.convert_to_tensor(value) for value in tf.nest.flatten(values)]
         if other := [t.dtype.name for t in tensors if not (t.dtype.is_floating or t.dtype.is_integer)]:
             raise ValueError(f"step.sum was given a tensor of {other[0]}: give numbers, as by tf.cast(x, tf.float32).")
-        return tf.nest.pack_sequence_as(values, self._update.add_up(tensors))
+        # TensorFlow adds up int32 on the host, one tensor in each call.
+        others = [tensor for tensor in tensors if tensor.dtype != tf.int32]
+        sums, add_up = iter(self._update.add_up(others) if others else ()), self._update.add_up
+        summed = [add_up([tensor])[0] if tensor.dtype == tf.int32 else next(sums) for tensor in tensors]
+        return tf.nest.pack_sequence_as(values, summed)
 
     def report(self, name: str, total: Any, weight: Any = None) -> None:
         """Adds to a number of the run: the sum of all totals, over replicas and steps, by the sum of all weights.
