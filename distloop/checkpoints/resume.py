@@ -56,7 +56,7 @@ from distloop.variables import WEIGHT_FILES
 from distloop.workdir.directory import DiskWatch, directory_of
 from distloop.workdir.records import append_row
 
-_WITHIN_A_STEP = "An error came within a step or an evaluation, of which some variables have values and others not"
+_STEP_FAILED = "The last step failed, or an error came within it or an evaluation"
 
 
 class RunCheckpoints:
@@ -124,7 +124,7 @@ class RunCheckpoints:
         if self.is_new and not self._config.resume and checkpoints.steps:
             raise would_be_replaced(self._config.workdir, checkpoints.steps[-1])
         if (saved := self._load_newest(checkpoints)) is None and not self._state.may_be_saved:
-            raise ValueError(f"{_WITHIN_A_STEP}, and there is no checkpoint: make a new Trainer.")
+            raise ValueError(f"{_STEP_FAILED}, and there is no checkpoint: make a new Trainer.")
         return saved and require_same_replicas(saved, self._state)
 
     def restore(self, path: str | None, which: str = "newest") -> None:
@@ -253,7 +253,7 @@ class RunCheckpoints:
         if self._source is None:
             raise ValueError("save has nothing to write before fit has run: call fit first.")
         if not self._state.may_be_saved:
-            raise ValueError(f"{_WITHIN_A_STEP}: call restore or fit first, which go back to a checkpoint.")
+            raise ValueError(f"{_STEP_FAILED}: call restore or fit first, which go back to a checkpoint.")
         step, values, metadata = self._content(report)
         if self._is_chief:
             with contextlib.suppress(OSError):  # of a disk that cannot be read: the save fails, and that is logged

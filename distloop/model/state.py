@@ -70,7 +70,7 @@ class TrainState(tf.Module):
         for_evaluation: what `averaged` applies: the average, `ScheduleFreeWeights`, or None.
         outside_variables: watches what the user's functions use beside the model.
         created: by `id`, the TensorFlow variables that were made for it, those of no model included.
-        may_be_saved: whether every variable is that of a finished step; not after an error within a step.
+        may_be_saved: whether every variable is that of a finished step; not after one that failed.
         passes_write: whether an evaluation or a prediction writes variables of the model, which it then restores.
 
     Once the model is built:

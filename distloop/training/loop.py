@@ -265,6 +265,7 @@ class TrainLoop:
                     secs=_LOOP_SECS if self._ends_by_time else NO_LIMIT_SECS,
                 )
             self._loss_weight = loss_weight(self._step)
+            self._may_save(rows[-1].diagnosis is None)  # also where an action fails on a row before
             if is_first and self._loss_weight is None and self._counts_tokens():
                 raise _no_tokens()
         collectives.report_phase(self._state.strategy, "between two loops")
@@ -286,7 +287,7 @@ class TrainLoop:
             yield
         except BaseException as error:  # Ctrl-C, too, where it is not caught
             source.count(int(self._state.step) - step, is_lost=True)
-            self._state.may_be_saved = self._state.may_be_saved and self._compiled.is_between_steps
+            self._may_save(self._compiled.is_between_steps)
             if not isinstance(error, tf.errors.OpError):
                 raise
             if isinstance(error, tf.errors.ResourceExhaustedError):
@@ -294,6 +295,10 @@ class TrainLoop:
             if (explained := as_user_error(error) or explain_compile_error(self._step, error)) is not None:
                 raise explained from error
             raise_as_user_error(error)
+
+    def _may_save(self, is_finished: bool) -> None:
+        """Lets nothing be saved after a step that has failed, until a checkpoint is restored."""
+        self._state.may_be_saved = self._state.may_be_saved and is_finished
 
     def _compare_replicas(self, step: int) -> None:
         """Checks that the first steps with the user's own gradients have left every replica with the same weights."""

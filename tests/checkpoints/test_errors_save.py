@@ -92,13 +92,18 @@ def test_data_that_fails_in_the_middle_of_a_loop_loses_no_step(tmp_path, expecte
     assert_equal(fit(tmp_path, data()), expected[0])
 
 
-def test_a_step_that_is_not_finite_is_not_saved_and_the_last_save_stays(tmp_path, capsys):
-    rows = classification(64)
-    rows["x"][40] = np.nan  # of step 6
-    with pytest.raises(FloatingPointError):
-        fit(tmp_path, distloop.make_dataset(rows, 8), checkpoint_every=4)
-    assert in_workdir(str(tmp_path)).steps == [4]
+@pytest.mark.parametrize("error", [None, RuntimeError("mine")])
+def test_a_step_that_is_not_finite_is_not_saved_and_the_last_save_stays(tmp_path, capsys, error):
+    rows, write = classification(64), failing_at(5, error)
+    rows["x"][40] = np.nan  # of step 6, which is done when a writer gets the numbers of step 5
+    write.every, write.only_writes, write.fails = None, True, error is not None
+    trainer = distloop.Trainer(classifier(), settings(tmp_path, checkpoint_every=4, log_every=1))
+    with pytest.raises(RuntimeError if error else FloatingPointError):
+        trainer.fit(distloop.make_dataset(rows, 8), actions=[write])
     assert "Nothing is saved, as a step failed after step 6; the checkpoint of step 4 stays." in capsys.readouterr().out
+    with pytest.raises(ValueError, match="The last step failed, .*: call restore or fit first"):
+        trainer.save()
+    assert in_workdir(str(tmp_path)).steps == [4]
 
 
 def test_an_error_before_the_first_step_or_that_cannot_be_saved_says_so(tmp_path, capsys, monkeypatch):
@@ -254,9 +259,9 @@ def test_after_an_error_within_a_step_the_same_trainer_goes_back(tmp_path, capsy
     trainer = distloop.Trainer(model_fn, settings(tmp_path / "a"))
     with pytest.raises(tf.errors.OpError):
         trainer.fit(numbered())
-    with pytest.raises(ValueError, match="An error came within a step .*: call restore or fit first"):
+    with pytest.raises(ValueError, match="The last step failed, .*: call restore or fit first"):
         trainer.save()
-    with pytest.raises(ValueError, match="An error came within a step .*, and there is no checkpoint"):
+    with pytest.raises(ValueError, match="The last step failed, .*, and there is no checkpoint"):
         trainer.fit(numbered())
     trainer = distloop.Trainer(model_fn, settings(tmp_path / "b", checkpoint_every=4))
     with pytest.raises(tf.errors.OpError):
