@@ -335,7 +335,9 @@ class RunCheckpoints:
 
     def _is_before(self, batch: int, metadata: Mapping[str, Any]) -> bool:
         """Returns whether a checkpoint was saved before a batch of the present data, by its metadata."""
-        return metadata["input"]["batches"] <= batch and metadata.get("data_from", 0) == self._data_from
+        assert self._source is not None
+        is_of_data = metadata.get("data_from", 0) == self._data_from
+        return is_of_data and bool(self._source.convert(metadata["input"])["batches"] <= batch)
 
     def restore_saved(self, saved: Saved) -> None:
         """Restores a checkpoint, at once or when the model is built.
