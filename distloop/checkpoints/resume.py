@@ -314,12 +314,12 @@ class RunCheckpoints:
         Raises:
             Diverged: if the run has gone back often enough without progress, or there is no checkpoint to go back to.
         """
-        assert self._source is not None and self._checkpoints is not None
+        assert (source := self._source) is not None and self._checkpoints is not None
         incident: dict[str, Any] = {"step": diverged.step, "batch": diverged.batch, "reason": str(diverged)}
-        saved, right, earlier = None, diverged.right_until, self._source.skipped_batches
+        saved, right, earlier = None, diverged.right_until, source.skipped_batches
         if (choice := self._rollback.choose(diverged.step, diverged.batch, earlier, right)) is not None:
             before, skipped = choice
-            saved = self._load_newest(self._checkpoints, lambda it: self._is_before(before, it.metadata))
+            saved = self._load_newest(self._checkpoints, lambda it: self._is_before(before, source, it.metadata))
         if choice is None or saved is None:
             _write_incident(self._state, self._config, {**incident, "action": "raise"})
             raise gave_up(diverged, self._rollback.num_tries, self._config.workdir) from diverged
@@ -329,15 +329,13 @@ class RunCheckpoints:
             on = "with the same batches" if right is not None else f"without batch {before} (counted from 0)"
             say(f"{diverged} Going back to step {saved.step}, and on {on}.")
             self._checkpoints.drop_later(saved.step)
-        position = self._source.convert(saved.metadata["input"])  # into batches of now, as those to leave out are
+        position = source.convert(saved.metadata["input"])  # into batches of now, as those to leave out are
         saved.metadata["input"] = {**position, "skipped": sorted(skipped)}
         self.restore_saved(saved)
 
-    def _is_before(self, batch: int, metadata: Mapping[str, Any]) -> bool:
+    def _is_before(self, batch: int, source: Source, facts: Mapping[str, Any]) -> bool:
         """Returns whether a checkpoint was saved before a batch of the present data, by its metadata."""
-        assert self._source is not None
-        is_of_data = metadata.get("data_from", 0) == self._data_from
-        return is_of_data and bool(self._source.convert(metadata["input"])["batches"] <= batch)
+        return facts.get("data_from", 0) == self._data_from and source.convert(facts["input"])["batches"] <= batch
 
     def restore_saved(self, saved: Saved) -> None:
         """Restores a checkpoint, at once or when the model is built.

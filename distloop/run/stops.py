@@ -26,7 +26,6 @@ from distloop.model.state import TrainState
 from distloop.monitoring.console import is_notebook
 from distloop.run.fit_call import FitCall
 from distloop.settings.config import Config
-from distloop.training.loop import Diverged
 from distloop.workdir.records import append_row, last_row
 from distloop.workdir.run_lock import LockLost
 from distloop.workers import messages
@@ -80,9 +79,6 @@ class Stops:
                     raise SystemExit(interrupted.exit_code) from None
             except LockLost:
                 raise  # nothing may be saved
-            except Diverged:
-                call.say(self._nothing_saved())
-                raise
             except (Exception, KeyboardInterrupt) as error:
                 if has_workdir and self._is_training and call.step > began:
                     self._save_after(error)
