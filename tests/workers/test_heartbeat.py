@@ -36,7 +36,7 @@ liveness.LEFT_SECS, heartbeat._LAST_MESSAGE_SECS = 1.0, 0.4
 index, addresses = int(sys.argv[1]), sys.argv[2].split(",")
 step = 0
 
-def start(facts=None, *, timeout=20, hang=0, secret="0123456789abcdef"):
+def start(facts=None, *, timeout=240, hang=0, secret="0123456789abcdef"):
     them = Heartbeat(addresses, index, facts or {}, secret=secret)
     them.step = lambda: step
     try:
@@ -233,8 +233,10 @@ def test_the_end_waits_for(before, printed, run):
     assert worker.end() == EXIT_CODE and re.search(printed, worker.text)
 
 
-def test_a_failure_between_meeting_and_training_is_reported(run):
-    workers = run("them = start(timeout=60)\nthem.phase = JOINING\ntime.sleep(60)", "start()\nraise ValueError('boom')")
+def test_a_failure_between_meeting_and_training_is_reported(run, tmp_path):
+    path = repr(str(tmp_path / "is joining"))
+    joins = f"them = start(timeout=60)\nthem.phase = JOINING\nopen({path}, 'w').close()\ntime.sleep(60)"
+    workers = run(joins, f"start()\nwhile not os.path.exists({path}): time.sleep(0.01)\nraise ValueError('boom')")
     assert codes(workers) == [EXIT_CODE, 1]
     assert "worker 1 failed at step 0 (starting): ValueError: boom. So worker 0 (step 0, joining)" in workers[0].text
 
