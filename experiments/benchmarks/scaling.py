@@ -12,6 +12,7 @@ import datetime
 import math
 import pathlib
 import statistics
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -134,7 +135,7 @@ def render(cells: Sequence[Mapping[str, Any]], about: str, device: str) -> str:
     header = ["model", "weights", "rows a device", "devices", "examples/s", "speed-up", "reduction, share of a step"]
     parts = [
         "# More devices, larger models",
-        f"Written by `python -m experiments.benchmarks --only=scaling`; do not edit. {about}",
+        textwrap.fill(f"Written by `python -m experiments.benchmarks --only=scaling`; do not edit. {about}", 120),
         *([ON_CPUS] if device == "cpu" else []),
         "Each device has as many rows. The reduction is measured alone, in turns with the steps.",
         f"![The speed-up of each number of devices against the number of weights]({PICTURE})",
@@ -155,11 +156,9 @@ def draw(rows: Sequence[Mapping[str, Any]], path: pathlib.Path) -> None:
         here = [row for row in rows if row["devices"] == count]
         label = f"{count} device{'s' * (count > 1)}"
         axes.plot([row["weights"] for row in here], [row["speed_up"] for row in here], "o-", color=color, label=label)
-    for row in rows:
-        if row["devices"] == 1:
-            axes.annotate(
-                row["model"], (row["weights"], row["speed_up"]), (0, -12), textcoords="offset points", ha="center"
-            )
+    for i, row in enumerate(row for row in rows if row["devices"] == 1):
+        below = (0, -40 - 14 * (i % 2))  # neighbours side by side
+        axes.annotate(row["model"], (row["weights"], 1), below, textcoords="offset points", ha="center")
     axes.set(xscale="log", xlabel="trainable weights", ylabel="examples a second, times one device", ylim=(0, None))
     axes.legend()
     figure.savefig(path, metadata={"Date": None})
