@@ -333,7 +333,7 @@ OF_NEW_KERAS = [
     row(
         "ScheduleFreeAdamW: a callback that sets the rate",
         fit_with_plateau,
-        *("ReduceLROnPlateau sets the learning rate, which a schedule-free", ": leave it out"),
+        *("ReduceLROnPlateau sets the learning rate, which has to stay in a schedule-free", ": leave the callback out"),
     ),
     row(
         "MultiOptimizer: Nadam",

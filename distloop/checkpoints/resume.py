@@ -56,7 +56,7 @@ from distloop.variables import WEIGHT_FILES
 from distloop.workdir.directory import DiskWatch, directory_of
 from distloop.workdir.records import append_row
 
-_STEP_FAILED = "The last step failed, or an error came within it or an evaluation"
+_STEP_FAILED = "The last step failed, or an error came within it or within an evaluation"
 
 
 class RunCheckpoints:

@@ -74,9 +74,8 @@ def make_dataset(
     Raises:
         ValueError: if a size or the seed is no integer, arrays differ in length, the source has no rows or is none of
             these, `map_fn` draws random numbers that do not come from its seed, `lengths` do not fit the source,
-            `pad_to` is given without them,
-            `shuffle=True` is given with a dataset of unknown length, or `processes` is given with a source or `map_fn`
-            that cannot be pickled, or where Python reads no rows.
+            `pad_to` is given without `lengths`, `shuffle=True` is given with a dataset of unknown length, or
+            `processes` is given with a source or `map_fn` that cannot be pickled, or where Python reads no rows.
     """
     sizes = by_batch(batch_size, "batch_size") if isinstance(batch_size, Mapping) else {0: batch_size}
     for size in sizes.values():
@@ -89,7 +88,7 @@ def make_dataset(
         raise ValueError(f"seed={seed} was given; a seed of the order is from 0 up to 2**31 - 1.")
     shuffle = bool(shuffle) if is_bool else int(shuffle)
     if lengths is None and np.size(pad_to):
-        raise ValueError(f"pad_to={pad_to} was given without lengths, of examples that are padded: give lengths, too.")
+        raise ValueError(f"pad_to={pad_to} was given without lengths, the size of each example: give lengths, too.")
     sizes, seed = {batch: int(size) for batch, size in sizes.items()}, int(seed)  # which JSON can hold
     if isinstance(source, tf.data.Dataset):
         if map_fn is not None or len(sizes) > 1 or lengths is not None or processes:

@@ -151,7 +151,7 @@ def _require_settable_rate(callback: keras.callbacks.Callback, state: Any) -> No
         )
     if is_schedule_free(optimizers[0]):
         raise ValueError(
-            f"The callback {name} sets the learning rate, which a schedule-free optimizer keeps: leave it out."
+            f"{name} sets the learning rate, which has to stay in a schedule-free optimizer: leave the callback out."
         )
 
 

@@ -112,12 +112,12 @@ def _follow(
         TimeoutError: if no checkpoint came in that time.
         OSError: if one cannot be read.
     """
-    seen = dict(done)
-    last_time = time.monotonic()
+    seen, last_time = dict(done), time.monotonic()
     while True:
         steps = checkpoints.steps
-        new = [(step, at) for step in steps if (at := _written_at(checkpoints, step)) > seen.get(step, 0.0)]
-        for step, seen[step] in new:
+        new = [step for step in steps if _written_at(checkpoints, step) > seen.get(step, 0.0)]
+        for step in new:
+            seen[step] = _written_at(checkpoints, step)
             try:
                 yield checkpoints.load(step)
             except (DamagedError, OSError) as error:

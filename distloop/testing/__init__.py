@@ -290,8 +290,8 @@ def tiny_classification(rows: int = 67, features: int = 8, classes: int = 4, see
 def _config(count: int, settings: Mapping[str, Any]) -> Config:
     if given := sorted({"num_devices", "workdir"} & settings.keys()):
         raise ValueError(
-            f"{given[0]} was given as a setting, and each number of replicas trains anew on devices of its own: leave "
-            f"{given[0]} out, and give replicas=."
+            f"{given[0]} was given as a setting, and each number in replicas= trains anew, on so many devices: leave "
+            f"{given[0]} out."
         )
     return Config(**{"device": "cpu", "num_devices": count, "console": "quiet", "log_every": 0, **settings})
 
