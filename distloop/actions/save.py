@@ -1,7 +1,7 @@
 """`Save` and `SaveBest` save checkpoints, periodically and where a metric is best; `when_better` gates any action."""
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from distloop.actions.evaluate import Evaluate
@@ -16,39 +16,18 @@ from distloop.workdir.run_files import better
 
 
 class Save(Action):
-    """Saves the run every `every` steps; the last action of a run.
-
-    Attributes:
-        saves, every, between_loops_secs: the arguments.
-    """
+    """Saves the run every `every` steps; the last action of a run."""
 
     phase = "saving"
 
-    def __init__(self, saves: Saves, every: int | str, secs: float = 0.0):
-        """Stores what saves.
-
-        Args:
-            saves: where to.
-            every: steps, or a duration in tokens; 0: only at the end.
-            secs: the loop calls it whenever so many seconds have passed, too; 0: it does not.
-        """
-        self.saves, self.every, self.between_loops_secs = saves, every, secs
+    def __init__(self, saves: Saves, every: int | str, plan: Plan):
+        """Stores what saves, the duration between two saves (0: only at the end), and the plan of the run."""
+        period, self._saves = plan.period(every), saves
+        self.every, self.between_loops_secs = every if period.tokens else period.steps, period.secs
 
     def __call__(self, report: Report) -> None:
         """Saves."""
-        self.saves.save(report)
-
-
-def make_save(save: Callable[..., None], every: int | str, plan: Plan) -> Save:
-    """Returns the action that saves a run.
-
-    Args:
-        save: called as `Saves` does.
-        every: the duration between two saves.
-        plan: of the run.
-    """
-    period = plan.period(every)
-    return Save(Saves(save), every if period.tokens else period.steps, period.secs)
+        self._saves.save(report)
 
 
 class SaveToKeep(Action):

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from distloop.actions import built_in
-from distloop.actions.save import SaveCosts, SaveToKeep, make_save, require_metrics
+from distloop.actions.save import Save, SaveCosts, SaveToKeep, require_metrics
 from distloop.actions.stop_early import SyncStop
 from distloop.actions.write import Write
 from distloop.checkpoints.loading import may_lack_best
@@ -30,7 +30,7 @@ from distloop.run.fit_call import FitCall
 from distloop.run.outputs import Outputs
 from distloop.run.stops import Stops
 from distloop.settings.durations import Plan
-from distloop.training.action import Action, Kept, Report, member, metrics_to_restore
+from distloop.training.action import Action, Kept, Report, Saves, member, metrics_to_restore
 from distloop.training.boundary import run_actions, started
 from distloop.training.loop import Diverged, Host, TrainLoop
 from distloop.workdir.records import unix_time
@@ -201,12 +201,13 @@ class Fit:
         actions += [*checks, *call.evaluations, *call.actions, *filter(None, [self._loop.histograms])]
         if calls := [*call.evaluations, *call.actions]:
             actions.append(SyncStop(state.strategy, calls, self._plan))
-        save = make_save(functools.partial(self._save, write), config.checkpoint_every, self._plan)
+        saves = Saves(functools.partial(self._save, write))
         for action in actions:
-            member(action, "set_saves")(save.saves if config.workdir else None)
+            member(action, "set_saves")(saves if config.workdir else None)
             member(action, "set_fit")(call, self._loop, self.checkpoints)
-        to_keep = [SaveToKeep(save.saves, config.keep_every, self._plan)] if config.keep_every else []
-        return [*actions, SaveCosts(self.checkpoints.times), write, *([*to_keep, save] if config.workdir else [])]
+        to_keep = [SaveToKeep(saves, config.keep_every, self._plan)] if config.keep_every else []
+        saving = [*to_keep, Save(saves, config.checkpoint_every, self._plan)] if config.workdir else []
+        return [*actions, SaveCosts(self.checkpoints.times), write, *saving]
 
     def _save(self, write: Write, report: Report, kept: Kept) -> None:
         began_at = time.monotonic()

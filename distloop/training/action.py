@@ -103,13 +103,13 @@ KEPT = Kept({})
 
 
 class Saves:
-    """The checkpoints of a run, as actions see them: at most one save at a boundary."""
+    """The checkpoints of a run, as actions see them: one save at a boundary, unless more is to be kept then."""
 
     def __init__(self, save: Callable[[Report, Kept], None]):
         """Stores a function that saves the run; it gets the report, and what is kept."""
         self._save = save
         self._best_steps: dict[str, dict[int, list[int]]] = {}  # by metric and keeper
-        self._saved_step: int | None = None
+        self._saved: tuple[int, Kept] = -1, KEPT
 
     def keep(self, metric: str, steps: list[int], keeper: object = None) -> None:
         """Sets the steps whose checkpoints are kept as the best of a metric; in force from the next save.
@@ -122,12 +122,13 @@ class Saves:
         self._best_steps.setdefault(metric, {})[id(keeper)] = steps
 
     def save(self, report: Report, *, stays: bool = False) -> None:
-        """Saves the run, unless another action has done so at this step; a checkpoint that stays is never deleted."""
-        if report.step != self._saved_step:
-            kept = {metric: itertools.chain(*steps.values()) for metric, steps in self._best_steps.items()}
-            best_steps = {metric: list(dict.fromkeys(steps)) for metric, steps in kept.items()}
-            self._save(report, Kept(best_steps, stays))
-            self._saved_step = report.step
+        """Saves the run, unless this step is saved with all that is kept; a checkpoint that stays is never deleted."""
+        best_steps = {name: list(dict.fromkeys(itertools.chain(*of.values()))) for name, of in self._best_steps.items()}
+        step, kept = self._saved
+        saved = report.step, Kept(best_steps, stays or (kept.stays and step == report.step))
+        if saved != self._saved:
+            self._save(report, saved[1])
+            self._saved = saved
 
 
 class Action(Protocol):

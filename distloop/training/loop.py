@@ -94,6 +94,7 @@ class TrainLoop:
 
     Attributes:
         progress: how far the last `train` has come, however it ended, or at a boundary the present one.
+        histograms: the action that shows the gradients which the step keeps; None: it keeps none.
     """
 
     def __init__(
@@ -118,13 +119,12 @@ class TrainLoop:
             keeps_batch: whether the last batch is kept, for `last_batch`.
             on_trace: called with the step and its data when it has been traced.
         """
-        self._state, self._step = state, step
+        self._state, self._step, self.histograms = state, step, step.histograms
         self._steps_per_loop = steps_per_loop
-        self.progress = Progress()
         self._eager, self._max_traces, self._keeps_batch = eager, max_traces, keeps_batch
         self._on_trace = on_trace
         self.trace_again()
-        self._host, self._until = Host(), math.inf
+        self._host, self._until, self.progress = Host(), math.inf, Progress()
         # Each of several workers would end with another step.
         self._ends_by_time = collectives.num_workers(state.strategy) == 1 and has_clock()
         self._most_steps = 1  # of the next loop
@@ -170,9 +170,15 @@ class TrainLoop:
 
     def _train_to_boundary(self, source: Source, actions: Sequence[Action]) -> bool:
         """Trains to the next boundary, and calls what is due there; returns whether an action has ended the run."""
-        rows = iter(self._run_to_boundary(source, actions))
+        rows = self._run_to_boundary(source, actions)
+        uncounted = iter(rows)
         try:
-            for row in rows:
+            collectives.report_phase(self._state.strategy, "between two loops")
+            if self._to_compare and rows[-1].diagnosis is None:
+                self._compare_replicas(self.progress.step + sum(row.steps for row in rows))
+            if rows[0].news:
+                self._host.say(rows[0].news)
+            for row in uncounted:
                 self._count(source, row)
                 if row.diagnosis is not None:
                     if self._step.runs_ahead:
@@ -183,8 +189,8 @@ class TrainLoop:
                     raise Diverged(why, step, batch)
                 if self._is_boundary(actions) and self._act(actions, self._report(row.end)):
                     return True
-        finally:  # an action failed: the steps of the rows after that are done all the same
-            for row in rows:
+        finally:  # a check or an action failed: the steps of the rows after that are done all the same
+            for row in uncounted:
                 self._count(source, row)
         self._host.show_progress(self.progress.step, "")
         if self.progress.step < self._until:
@@ -211,11 +217,6 @@ class TrainLoop:
             self._until = step + 1
         report = Report(step, self._until, self.progress.reported, self._state, time=unix_time())
         run_between_loops(actions, report, host.clock, before, chief.secs)
-
-    @property
-    def histograms(self) -> Any:
-        """The action that shows the gradients which the step keeps; None: it keeps none."""
-        return self._step.histograms
 
     def last_batch(self) -> Any:
         """Returns the batch of the last step; None: it is not kept."""
@@ -265,14 +266,9 @@ class TrainLoop:
                     secs=_LOOP_SECS if self._ends_by_time else NO_LIMIT_SECS,
                 )
             self._loss_weight = loss_weight(self._step)
-            self._may_save(rows[-1].diagnosis is None)  # also where an action fails on a row before
+            self._state.may_be_saved &= rows[-1].diagnosis is None  # also where an action fails on a row before
             if is_first and self._loss_weight is None and self._counts_tokens():
                 raise _no_tokens()
-        collectives.report_phase(self._state.strategy, "between two loops")
-        if self._to_compare and rows[-1].diagnosis is None:
-            self._compare_replicas(step + sum(row.steps for row in rows))
-        if rows[0].news:
-            host.say(rows[0].news)
         start, end = rows[0].end - rows[0].seconds, rows[-1].end
         host_secs = host.clock.loop(start, end, np.nansum([row.input_secs for row in rows]))
         if not self._ends_by_time:
@@ -286,8 +282,13 @@ class TrainLoop:
         try:
             yield
         except BaseException as error:  # Ctrl-C, too, where it is not caught
-            source.count(int(self._state.step) - step, is_lost=True)
-            self._may_save(self._compiled.is_between_steps)
+            done, count = int(self._state.step) - step, self._state.token_count
+            source.count(done, is_lost=True)
+            if done:  # the rows of these steps are lost: what only those have counted is unknown
+                tokens = math.nan if count is None else float(count.numpy())
+                window = dataclasses.replace(self.progress.window, examples_seen=None)
+                self._set(step=step + done, tokens=tokens, window=window)
+            self._state.may_be_saved &= self._compiled.is_between_steps
             if not isinstance(error, tf.errors.OpError):
                 raise
             if isinstance(error, tf.errors.ResourceExhaustedError):
@@ -295,10 +296,6 @@ class TrainLoop:
             if (explained := as_user_error(error) or explain_compile_error(self._step, error)) is not None:
                 raise explained from error
             raise_as_user_error(error)
-
-    def _may_save(self, is_finished: bool) -> None:
-        """Lets nothing be saved after a step that has failed, until a checkpoint is restored."""
-        self._state.may_be_saved = self._state.may_be_saved and is_finished
 
     def _compare_replicas(self, step: int) -> None:
         """Checks that the first steps with the user's own gradients have left every replica with the same weights."""
@@ -372,7 +369,7 @@ class TrainLoop:
             ValueError: if the tokens are unknown and needed.
         """
         if math.isnan(self.progress.tokens) and self._counts_tokens():
-            raise _no_tokens("the checkpoint is of an older version, which counted none")
+            raise _no_tokens("the checkpoint does not know how many there were")
         if self._state.token_count is not None:
             self._state.token_count.assign(self.progress.tokens)
 

@@ -9,6 +9,7 @@ from distloop.actions.action_state import RunStates
 from distloop.actions.save import Save, SaveBest, SaveCosts
 from distloop.actions.stop_early import StopEarly
 from distloop.monitoring.timing import SaveTimes
+from distloop.settings.durations import Plan
 from distloop.training.action import Report, Saves
 from distloop.training.boundary import run_actions
 
@@ -26,7 +27,7 @@ def save_steps(rows, every=100, **settings):
     best.set_saves(saves)
     for step, score in rows:
         numbers = {"loss": 1.0} | ({"score": score} if score else {})
-        run_actions([best, Save(saves, every)], Report(step, 1000, numbers, None))
+        run_actions([best, Save(saves, every, Plan())], Report(step, 1000, numbers, None))
     return saved
 
 

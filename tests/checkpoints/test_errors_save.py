@@ -1,5 +1,6 @@
 """An error saves, but only a finished step: the run goes on from there, or from the checkpoint before."""
 
+import contextlib
 import os
 
 import keras
@@ -90,6 +91,19 @@ def test_data_that_fails_in_the_middle_of_a_loop_loses_no_step(tmp_path, expecte
         fit(tmp_path, data(fail_at=5))
     assert in_workdir(str(tmp_path)).steps == [5]
     assert_equal(fit(tmp_path, data()), expected[0])
+
+
+def test_after_data_that_fails_tokens_are_known_and_examples_are_not(tmp_path):
+    rate = distloop.make_schedule(0.1, "96 tokens")  # each example counts as one
+    make = classifier(optimizer=lambda: keras.optimizers.SGD(rate))
+    rows = []
+    for name, fail_at in (("straight", None), ("failed", 5), ("failed", None)):
+        with contextlib.suppress(OSError, ValueError):
+            distloop.Trainer(make, settings(tmp_path / name)).fit(data(fail_at))
+        rows.append({row["step"]: row for row in json_lines(tmp_path / name / "metrics.jsonl")})
+    rates = [row["learning_rate"] for row in rows[2].values()]
+    assert len(rates) > 2 and rates == [rows[0][step]["learning_rate"] for step in rows[2]]
+    assert rows[0][STEPS]["examples_seen"] == 8 * STEPS and "examples_seen" not in rows[2][STEPS]
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("mine")])

@@ -173,6 +173,17 @@ def test_a_boundary_is_saved_once_with_the_best_steps_of_all_metrics():
     assert saved == [(step, {"loss": [4], "accuracy": [2, 6]}) for step in (6, 7)]
 
 
+def test_what_more_is_to_be_kept_of_a_saved_step_is_kept():
+    saved = []
+    saves = Saves(lambda report, kept: saved.append((report.step, dict(kept.best_steps), kept.stays)))
+    saves.save(report(6))
+    saves.keep("loss", [6])
+    saves.save(report(6), stays=True)
+    saves.save(report(6))
+    saves.save(report(7))
+    assert saved == [(6, {}, False), (6, {"loss": [6]}, True), (7, {"loss": [6]}, False)]
+
+
 # The life of an action.
 
 

@@ -212,7 +212,7 @@ def test_a_checkpoint_that_counted_no_tokens_is_refused(tmp_path, monkeypatch, l
         patch.setattr(Progress, "save", lambda self, save=Progress.save: {**save(self), "tokens": math.nan})
         distloop.Trainer(make, on(1, workdir=str(tmp_path))).fit(dataset, steps=3)
     trainer = distloop.Trainer(make, on(1, workdir=str(tmp_path)))
-    refused(lambda: trainer.fit(dataset, **length), "the checkpoint is of an older version, which counted none")
+    refused(lambda: trainer.fit(dataset, **length), "the checkpoint does not know how many there were")
 
 
 def test_a_share_of_a_run_in_tokens_is_no_step_to_average_from():

@@ -1,6 +1,8 @@
 """The loop that XLA compiles: the laws hold bit for bit within the mode, the weights are those of the plain loop."""
 
 import functools
+import io
+import sys
 
 import keras
 import numpy as np
@@ -194,6 +196,25 @@ def test_the_console_says_what_was_compiled(capfd):
     lines = capfd.readouterr().out
     assert "train step compiled by XLA for batches of 16 in " in lines
     assert "train step compiled by XLA for batches of 3 in " in lines
+
+
+def test_a_console_that_is_gone_after_the_first_loop_loses_no_step(tmp_path, monkeypatch):
+    class Pipe(io.StringIO):
+        def write(self, text):
+            if "compiled by XLA" in text:
+                raise BrokenPipeError("nobody reads")
+            return super().write(text)
+
+    def run(name, steps):
+        config = by_xla(workdir=str(tmp_path / name), console="lines")
+        return everything(train(classifier(), config, batches(shuffle=True), steps))
+
+    with monkeypatch.context() as patch, pytest.raises(BrokenPipeError):
+        patch.setattr(sys, "stdout", Pipe())
+        run("gone", 6)
+    assert_equal(run("gone", 12), run("straight", 12))
+    rows = [problems.rows_of(tmp_path / name)[-1] for name in ("gone", "straight")]
+    assert rows[0]["examples_seen"] == rows[1]["examples_seen"]
 
 
 def test_a_resume_in_the_other_mode_says_that_last_bits_differ(tmp_path, capfd):
