@@ -230,8 +230,7 @@ def _restored(state: TrainState, rates: Mapping[str, "_Sweep"]) -> Iterator[None
 
     Keras's setter would drop the variable that holds the old rate.
     """
-    saved_state = SavedState(state)
-    before = saved_state.snapshot()
+    before, may_be_saved = SavedState(state).snapshot(), state.may_be_saved
     rates_before = {update: state.plain_optimizers[update]._learning_rate for update in rates}
     try:
         for update, rate in rates.items():
@@ -240,7 +239,8 @@ def _restored(state: TrainState, rates: Mapping[str, "_Sweep"]) -> Iterator[None
     finally:
         for update, rate in rates_before.items():
             state.plain_optimizers[update]._learning_rate = rate
-        saved_state.restore(before)
+        SavedState(state).restore(before)
+        state.may_be_saved = may_be_saved
 
 
 def _make_training(

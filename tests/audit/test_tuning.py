@@ -70,6 +70,17 @@ def test_each_step_takes_its_rate():
     np.testing.assert_allclose(result.rates, [1e-4, 10**-3.5, 1e-3, 10**-2.5, 1e-2], rtol=1e-6)
 
 
+def test_a_state_that_failed_is_not_saved_after_a_learning_rate_test_either(tmp_path):
+    rows = classification(67)
+    rows["x"][5] = np.nan
+    trainer = trainer_of(workdir=tmp_path)
+    with pytest.raises(FloatingPointError):
+        trainer.fit(distloop.make_dataset(rows, 16), steps=1)
+    distloop.find_learning_rate(trainer, batches(), lowest=1e-4, highest=1e-2, steps=5)
+    with pytest.raises(ValueError, match="The last step failed"):
+        trainer.save()
+
+
 @pytest.mark.wide
 @pytest.mark.slow
 def test_a_learning_rate_test_changes_no_bit():
