@@ -6,6 +6,7 @@ The trainer imports this module where one of these settings is given. The workdi
 """
 
 import json
+import math
 import os
 import tempfile
 
@@ -24,8 +25,8 @@ from distloop.workdir.run_files import manifests_of
 def run_instead(trainer: Trainer, data: FitData) -> None:
     """Evaluates, or writes predictions, in place of a call of `fit`, and ends the process.
 
-    It prints one JSON object: `step`, what `evaluate` asks for, by the names of `metrics.jsonl`, and the directories
-    with predictions.
+    It prints one JSON object: `step`, what `evaluate` asks for, by the names of `metrics.jsonl` and null where it has
+    null, and the directories with predictions.
 
     Args:
         trainer: that was given the settings.
@@ -46,18 +47,17 @@ def run_instead(trainer: Trainer, data: FitData) -> None:
     evaluations = make_evaluations(data.evals, config, passes, eval_loop, Predictor(state, eager=config.eager))
     trainer.build(evaluations[0].data)
     eval_loop.build_metrics(passes.source(evaluations[0].data, may_be_endless=True))
-    if which.isdecimal():
-        trainer.restore(f"{config.workdir}/checkpoints/{int(which)}")
-    else:
-        trainer.restore(which=which)
-    shown: dict[str, float | str] = {"step": trainer.step}
+    at = f"{config.workdir}/checkpoints/{int(which)}" if which.isdecimal() else None
+    trainer.restore(at, which="newest" if at else which)
+    shown: dict[str, float | str | None] = {"step": trainer.step}
     for evaluation in evaluations:
         if config.evaluate:
-            shown |= evaluation(Report(trainer.step, trainer.step, {}, state))
+            numbers = evaluation(Report(trainer.step, trainer.step, {}, state))
+            shown |= {name: value if math.isfinite(value) else None for name, value in numbers.items()}
         if config.predict:
-            path = os.path.join(expand(config.predict), evaluation.name)
-            trainer.predict(evaluation.data, batches=config.limit_eval_batches, path=path)
-            shown[f"{evaluation.name}/predictions"] = path
+            path = shown[f"{evaluation.name}/predictions"] = os.path.join(expand(config.predict), evaluation.name)
+            limits = getattr(data.evals[evaluation.name], "batches", 0), config.limit_eval_batches
+            trainer.predict(evaluation.data, batches=min(filter(None, limits), default=0), path=path)
     if trainer.workers.is_chief:
         print(json.dumps(shown), flush=True)
     raise SystemExit(0)

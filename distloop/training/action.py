@@ -109,7 +109,7 @@ class Saves:
         """Stores a function that saves the run; it gets the report, and what is kept."""
         self._save = save
         self._best_steps: dict[str, dict[int, list[int]]] = {}  # by metric and keeper
-        self._saved: tuple[int, Kept] = -1, KEPT
+        self._saved: dict[int, Kept] = {}  # by the step of the last save
 
     def keep(self, metric: str, steps: list[int], keeper: object = None) -> None:
         """Sets the steps whose checkpoints are kept as the best of a metric; in force from the next save.
@@ -124,11 +124,10 @@ class Saves:
     def save(self, report: Report, *, stays: bool = False) -> None:
         """Saves the run, unless this step is saved with all that is kept; a checkpoint that stays is never deleted."""
         best_steps = {name: list(dict.fromkeys(itertools.chain(*of.values()))) for name, of in self._best_steps.items()}
-        step, kept = self._saved
-        saved = report.step, Kept(best_steps, stays or (kept.stays and step == report.step))
-        if saved != self._saved:
-            self._save(report, saved[1])
-            self._saved = saved
+        kept = Kept(best_steps, stays or self._saved.get(report.step, KEPT).stays)
+        if kept != self._saved.get(report.step):
+            self._save(report, kept)
+            self._saved = {report.step: kept}
 
 
 class Action(Protocol):

@@ -119,7 +119,8 @@ class TrainLoop:
             keeps_batch: whether the last batch is kept, for `last_batch`.
             on_trace: called with the step and its data when it has been traced.
         """
-        self._state, self._step, self.histograms = state, step, step.histograms
+        self._state, self._step = state, step
+        self.histograms: Any = step.histograms
         self._steps_per_loop = steps_per_loop
         self._eager, self._max_traces, self._keeps_batch = eager, max_traces, keeps_batch
         self._on_trace = on_trace

@@ -8,6 +8,7 @@ import textwrap
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import distloop
 from distloop.checkpoints.loading import NoBestError
@@ -84,6 +85,25 @@ def test_predictions_of_a_checkpoint_are_files_of_each_evaluation(finished, tmp_
         assert_close({name: np.load(f"{paths[name]}/outputs.npy")}, {name: trainer.predict(rows)})
     alone = json.loads(run(f"--predict={tmp_path}/alone").stdout)
     assert set(alone) == {"step", "test/predictions", "hard/predictions"} and alone["step"] == 30
+
+
+def test_an_evaluation_keeps_its_limit_and_what_is_no_number_is_null(tmp_path, capsys):
+    def broken(batch, training):
+        return {"root": tf.sqrt(-1.0 - tf.abs(batch["x"][:, 0]))}
+
+    def fit(**settings):
+        rows = distloop.make_dataset(classification(64), 8).repeat()  # endless, so the limit is needed
+        evals = {"test": distloop.Evaluation(rows, batches=3, loss_fn=broken)}
+        trainer = distloop.Trainer(classifier(), on(1, workdir=str(tmp_path / "run"), **settings))
+        trainer.fit(classification(33), steps=4, evals=evals)
+
+    fit()
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        fit(evaluate="newest", predict=str(tmp_path / "out"))
+    (row,) = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    assert row["test/root"] is None and row["step"] == 4
+    assert len(np.load(tmp_path / "out" / "test" / "outputs.npy")) == 3 * 8
 
 
 @pytest.mark.slow
