@@ -309,7 +309,6 @@ def set_from_outside(tree):
 SET_FROM_OUTSIDE = {
     "run.stops": ["evaluation.stop_requests"],
     "training.diagnosis": ["report.loss_scale", "report.overflows"],
-    "training.loop": ["self._state.may_be_saved"],
 }
 
 

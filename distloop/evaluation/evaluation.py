@@ -237,7 +237,7 @@ class EvalLoop:
             except tf.errors.ResourceExhaustedError as error:
                 raise explain_pass(error, state, "evaluating", source.info.batch_size) from error
             except tf.errors.OpError as error:
-                state.may_be_saved = state.may_be_saved and not state.passes_write
+                state.end_steps(are_complete=not state.passes_write)
                 raise_as_user_error(error)
         if not result["batches"]:
             raise ValueError("The dataset to evaluate on is empty; distloop needs one batch at least.")

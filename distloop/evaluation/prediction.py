@@ -102,7 +102,7 @@ class PredictLoop:
                     except tf.errors.ResourceExhaustedError as error:
                         raise explain_pass(error, self._state, "predicting", source.info.batch_size) from error
                     except tf.errors.OpError as error:
-                        self._state.may_be_saved = self._state.may_be_saved and not self._state.passes_write
+                        self._state.end_steps(are_complete=not self._state.passes_write)
                         if "TensorListConcat" in (error.message or ""):
                             raise _cannot_join("their shapes differ") from error
                         raise_as_user_error(error)

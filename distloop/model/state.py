@@ -150,6 +150,10 @@ class TrainState(tf.Module):
                 self.token_count = tf.Variable(0.0, dtype=tf.float64, trainable=False)
         return self.token_count
 
+    def end_steps(self, *, are_complete: bool) -> None:
+        """Lets nothing be saved after a step that was not finished, until a checkpoint is restored."""
+        self.may_be_saved &= are_complete
+
     @property
     def model(self) -> Any:
         """The user's model or models, with the weights that train."""

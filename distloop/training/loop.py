@@ -128,10 +128,8 @@ class TrainLoop:
         self._host, self._until, self.progress = Host(), math.inf, Progress()
         # Each of several workers would end with another step.
         self._ends_by_time = collectives.num_workers(state.strategy) == 1 and has_clock()
-        self._most_steps = 1  # of the next loop
         has_own = any(update.step_fn or update.gradient_fn for update in state.spec.updates)
-        is_alone = state.strategy.num_replicas_in_sync == 1
-        self._to_compare = _COMPARED_STEPS if has_own and not is_alone else 0
+        self._to_compare = _COMPARED_STEPS if has_own and state.strategy.num_replicas_in_sync > 1 else 0
         self._loss_weight: int | None = None  # its index in the tallies; None: there is no loss
 
     def train(
@@ -161,7 +159,7 @@ class TrainLoop:
         """
         self._host, self._until = host or Host(), until
         self.progress = dataclasses.replace(progress or self.progress, step=int(self._state.step))
-        self._most_steps = _MOST_STEPS if self._ends_by_time else 1
+        self._most_steps = _MOST_STEPS if self._ends_by_time else 1  # of the next loop
         self._started_at = time.monotonic() - self.progress.secs
         self._begin_to_count()
         is_over = self.progress.open_boundary is not None and self._act_again(self.progress.open_boundary, actions)
@@ -267,7 +265,7 @@ class TrainLoop:
                     secs=_LOOP_SECS if self._ends_by_time else NO_LIMIT_SECS,
                 )
             self._loss_weight = loss_weight(self._step)
-            self._state.may_be_saved &= rows[-1].diagnosis is None  # also where an action fails on a row before
+            self._state.end_steps(are_complete=rows[-1].diagnosis is None)  # also where an action fails on a row before
             if is_first and self._loss_weight is None and self._counts_tokens():
                 raise _no_tokens()
         start, end = rows[0].end - rows[0].seconds, rows[-1].end
@@ -289,7 +287,7 @@ class TrainLoop:
                 tokens = math.nan if count is None else float(count.numpy())
                 window = dataclasses.replace(self.progress.window, examples_seen=None)
                 self._set(step=step + done, tokens=tokens, window=window)
-            self._state.may_be_saved &= self._compiled.is_between_steps
+            self._state.end_steps(are_complete=self._compiled.is_between_steps)
             if not isinstance(error, tf.errors.OpError):
                 raise
             if isinstance(error, tf.errors.ResourceExhaustedError):

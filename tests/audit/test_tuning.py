@@ -70,7 +70,7 @@ def test_each_step_takes_its_rate():
     np.testing.assert_allclose(result.rates, [1e-4, 10**-3.5, 1e-3, 10**-2.5, 1e-2], rtol=1e-6)
 
 
-def test_a_state_that_failed_is_not_saved_after_a_learning_rate_test_either(tmp_path):
+def test_a_learning_rate_test_lets_no_failed_state_be_saved(tmp_path):
     rows = classification(67)
     rows["x"][5] = np.nan
     trainer = trainer_of(workdir=tmp_path)
