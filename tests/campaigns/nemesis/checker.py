@@ -21,7 +21,7 @@ from typing import NamedTuple
 from tests.campaigns.nemesis import faults
 from tests.campaigns.nemesis.setting import BATCH_SIZE, ROWS, STEPS
 
-_REFUSAL = r"workdir|port \d+ is taken|did not come within"  # what a second start may say
+_REFUSAL = r"workdir|is another run there\?|did not come within"  # what a second start may say
 
 
 class Violation(NamedTuple):

@@ -1,9 +1,11 @@
 """Each invariant of the nemesis's checker holds for a log that is right, and fails for one that is wrong."""
 
 import json
+import socket
 
 import pytest
 
+from distloop.workers.star import Star
 from tests.campaigns.nemesis import checker, faults, report
 from tests.campaigns.nemesis.schedule import Life, Plan, Strike
 from tests.campaigns.nemesis.setting import BATCH_SIZE, ROWS, STEPS, Setting
@@ -173,6 +175,14 @@ def test_a_child_that_lives_on_or_a_start_without_a_reason_breaks_i4(event, valu
     events = killed()
     events.insert(1, {**events[0], "event": event, **values})
     assert broken(events)[0] == ["I4"]
+
+
+def test_a_second_start_may_say_that_its_port_is_taken():
+    with socket.create_server(("", 0)) as taken, pytest.raises(ValueError, match="cannot be used") as refused:
+        Star([f"localhost:{taken.getsockname()[1]}"], 0, "", {}, print)
+    events = killed()
+    events.insert(1, {**events[0], "event": "second", "code": 1, "secs": 9.0, "output": str(refused.value)})
+    assert broken(events)[0] == []
 
 
 def test_processes_and_files_that_are_left_break_i5():
