@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import subprocess
 import sys
 import unittest.mock
@@ -43,6 +44,11 @@ def test_a_function_runs_in_each_worker(run_in_workers):
     assert results == [(2, 4, 0), (2, 4, 1)]
 
 
+@pytest.mark.slow
+def test_a_partial_runs_in_another_process():
+    assert testing.run_on_devices(functools.partial(count_devices_and_replicas, 5), 1) == (1, 1, 5)
+
+
 @pytest.mark.wide
 def test_an_error_in_another_process_is_raised_with_its_output():
     with pytest.raises(RuntimeError, match="fail failed with exit code 1:(.|\n)*KeyError: 'what went wrong'"):
@@ -50,7 +56,8 @@ def test_an_error_in_another_process_is_raised_with_its_output():
 
 
 def test_a_function_that_another_process_cannot_import_is_refused():
-    refused(lambda: testing.run_on_devices(lambda: 1, 1), "<lambda>", "top of a module")
+    refused(lambda: testing.run_on_devices(lambda: 1, 1), "<lambda>", "module's top")
+    refused(lambda: testing.run_in_workers(fail, 1.5), "workers=1.5", "a whole number, 1 or more")
 
 
 @pytest.mark.wide
@@ -86,6 +93,12 @@ def test_data_that_can_be_read_once_is_refused():
 @pytest.mark.parametrize("check", [testing.assert_replica_law, testing.assert_same_bits])
 def test_settings_by_which_nothing_is_compared_are_refused(check, given):
     refused(lambda: check(classifier(), batches(), (1, 2), **given), f"{[*given][0]} was given", "replicas=")
+
+
+@pytest.mark.parametrize("replicas", [(2,), (1, 1), ()])
+@pytest.mark.parametrize("check", [testing.assert_replica_law, testing.assert_same_bits])
+def test_numbers_of_replicas_that_are_not_compared_are_refused(check, replicas):
+    refused(lambda: check(classifier(), batches(), replicas), f"{replicas=}", "give two numbers or more")
 
 
 def test_a_model_that_breaks_the_replica_law_is_named_with_the_difference():

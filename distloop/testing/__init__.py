@@ -37,6 +37,7 @@ from distloop.distributed import strategies
 from distloop.model.saved_state import SavedState, relative_difference
 from distloop.model.spec import GradientFn, ModelSpec
 from distloop.settings.config import Config
+from distloop.settings.durations import require_integer
 from distloop.trainer import Trainer
 from distloop.training.action import Action, Report
 from distloop.variables import is_seed, portable_names, tensorflow_variable
@@ -51,7 +52,8 @@ def run_on_devices(fn: Callable[..., T], devices: int, *arguments: Any, timeout_
     """Calls a function in a new process with the given number of virtual CPUs.
 
     Args:
-        fn: defined at the top level of an importable module; its arguments and result can be pickled.
+        fn: defined at the top level of an importable module, or a `functools.partial` of such a function; its
+            arguments and result can be pickled.
         devices: number of virtual CPUs.
         *arguments: of `fn`.
         timeout_secs: the longest time to wait.
@@ -88,6 +90,7 @@ def run_in_workers(
         RuntimeError: as for `run_on_devices`.
         subprocess.TimeoutExpired: as for `run_on_devices`.
     """
+    require_integer("run_in_workers", 1, workers=workers, devices_per_worker=devices_per_worker)
     command = [sys.executable, "-m", "distloop.launch", f"--workers={workers}"]
     command += [f"--devices_per_worker={devices_per_worker}", f"--parent={os.getpid()}", "-m", "distloop.testing"]
     return _call(command, fn, arguments, workers, timeout_secs)
@@ -112,7 +115,7 @@ def assert_replica_law(
     Args:
         model_fn: as for `Trainer`; without dropout or other random numbers in training, which differ between replicas.
         dataset: as for `Trainer.fit`; each number of replicas reads it again.
-        replicas: numbers of replicas; the others are compared with the first.
+        replicas: two numbers of replicas or more; each is compared with the first.
         steps: number of steps to train.
         tolerance: the largest norm of a difference, relative to the norm of the values; `without_rounding_noise` gets
             the same.
@@ -122,10 +125,10 @@ def assert_replica_law(
         AssertionError: if a weight or metric differs; the message names the one that differs most.
         ValueError: if TensorFlow has started with fewer devices.
     """
-    strategies.prepare(Config(device="cpu", num_devices=max(replicas)))
+    strategies.prepare(_config(max(replicas, default=1), replicas, settings))
     expected: dict[str, np.ndarray] = {}
     for count in replicas:
-        trainer = Trainer(without_rounding_noise(model_fn, tolerance), _config(count, settings))
+        trainer = Trainer(without_rounding_noise(model_fn, tolerance), _config(count, replicas, settings))
         values = _reported(trainer.fit(fresh_copy(dataset), steps=steps), ABOUT_THE_RUN - {"gradient_norm"})
         for path, variable in portable_names(trainer.model).items():
             if not is_seed(variable):
@@ -159,7 +162,7 @@ def assert_same_bits(
     Args:
         model_fn: as for `Trainer`.
         dataset: as for `Trainer.fit`; finite; each number of devices reads it again.
-        replicas: numbers of devices, which divide `virtual_replicas`; the others are compared with the first.
+        replicas: two numbers of devices or more, which divide `virtual_replicas`; each is compared with the first.
         virtual_replicas: as `Config.virtual_replicas`.
         steps: number of steps to train.
         **settings: of `Config`, such as `microbatches=2`; not `workdir` and `num_devices`.
@@ -169,10 +172,10 @@ def assert_same_bits(
         ValueError: if TensorFlow has started with fewer devices or other threads, or virtual replicas cannot run it.
     """
     settings = {**settings, "virtual_replicas": virtual_replicas}
-    strategies.prepare(_config(max(replicas), settings))
+    strategies.prepare(_config(max(replicas, default=1), replicas, settings))
     expected: dict[str, np.ndarray] = {}
     for count in replicas:
-        trainer = Trainer(model_fn, _config(count, settings))
+        trainer = Trainer(model_fn, _config(count, replicas, settings))
         # The model of `from_keras(model)` gets no trained weights, with which the next Trainer would begin.
         object.__setattr__(trainer.state.spec, "original", None)
         values = _all_values(trainer, dataset, steps)
@@ -287,7 +290,9 @@ def tiny_classification(rows: int = 67, features: int = 8, classes: int = 4, see
     }
 
 
-def _config(count: int, settings: Mapping[str, Any]) -> Config:
+def _config(count: int, replicas: Sequence[int], settings: Mapping[str, Any]) -> Config:
+    if len({*replicas}) < 2:
+        raise ValueError(f"{replicas=} was given, and each is compared with the first: give two numbers or more.")
     if given := sorted({"num_devices", "workdir"} & settings.keys()):
         raise ValueError(
             f"{given[0]} was given as a setting, and each number in replicas= trains anew, on so many devices: leave "
@@ -305,12 +310,9 @@ def _call(
     command: Sequence[str], fn: Callable[..., Any], arguments: Sequence[Any], num_results: int, timeout_secs: float
 ) -> list[Any]:
     """Runs a command whose processes call a function; returns the results of all processes."""
-    module, name = fn.__module__, fn.__qualname__
+    module, name = (named := getattr(fn, "func", fn)).__module__, named.__qualname__  # of a partial its function's
     if module == "__main__" or "<" in name:
-        raise ValueError(
-            f"The function {module}.{name} was given, which another process cannot import: put it at the top of a "
-            "module that is no program."
-        )
+        raise ValueError(f"{module}.{name} was given, which another process cannot import: put it at a module's top.")
     with tempfile.TemporaryDirectory() as directory:
         pathlib.Path(directory, CALL).write_bytes(pickle.dumps((fn, arguments)))
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
