@@ -219,7 +219,10 @@ class TerminateChild(Fault):
 
 
 class ReadNothing(Fault):
-    """Nobody reads what the commands print, as with a pager that waits; until the end, if a deadly fault comes."""
+    """Nobody reads what the commands print, as with a pager that waits; until the end, if a deadly fault comes.
+
+    Where there is no launcher, which reads on, the first SIGTERM is heard once someone reads.
+    """
 
     secs: float
 
@@ -233,7 +236,8 @@ class ReadNothing(Fault):
 
     def strike(self, life):
         life.pause_outputs(True)
-        life.ended.wait(None if life.has_deadly_fault else self.secs)
+        until_end = life.has_deadly_fault and life.setting.placement != "alone"
+        life.ended.wait(None if until_end else self.secs)
         life.pause_outputs(False)
 
 

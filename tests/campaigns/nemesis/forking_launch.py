@@ -17,6 +17,8 @@ from distloop import launch
 from distloop.launcher import elastic, processes
 from tests import forked
 
+_OF_PYTHON = {signal.SIGINT: signal.default_int_handler, signal.SIGPIPE: signal.SIG_IGN}  # of a new interpreter
+
 
 class _Fork(subprocess.Popen):
     """A process that runs a Python program without a new interpreter."""
@@ -44,7 +46,7 @@ def _reset_signals():
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+            signal.signal(number, _OF_PYTHON.get(number, signal.SIG_DFL))
 
 
 def _popen(command, **settings):

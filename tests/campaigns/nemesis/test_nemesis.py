@@ -1,7 +1,12 @@
-"""Two rounds of the nemesis with chosen faults; `python -m tests.campaigns.nemesis --rounds=20 --seed=1` draws more."""
+"""Two rounds of the nemesis with chosen faults, and how its workers begin; `__main__` draws more rounds."""
+
+import os
+import subprocess
+import sys
 
 import pytest
 
+from tests import forked
 from tests.campaigns.nemesis import checker, faults, kernel, rounds
 from tests.campaigns.nemesis.__main__ import read_outputs
 from tests.campaigns.nemesis.schedule import Life, Plan, Strike
@@ -38,3 +43,10 @@ def test_a_run_loses_nothing(name, tmp_path):
     strikes = [event["fault"] for event in events if event["event"] == "strike"]
     # Of two strikes of a life, a busy machine may come to the later one first.
     assert sorted(strikes) == sorted(strike.fault.name for life in lives for strike in life.strikes)
+
+
+def test_a_forked_worker_begins_with_the_signals_of_a_new_interpreter(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text("import signal\nprint([signal.getsignal(n) for n in sorted(signal.valid_signals())])\n")
+    new = subprocess.run([sys.executable, program], capture_output=True, text=True, check=True).stdout
+    assert new in forked.launch(["--workers=1", program], env=os.environ).stdout
