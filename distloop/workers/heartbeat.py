@@ -160,7 +160,7 @@ class Heartbeat:
 
     def _wait_for_verdict(self) -> None:
         """Waits after an error of TensorFlow's collectives: once it is known who failed, the process ends."""
-        time.sleep(2 * liveness.SILENT_SECS)
+        time.sleep(4 * liveness.SILENT_SECS)  # after a cut of 4 s, TCP sends the end of a connection 6 s late
         with self._lock:
             workers = liveness.describe_all(self._beats, time.monotonic())
         say_soon(f"this error of TensorFlow's is about the other workers; {workers}.")
