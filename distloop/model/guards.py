@@ -257,8 +257,8 @@ def _variables_of(handles: Mapping[int, tf.Tensor]) -> dict[int, _Outside]:
     if not handles:
         return {}
     objects = gc.get_objects()  # millions in some processes
-    variables = {id(v.handle): v for v in objects if _is_of_one_device(type(v)) and id(v.handle) in handles}
-    owners: dict[int, Any] = {}  # Keras's variables; some are only half made
+    variables = {id(v.handle): v for v in objects if _is_of_one_device(v) and id(v.handle) in handles}
+    owners: dict[int, Any] = {}  # Keras's variables; some are only half made, too
     for owner in (owner for owner in objects if issubclass(type(owner), keras.Variable)):
         value = getattr(owner, "_value", None)
         owners |= {id(each): owner for each in getattr(value, "values", [value])}
@@ -270,9 +270,9 @@ def _variables_of(handles: Mapping[int, tf.Tensor]) -> dict[int, _Outside]:
     return outside
 
 
-def _is_of_one_device(kind: type) -> bool:
-    """Returns whether a type is one of variables of one device; proxies answer isinstance for other objects."""
-    return issubclass(kind, tf.Variable) and hasattr(kind, "handle") and not hasattr(kind, "values")
+def _is_of_one_device(it: Any) -> bool:
+    """Returns whether an object is a variable of one device, and more than half made; proxies answer isinstance."""
+    return issubclass(type(it), tf.Variable) and not hasattr(type(it), "values") and hasattr(it, "handle")
 
 
 def _sentence(words: tuple[str, str], found: Sequence[_Outside], operations: Sequence[tf.Operation]) -> str:

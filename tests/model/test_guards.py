@@ -105,6 +105,12 @@ def test_a_trainable_variable_outside_is_refused_with_its_line(kind):
     refused(lambda: trace(model_fn(TRAINED[kind])), LACKS, place, "neither trained nor saved", FIX, "trainable = False")
 
 
+def test_a_variable_outside_is_found_among_some_that_are_only_half_made():
+    half = [object.__new__(type(tf.Variable(0.0))), object.__new__(keras.Variable)]
+    refused(lambda: trace(model_fn(TRAINED["a layer"])), LACKS, FIX)
+    assert half
+
+
 @pytest.mark.parametrize("kind", WRITTEN)
 def test_a_variable_outside_that_is_written_is_refused_with_its_line(kind):
     message = refused(lambda: trace(model_fn(WRITTEN[kind])), LACKS, "test_guards.py:", "no checkpoint", FIX)
