@@ -45,8 +45,8 @@ def test_a_run_loses_nothing(name, tmp_path):
     assert sorted(strikes) == sorted(strike.fault.name for life in lives for strike in life.strikes)
 
 
-def test_a_forked_worker_begins_with_the_signals_of_a_new_interpreter(tmp_path):
+def test_a_forked_worker_ignores_what_a_new_interpreter_ignores(tmp_path):
     program = tmp_path / "program.py"
-    program.write_text("import signal\nprint([signal.getsignal(n) for n in sorted(signal.valid_signals())])\n")
+    program.write_text("import signal\nprint(signal.getsignal(signal.SIGPIPE))\n")
     new = subprocess.run([sys.executable, program], capture_output=True, text=True, check=True).stdout
-    assert new in forked.launch(["--workers=1", program], env=os.environ).stdout
+    assert forked.launch(["--workers=1", program], env=os.environ).stdout == f"[worker 0] {new}"
