@@ -56,7 +56,7 @@ def test_an_error_in_another_process_is_raised_with_its_output():
 
 
 def test_a_function_that_another_process_cannot_import_is_refused():
-    refused(lambda: testing.run_on_devices(lambda: 1, 1), "<lambda>", "module's top")
+    refused(lambda: testing.run_on_devices(lambda: 1, 1), "<lambda>", "put it at the top of a module")
     refused(lambda: testing.run_in_workers(fail, 1.5), "workers=1.5", "a whole number, 1 or more")
 
 

@@ -312,7 +312,7 @@ def _call(
     """Runs a command whose processes call a function; returns the results of all processes."""
     module, name = (named := getattr(fn, "func", fn)).__module__, named.__qualname__  # of a partial its function's
     if module == "__main__" or "<" in name:
-        raise ValueError(f"{module}.{name} was given, which another process cannot import: put it at a module's top.")
+        raise ValueError(f"{module}.{name} was given; no other process can import it: put it at the top of a module.")
     with tempfile.TemporaryDirectory() as directory:
         pathlib.Path(directory, CALL).write_bytes(pickle.dumps((fn, arguments)))
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
