@@ -1,4 +1,4 @@
-"""Built-in actions: data that a run has seen, goodput, memory, use of devices, gradient noise, equal replicas.
+"""Built-in actions: actions that `fit` adds itself, for data seen, goodput, memory, devices, gradient noise.
 
 `Fit` makes them.
 """

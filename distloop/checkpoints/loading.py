@@ -1,4 +1,4 @@
-"""Loading: which checkpoint every worker loads: the newest, the best one, or the one before a divergence.
+"""Loading: which checkpoint every worker loads: the newest, the best, or that before a divergence.
 
     saved = load_newest(strategy, checkpoints)                      # None: there is none
     saved = require_same_replicas(saved, state)

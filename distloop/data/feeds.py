@@ -1,4 +1,4 @@
-"""Batches made in Python as datasets, by PyDatasets, generators, Grain or PyTorch's DataLoader.
+"""Feeds: batches that PyDatasets, generators, Grain or PyTorch's DataLoader make, as datasets.
 
     feed = make_feed(data)                          # None: it is none of these
     dataset = feed.dataset(first=1000)              # a tf.data.Dataset from batch 1000 on

@@ -1,4 +1,4 @@
-"""Keras losses: values per example before any reduction, and the mask that Keras puts on them.
+"""Keras losses as values per example, before any reduction, and the mask that Keras adds.
 
 loss = resolve_loss("crossentropy", target, output)            # a keras.losses.Loss
 values, mask = loss_values(loss, target, output)               # [B, ...], float32; [B, ...], bool, or None

@@ -1,4 +1,4 @@
-"""Keras layers on several replicas: separate random streams and losses; layers that are frozen.
+"""Random streams and losses of Keras layers, apart for each replica; layers that are frozen.
 
     streams = RandomStreams(strategy, seeds)
     with streams.preserved():                # their states are restored on exit

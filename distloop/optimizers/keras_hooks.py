@@ -1,4 +1,4 @@
-"""Keras hooks: calls of layers that are replaced within a scope, masks of tensors, and a class of optimizers.
+"""Keras hooks: replaces calls of layers within a scope, reads the masks of tensors.
 
     with ReplacedCalls({"block_0": layer}, replace):        # by `replace("block_0", layer, layer.call)`
         loss_fn(batch, True)

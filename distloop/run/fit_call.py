@@ -1,4 +1,4 @@
-"""A call of `fit`: what it was given, when its run ends, and that all workers were given the same.
+"""What a call of `fit` was given, when its run ends, and whether all workers got the same.
 
     length = run_end(config, 0, steps=None, epochs=3, until=None)     # "3 epochs"
     units = make_units(source, length)                                   # units.run: Period(steps=120)

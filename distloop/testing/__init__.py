@@ -1,4 +1,4 @@
-"""Tools for users' own tests, such as `assert_replica_law` and `run_in_workers`.
+"""Tools for users' own tests, such as `assert_replica_law`; the checks of `distloop.smoke`.
 
 They need no test framework. In a test file:
 

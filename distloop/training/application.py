@@ -1,4 +1,4 @@
-"""Application of an update: checks and clips its sums, and applies them to weights, slots and averages on all replicas.
+"""Application: checks and clips the sums of an update, and applies them to weights, slots and averages.
 
     application = make_application(state, clipping)
     gradients = application.check(update, sums)

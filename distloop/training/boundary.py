@@ -1,4 +1,4 @@
-"""How a list of actions runs: at a boundary, between two loops, and from the start of a run to its end.
+"""Boundary: calls the actions in order, at each boundary and at the start and the end of a run.
 
 metrics, stop_reason = run_actions([evaluate, write, save], Report(100, 500, {"loss": 0.5}, state))
 """

@@ -1,4 +1,4 @@
-"""Operations of a traced step: finds the origin of a NaN, random draws that no checkpoint can repeat, and surprises.
+"""Operations of a traced step: finds the origin of a NaN and draws that no checkpoint can repeat, and warns.
 
     @tf.function
     def check(batch):

@@ -1,4 +1,4 @@
-"""Messages: from a launcher to its workers at their start, and back; without TensorFlow.
+"""What a launcher tells its workers at their start, and what they send back; without TensorFlow.
 
     variables = Membership(2, "ab", 1, 3, "worker 1 failed", worker=0, pipe=inbox.pipe).variables()
     membership = find_membership()                                      # in a worker; None without a launcher
