@@ -60,9 +60,7 @@ class Pipeline(ModelRunner):
         self.modules = [list(stage) for stage in modules]
         self._recompute = recompute
         self._is_placed = bool(self.devices)
-        self._finished: dict[
-            int, Sequence[Sequence[tf.Tensor]]
-        ] = {}  # thread that traces a replica -> as for `ordered`
+        self._finished = dict[int, Sequence[Sequence[tf.Tensor]]]()  # thread that traces a replica -> as for `ordered`
         self._require_disjoint()
         self._place_variables()
 
@@ -301,7 +299,9 @@ def _move(variable: Any, device: str) -> None:
     """Moves a TensorFlow variable to another device, in place."""
     with tf.device(device):
         moved = resource_variable_ops.ResourceVariable(variable.read_value(), trainable=False)
-    variable._handle = moved._handle
+    if container := getattr(variable.handle, "_distributed_container", None):  # by which Keras knows a replica's copy
+        moved.handle._distributed_container = container
+    variable._handle = moved.handle
 
 
 def _takes_training(module: Any) -> bool:

@@ -60,6 +60,14 @@ def test_an_experiment_runs(name, tmp_path):
 
 
 @pytest.mark.wide
+def test_replicas_of_a_pipeline_train_by_the_command_of_its_page(tmp_path):
+    page = (FOLDER.parent / "docs" / "pipeline.md").read_text()
+    (command,) = re.findall(r"^python (-m experiments\.pipeline .*--num_devices=4 .*) --steps=200$", page, re.MULTILINE)
+    out = run(*command.split(), "--steps=2", "--limit_eval_batches=2", f"--workdir={tmp_path}")
+    assert "test bits per byte" in out
+
+
+@pytest.mark.wide
 def test_most_labels_that_were_changed_are_found(tmp_path):
     out = run("-m", "experiments.mislabelled", f"--workdir={tmp_path}", "--device=cpu")
     found, changed = map(int, re.search(r"(\d+) of (\d+) changed labels are among the first 72", out).groups())

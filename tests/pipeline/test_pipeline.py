@@ -16,6 +16,7 @@ from distloop.data.shards import Batch
 from distloop.distributed import collectives
 from distloop.model import memory
 from distloop.model.saved_state import SavedState
+from distloop.optimizers.slot_store import MIN_FUSED_BYTES
 from distloop.pipeline.stage_placement import StageUsage, busy_fractions
 from distloop.run import outputs, overview
 from distloop.training.action import Report
@@ -31,11 +32,11 @@ def settings(num_stages=1, **others):
     return distloop.Config(**{**one, "num_stages": num_stages, **others})
 
 
-def sequential(*, dropout=0.0, batch_norm=False):
+def sequential(*, dropout=0.0, batch_norm=False, width=12):
     layers = [keras.Input((8,))]
     for i in range(4):
         l2 = keras.regularizers.L2(0.01)
-        layers.append(keras.layers.Dense(12, activation="tanh", kernel_regularizer=l2, name=f"hidden_{i}"))
+        layers.append(keras.layers.Dense(width, activation="tanh", kernel_regularizer=l2, name=f"hidden_{i}"))
         if batch_norm and i == 1:
             layers.append(keras.layers.BatchNormalization())
         if dropout:
@@ -216,6 +217,21 @@ def test_replicas_of_a_pipeline_train_like_one_device(microbatches, on_one_devic
     with trainer.state.averaged():
         expected = trainer.model.model(classification()["x"]).numpy()
     np.testing.assert_allclose(trainer.predict(batches()), expected, atol=1e-6)
+
+
+RULES = ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Lamb", "Adafactor", "Muon", "ScheduleFreeAdamW"]
+
+
+@pytest.mark.parametrize("rule", mostly_wide(RULES, "Adam", "RMSprop"))
+def test_replicas_of_a_pipeline_train_large_layers_by_any_rule(rule):
+    def model_fn(num_stages=1):
+        optimizer = lambda: getattr(keras.optimizers, rule)(0.01, weight_decay=0.1)  # noqa: E731
+        spec = classifier(functools.partial(sequential, width=130), num_stages, optimizer)()
+        return dataclasses.replace(spec, learning_rates={"hidden_2/": 0.1}, no_decay="bias", updates=())
+
+    trainer = train(functools.partial(model_fn, 2), in_pairs(check_replicas_every=3), batches(), 6)
+    assert_close(trained(trainer), trained(train(model_fn, settings(), batches(), 6)), tolerance=1e-5)
+    assert max(np.prod(v.shape) * 4 for v in trainer.state.trained_variables) > MIN_FUSED_BYTES
 
 
 @pytest.mark.slow
