@@ -122,7 +122,7 @@ def settings_of(names, devices, directory):
         settings |= CASES[name].others
     settings |= {name.partition("=")[0]: CASES[name].value for name in names}
     if "replica_batch_size" in names:
-        settings["replica_batch_size"] //= settings.get("virtual_replicas") or settings["num_devices"]
+        settings["replica_batch_size"] //= settings.get("virtual_replicas") or settings["num_devices"] or 1
     paths = {WORKDIR: os.path.join(directory, "run"), WEIGHTS: os.path.join(directory, "weights.npz")}
     return {name: paths.get(value, value) if isinstance(value, str) else value for name, value in settings.items()}
 
