@@ -36,11 +36,8 @@ from distloop.threads import once
 from distloop.workers.preemption import SAVES, Interrupted, StopRequests
 
 _IGNORE_EXTERNAL_STATE = 1  # a policy of tf.data: a Python function's state is not copied
-_SEEDS_INPUT = {
-    "ShuffleDatasetV3": 4,
-    "ShuffleAndRepeatDatasetV2": 5,
-    "RandomDatasetV2": 2,
-}  # the index of the input that draws seeds
+# The index of the input that draws seeds.
+_SEEDS_INPUT = {"ShuffleDatasetV3": 4, "ShuffleAndRepeatDatasetV2": 5, "RandomDatasetV2": 2}
 _SEED_GENERATOR = "private_seed_generator"
 _PIECE_SECS = 0.5
 _SILENT_SECS = 2.0  # reading that takes no longer is not announced

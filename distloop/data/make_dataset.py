@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from distloop.data.examples import pad_row
 from distloop.data.info import cardinality
-from distloop.data.numbered import NumberedDataset
+from distloop.data.numbered import NumberedDataset, seeds_of_their_own
 from distloop.data.order import Order
 from distloop.data.rows import ArrayRows, SourceRows, is_arrays
 from distloop.errors import first_line, require_bool, require_call
@@ -194,15 +194,15 @@ def _use_processes(reader: ArrayRows | SourceRows, count: int) -> None:
 def _batches_of_examples(
     examples: tf.data.Dataset, batch_size: int, shuffle: bool | int, seed: int, cache: bool, drop_remainder: bool
 ) -> tf.data.Dataset:
-    dataset = examples.cache() if cache else examples
-    count = cardinality(examples)
+    dataset, count = examples.cache() if cache else examples, cardinality(examples)
     if shuffle is True and (count is None or count == np.inf):
         raise ValueError(
             "shuffle=True was given with a dataset of unknown length; give the number of examples to hold and "
             "draw from, such as shuffle=10_000."
         )
     if shuffle:
-        dataset = dataset.shuffle(int(count) if shuffle is True else shuffle, seed=seed)  # type: ignore[arg-type]
+        with seeds_of_their_own():
+            dataset = dataset.shuffle(int(count) if shuffle is True else shuffle, seed=seed)  # type: ignore[arg-type]
     return dataset.batch(batch_size, drop_remainder=drop_remainder).prefetch(tf.data.AUTOTUNE)
 
 

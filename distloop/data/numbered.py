@@ -6,6 +6,7 @@
 `WorkerRows` says which rows of a batch a worker reads.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.eager import context
 
 from distloop.data.order import Access, Order, example_seeds, require_same_data
 from distloop.data.rows import ArrayRows
@@ -107,6 +109,16 @@ class RowIterator(tf.__internal__.CompositeTensor):
 
     def _first_row(self) -> tf.Tensor:
         return tf.ensure_shape(tf.raw_ops.ReadVariableOp(resource=self.components[-1], dtype=tf.int64), [])
+
+
+@contextlib.contextmanager
+def seeds_of_their_own() -> Iterator[None]:
+    """Enters a scope in which datasets draw by the seeds given to them alone, whatever `tf.random.set_seed` got."""
+    seeded = context.context()
+    with contextlib.ExitStack() as stack:
+        stack.callback(setattr, seeded, "_seed", seeded._seed)
+        seeded._seed = None
+        yield
 
 
 class NumberedDataset(tf.data.Dataset):
@@ -229,10 +241,9 @@ class NumberedDataset(tf.data.Dataset):
     def facts_at(self, position: Mapping[str, Any]) -> dict[str, Any]:
         """Returns what a position depends on, for JSON."""
         order = self.order
-        seed = {"seed": order.seed} if order.is_shuffled or self._uses_seeds else {}
         return {
             **order.facts_at(position),
-            **seed,
+            **({"seed": order.seed} if order.is_shuffled or self._uses_seeds else {}),
             "num_rows": order.num_rows,
             "order": _ORDER_VERSION if order.is_shuffled else 0,
             **({"is_one_epoch": True} if self._is_one_epoch else {}),
@@ -297,12 +308,10 @@ class NumberedDataset(tf.data.Dataset):
             seeds = example_seeds(self.order.seed, rows, epochs) if self._uses_seeds else None
             width = self.order.width(batch)
             examples = self._reader.read(rows, seeds, width if self._apply is None else None)
-            if self._apply is not None:
-                examples = self._apply(examples, seeds, width)
+            examples = examples if self._apply is None else self._apply(examples, seeds, width)
             if worker_rows is not None:
-                examples = tf.nest.map_structure(
-                    functools.partial(_among_zeros, before=first, after=size - end), examples
-                )
+                among_zeros = functools.partial(_among_zeros, before=first, after=size - end)
+                examples = tf.nest.map_structure(among_zeros, examples)
             tf.nest.map_structure(lambda entry, spec: entry.set_shape(spec.shape), examples, self._batch_spec)
             return examples
 
@@ -320,10 +329,10 @@ class NumberedDataset(tf.data.Dataset):
     def _plain_pass(self) -> tf.data.Dataset:
         """Returns one pass, for tf.data alone; whenever that begins anew, at another epoch if epochs differ."""
         count = self.order.batches_per_epoch
-        differs = self.order.is_stationary and (self.order.is_shuffled or self._uses_seeds)
-        if self._is_one_epoch or not differs:
+        if self._is_one_epoch or not (self.order.is_stationary and (self.order.is_shuffled or self._uses_seeds)):
             return self._read(tf.data.Dataset.range(count))
-        draws = tf.data.Dataset.random(seed=self.order.seed, rerandomize_each_iteration=True).take(1)
+        with seeds_of_their_own():
+            draws = tf.data.Dataset.random(seed=self.order.seed, rerandomize_each_iteration=True).take(1)
 
         def epoch(draw: tf.Tensor) -> tf.data.Dataset:
             first = draw % _MOST_EPOCHS * count

@@ -146,7 +146,7 @@ BUGS = {
     ),
     "a loss for one number of rows": (
         planted(lambda loss, batch: tf.reshape(loss, [16])),
-        (STOPS, "test_audit.py:", "16"),
+        (STOPS, "loss_fn", "[16]", "drop_remainder=True"),
     ),
     "a division by the rows of a share": (
         planted(lambda loss, batch: loss / tf.cast(tf.shape(loss)[0], tf.float32)),
@@ -216,6 +216,7 @@ BUGS = {
 # Bugs whose traces differ where a model has variables on several replicas; any bug is found on any number of them.
 SEVERAL = ["a division by the rows of a share", "BatchNormalization that is not synchronized"]
 SEVERAL += ["a count of each replica's own", "random numbers from a fixed seed", "a variable outside the model"]
+WARNED_OF = "a count of each replica's own", 2  # by a run on several replicas, too
 
 
 FURTHER = ["a loss for one number of rows", "a division by the replicas", "a statistic that is no mean"]
@@ -236,9 +237,11 @@ def wide(*values, is_wide=True):
 def test_a_planted_bug_is_found_by_name(bug, replicas):
     model_fn, parts = BUGS[bug]
     result = distloop.Trainer(model_fn, on(replicas)).audit(batches())
-    assert result.findings[0].what == parts[0], str(result)
-    assert {finding.what for finding in result.findings} == {parts[0]}, str(result)
-    line = str(result.findings[0])
+    found = [
+        finding for finding in result.findings if not (finding.what == "fit warns" and (bug, replicas) == WARNED_OF)
+    ]
+    assert {finding.what for finding in found} == {parts[0]}, str(result)
+    line = str(found[0])
     assert all(part in line for part in parts) and "\n" not in line, line
     assert OUTSIDE.numpy() == 0.0  # restored
 

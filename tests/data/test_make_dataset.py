@@ -6,6 +6,7 @@ import random
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.python.eager import context
 
 from distloop.data.make_dataset import make_dataset, trace
 from distloop.data.numbered import NumberedDataset
@@ -147,3 +148,15 @@ def test_a_function_that_draws_without_its_seed_is_refused(draw):
 @pytest.mark.parametrize("returned", [None, {"x": None}], ids=["nothing", "an entry of nothing"])
 def test_a_function_that_returns_none_is_refused(returned):
     refused(lambda: trace(lambda example, seed: returned, SPEC), "map_fn returned", "let it return the exam")
+
+
+@pytest.mark.parametrize("source", [np.arange(40), tf.data.Dataset.range(40)], ids=["arrays", "tf.data"])
+def test_an_order_is_that_of_its_seed_whatever_tensorflow_was_seeded_with(source):
+    def order(seed, global_seed):
+        tf.random.set_seed(global_seed)
+        dataset = make_dataset(source, 8, shuffle=True, seed=seed).repeat()
+        assert context.global_seed() == global_seed
+        return np.concatenate(list(dataset.take(15).as_numpy_iterator())).tolist()
+
+    assert order(4, 0) == order(4, 1) != order(5, 1)
+    assert sorted(order(4, 0)[:40]) == list(range(40)) and order(4, 0)[:40] != order(4, 0)[40:80]
