@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 import distloop
+from distloop.model.dtype_policy import policy
 from tests.exports.export_trainers import (
     ROWS,
     assert_weights,
@@ -227,7 +228,9 @@ def test_a_keras_file_of_a_compiled_model_is_not_compiled(is_function, precision
         model.compile(keras.optimizers.Adam(0.01), unregistered_loss, metrics=["mae"])
         return model
 
-    trainer = distloop.Trainer(distloop.from_keras(compiled if is_function else compiled()), on(1, precision=precision))
+    with policy(precision):  # as a user sets it before the model is made
+        given = compiled if is_function else compiled()
+    trainer = distloop.Trainer(distloop.from_keras(given), on(1, precision=precision))
     data = dataset((ROWS["x"], ROWS["more"]["z"]))
     trainer.fit(data, steps=2)
     size = sum(weight.numpy().nbytes for weight in trainer.model.weights)
