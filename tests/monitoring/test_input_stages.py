@@ -41,7 +41,7 @@ def slowly(example, seed):
 
 
 def traced(example, seed):
-    product = tf.linalg.matmul(tf.ones([200, 200]) * example["x"][0], tf.ones([200, 200]))
+    product = tf.linalg.matmul(tf.ones([500, 500]) * example["x"][0], tf.ones([500, 500]))
     return {"x": tf.reduce_mean(tf.linalg.matmul(product, product), 0)[:4]}
 
 
