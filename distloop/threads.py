@@ -54,7 +54,7 @@ class Gate(contextlib.ContextDecorator):
         """Opens the gate, until the end of the first call."""
         self._is_kept = False
         self._changed = threading.Condition()
-        self._num_calls, self._is_open, self._is_busy = 0, True, False
+        self._num_calls, self._is_open, self._num_running = 0, True, 0  # calls, and threads inside the user's code
         self._readings: dict[object, Iterator[Any]] = {}
         self._waiting: list[object] = []  # the keys of readings, the next one first
 
@@ -70,7 +70,7 @@ class Gate(contextlib.ContextDecorator):
         with self._changed:
             self._num_calls -= 1
             self._is_open = self._num_calls > 0
-            self._changed.wait_for(lambda: self._is_open or not self._is_busy, _SHUT_SECS)
+            self._changed.wait_for(lambda: self._is_open or not self._num_running, _SHUT_SECS)
         if not (self._is_open or self._is_kept):
             self.end()
 
@@ -100,19 +100,25 @@ class Gate(contextlib.ContextDecorator):
                     self._changed.notify_all()
                     if key not in self._readings:
                         raise RuntimeError("The call that needed these batches has ended.")
-                    reading, self._is_busy = self._readings[key], True
+                    reading, self._num_running = self._readings[key], self._num_running + 1
                 try:
                     batch = next(reading, _END)
                 finally:
                     del reading
-                    with self._changed:
-                        self._is_busy = False
-                        self._changed.notify_all()
+                    self._stop_running()
                 if batch is _END:
                     return
                 yield batch
         finally:
-            self._readings.pop(key, None)
+            with self._changed:
+                ended, self._num_running = self._readings.pop(key, None), self._num_running + 1
+            del ended  # a generator that this thread leaves is closed here
+            self._stop_running()
+
+    def _stop_running(self) -> None:
+        with self._changed:
+            self._num_running -= 1
+            self._changed.notify_all()
 
     def _may_pass(self, key: object) -> bool:
-        return self._is_open and not self._is_busy and self._waiting[0] is key
+        return self._is_open and not self._num_running and self._waiting[0] is key

@@ -64,6 +64,7 @@ def classifier(
             if metrics:
                 probability = tf.nn.softmax(logits)[:, 0]
                 outputs["auc"] = (tf.cast(batch["label"] == 0, tf.float32), probability)
+                outputs["most"] = (batch["label"], probability)
             return outputs
 
         return distloop.ModelSpec(
@@ -71,10 +72,25 @@ def classifier(
             optimizer() if optimizer else keras.optimizers.SGD(0.1, momentum=0.9),
             loss_fn,
             predict_fn=lambda batch: model(batch["x"], training=False),
-            metrics={"auc": keras.metrics.AUC(num_thresholds=50)} if metrics else None,
+            metrics={"auc": keras.metrics.AUC(num_thresholds=50), "most": Largest()} if metrics else None,
         )
 
     return model_fn
+
+
+@keras.saving.register_keras_serializable("tests")
+class Largest(keras.metrics.Metric):
+    """The largest value of all rows, a state that is no sum: a step gathers the rows of all replicas for it."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.largest = self.add_variable((), "zeros")
+
+    def update_state(self, labels, values):
+        self.largest.assign(tf.maximum(self.largest, tf.cast(tf.reduce_max(values), "float32")))
+
+    def result(self):
+        return self.largest
 
 
 def batches(size=16, rows=67, **arguments):

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from distloop import urls
+from distloop import threads, urls
 from distloop.data import iterators, rows
 from distloop.distributed import strategies
 from distloop.launcher import consoles
@@ -268,3 +268,23 @@ def test_a_decorated_function_is_a_call():
     gate(lambda: reader.wait_for(count + 2))()
     assert reader.is_at_rest()
     gate.end()
+
+
+def test_the_end_of_a_call_waits_for_what_another_thread_closes(monkeypatch):
+    monkeypatch.setattr(threads, "_SHUT_SECS", 60)
+    gate, closing, closed = Gate(), threading.Event(), threading.Event()
+
+    def read():
+        try:
+            yield from range(9)
+        finally:
+            closing.set()
+            time.sleep(0.2)  # as the workers of a PyDataset, which make their batches to the end
+            closed.set()
+
+    with gate:
+        batches = gate.through(read())
+        next(batches)
+        threading.Thread(target=batches.close).start()
+        closing.wait()
+    assert closed.is_set()

@@ -115,11 +115,9 @@ class RowExchange:
         return rows[self._first : self._first + tf.shape(like)[0]]
 
 
-@contextlib.contextmanager
-def exchanging(exchange: RowExchange) -> Iterator[RowExchange]:
-    """Enters a virtual replica: what is traced inside gives and gets rows by an exchange."""
-    with _scope(exchange=exchange):
-        yield exchange
+def exchanging(exchange: RowExchange) -> contextlib.AbstractContextManager[None]:
+    """Returns a scope, for a virtual replica, in which what is traced gives and gets rows by an exchange."""
+    return _scope(exchange=exchange)
 
 
 def current_exchange() -> RowExchange | None:
@@ -218,10 +216,9 @@ def all_gather(rows: tf.Tensor) -> tf.Tensor:
     Replicas may have different numbers of rows, except with collectives, which several workers and GPUs use: there all
     have the same number in all steps of a compiled loop.
     """
-    dtype, sent = rows.dtype, rows
-    if dtype.is_integer or dtype.is_bool:  # collectives support few types
-        sent = tf.cast(rows, tf.int64)
-    return tf.cast(tf.distribute.get_replica_context().all_gather(sent, axis=0), dtype)
+    # Collectives support few types.
+    sent = tf.cast(rows, tf.int64) if rows.dtype.is_integer or rows.dtype.is_bool else rows
+    return tf.cast(tf.distribute.get_replica_context().all_gather(sent, axis=0), rows.dtype)
 
 
 def sum_in_tree(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:

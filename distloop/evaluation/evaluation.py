@@ -98,10 +98,10 @@ class EvalStep:
         joins: dict[str, Join] = {}  # by update, what puts together the arguments of Keras metrics
         with gathering.largest_shard(layout.max_replica_rows):
             results = run_forward(self._state, layout, batch, functools.partial(self._tally, joins))
-        tallies, metric_rows = zip(*results, strict=True)
-        for update, join in joins.items():
-            of_metric = zip(*(rows[update] for rows in metric_rows), strict=True)
-            self.keras_metrics.update_gathered([join_rows(pieces) for pieces in of_metric], join)
+            tallies, metric_rows = zip(*results, strict=True)
+            for update, join in joins.items():
+                of_metric = zip(*(rows[update] for rows in metric_rows), strict=True)
+                self.keras_metrics.update_gathered([join_rows(pieces) for pieces in of_metric], join)
         return join_rows(tallies)
 
     def _tally(

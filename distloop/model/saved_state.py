@@ -141,9 +141,8 @@ class SavedState:
         return {name: stream_of(values[name], -first) for name in names}
 
     def _restore_seed(self, variable: Any, value: tf.Tensor) -> None:
-        for replica, copy in enumerate(
-            self._state.replica_variables(variable), collectives.first_replica(self._strategy)
-        ):
+        first = collectives.first_replica(self._strategy)
+        for replica, copy in enumerate(self._state.replica_variables(variable), first):
             copy.assign(stream_of(value, replica * self._state.replicas.per_device))
 
     def _optimizer_facts(self, variables: Mapping[str, Any]) -> dict[str, tf.Tensor]:

@@ -135,7 +135,9 @@ class CompiledLoop:
         self._reads_previous = step.runs_ahead and step.may_fail
         self._eager = eager
         self._run = compiled(self._steps_by_log, eager, name="train step", max_traces=max_traces)
-        self._run_one = compiled(functools.partial(self._steps_by_log, while_loop=_call_once), eager)
+        # In place of `tf.while_loop`, where the body runs exactly once.
+        once = functools.partial(self._steps_by_log, while_loop=lambda _, body, start, **__: body(*start))
+        self._run_one = compiled(once, eager)
         self._lead = strategies.lead_device(state.strategy)
         self._num_timed_replicas = strategies.times_replicas(state.strategy) * state.strategy.num_replicas_in_sync
         self._number_names: list[str] = []  # set by tracing
@@ -378,11 +380,6 @@ def _kind(iterator: Any, layout: BatchLayout) -> str:
 def _limits(count: int, log_every: int, secs: float) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     with tf.device(HOST):
         return tf.constant(count, tf.int64), tf.constant(log_every, tf.int64), tf.constant(secs, tf.float64)
-
-
-def _call_once(condition: Any, body: Callable[..., Any], start: tuple[Any, ...], **_: Any) -> Any:
-    """Stands in for `tf.while_loop` where the body runs exactly once."""
-    return body(*start)
 
 
 def _norm(variables: Sequence[Any]) -> tf.Tensor:

@@ -167,9 +167,9 @@ class ForwardBackward:
                 sums = self._sum_in_loop(shard, compute)
             else:
                 sums = self._sum_microbatches(shard, compute, range(layout.per_device * self.microbatches))
-        self._set_trace(shard)
-        metric_rows = [join_rows(pieces) for pieces in zip(*sums.rows, strict=True)]
-        self.state.keras_metrics.update_gathered(metric_rows, shard.joins[-1])
+            self._set_trace(shard)
+            metric_rows = [join_rows(pieces) for pieces in zip(*sums.rows, strict=True)]
+            self.state.keras_metrics.update_gathered(metric_rows, shard.joins[-1])
         vectors = shard.vectors | shard.rows[-1].unpack(sums.vector)
         if started is not None:
             vectors["secs"] = _secs_of_replicas(started, sums.segments)

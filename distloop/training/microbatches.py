@@ -299,7 +299,8 @@ class VirtualReplicas:
         nothing: contextlib.AbstractContextManager[list[Any]] = contextlib.nullcontext([])
         recorded = nothing if tf.executing_eagerly() else recorded_writes(candidates)
         with recorded as found, own_values(self._variables, values) as own:
-            with gathering.exchanging(RowExchange(first, total, all_rows)) as exchange:
+            exchange = RowExchange(first, total, all_rows)
+            with gathering.exchanging(exchange):
                 result = self._fn(rows, row_weights)
         found += [v for v in trained if own.get_current_value(v) is not None]
         if found:

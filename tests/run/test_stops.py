@@ -35,7 +35,7 @@ def test_a_run_is_described_by_its_end_its_lists_and_its_variables(monkeypatch):
         "the last step": 5,
         "evals": [],
         "actions": [("act", 3), ("StopEarly", None)],
-        "the Keras metrics": ["auc"],
+        "the Keras metrics": ["auc", "most"],
     }
 
 
