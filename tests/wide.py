@@ -24,7 +24,7 @@ from absl import app, flags
 ROOT = pathlib.Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "evidence.md"
 COLLECTIVES = "collectives"  # what is added over replicas
-ADDED = ["test_laws.py", "test_testing.py", "data/", "evaluation/", "keras_models/", "model/", "optimizers/"]
+ADDED = ["test_laws.py", "test_testing.py", "data/", "distributed/", "evaluation/", "keras_models/", "model/", "optimizers/"]
 ADDED += ["pipeline/", "sharding/", "tables/", "training/"]
 # The option of each part, and the patterns of its files and folders.
 PARTS = {

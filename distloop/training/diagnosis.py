@@ -7,7 +7,6 @@ It changes no variable: if it runs the step again, it restores everything.
 """
 
 import contextlib
-import functools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ import tensorflow as tf
 from distloop.data import shards
 from distloop.data.shards import Batch, BatchLayout
 from distloop.data.source import Source
-from distloop.distributed import collectives
+from distloop.distributed import collectives, gathering
 from distloop.graph_functions import graph_function, outermost
 from distloop.model import metrics
 from distloop.optimizers.loss_scale import MAX_OVERFLOWS_AT_FLOOR
@@ -274,8 +273,7 @@ def _locate(train_step: TrainStep, batch: Batch, layout: BatchLayout, examples: 
                 if len(seen_by):
                     return origin or Cause(f"worker {seen_by[0]} says where they came from", "do what it advises")
             write(before)
-            sums = functools.partial(train_step.sums, update, layout=layout)
-            graph_function(lambda rows, of=update, sums=sums: train_step.advance(of, sums(rows)))(batch)
+            graph_function(lambda rows, of=update: train_step.advance(of, train_step.sums(of, rows, layout)))(batch)
     finally:
         write(first)
     others = ", a step_fn made them" if any(update.update.step_fn for update in train_step.updates) else ""
@@ -301,7 +299,8 @@ def _find_origin(
 
     def compute(batch: Batch, examples: tf.Tensor) -> Any:
         rows, row_weights = shards.take_shard(batch, layout, train_step.microbatches, microbatch)
-        computed = update.compute(rows, row_weights, update.loss_factor(examples))
+        with gathering.largest_shard(layout.max_replica_rows):
+            computed = update.compute(rows, row_weights, update.loss_factor(examples))
         return computed.segments, computed.tallies
 
     @graph_function

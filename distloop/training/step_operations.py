@@ -70,12 +70,12 @@ def find_origin(
     """Returns the first operation with finite inputs and an output that made a result not finite; None: all are finite.
 
     The search starts at the results. `tensors` are those of the graph that were checked, in order, `verdicts` whether
-    each was finite.
+    each was finite. Collectives are left out: they pass on what another replica or worker made.
     """
     bad = {id(tensor) for tensor, is_finite in zip(tensors, verdicts, strict=True) if not is_finite}
     position = {id(tensor): i for i, tensor in enumerate(tensors)}
     ways = reached((t for t in results if id(t) in bad), lambda t: [i for i in t.op.inputs if id(i) in bad])
-    origins = [tensor for tensor in ways if not any(id(source) in bad for source in tensor.op.inputs)]
+    origins = [t for t in ways if not (t.op.type.startswith("Collective") or any(id(i) in bad for i in t.op.inputs))]
     return min(origins, key=lambda tensor: position[id(tensor)]).op if origins else None
 
 

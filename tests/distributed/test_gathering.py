@@ -42,7 +42,7 @@ def test_a_loss_over_gathered_rows_is_the_same_on_any_number_of_replicas():
 
 
 def train_and_evaluate(**settings):
-    """Returns the weights and evaluated metrics; checks that several workers need a known batch size."""
+    """Returns the weights and evaluated metrics; checks what several workers need and what is located."""
     trainer = distloop.Trainer(contrast, distloop.Config(device="cpu", console="quiet", **settings))
     trainer.fit(data(), steps=7)
     trainer.fit(distloop.make_dataset(classification(11), 8), steps=9)  # of 8 rows and of 3, less than replicas
@@ -50,6 +50,13 @@ def train_and_evaluate(**settings):
     if collectives.num_workers(trainer.strategy) > 1:
         unknown_size = data().concatenate(data())
         refused(lambda: trainer.evaluate(unknown_size), "gather_rows", "let batch(size) be its last step")
+    bad = classification(23)
+    bad["x"][12] = np.nan  # in the second batch
+    config = distloop.Config(device="cpu", console="quiet", locate_nonfinite=True, **settings)
+    with pytest.raises(FloatingPointError) as error:
+        distloop.Trainer(contrast, config).fit(distloop.make_dataset(bad, 10), steps=2)
+    found = ["x, first in row 2, row 12 of the data", "worker 0 says where they came from"]
+    assert found[collectives.worker_index(trainer.strategy)] in str(error.value)
     return results
 
 
