@@ -54,7 +54,8 @@ class Gate(contextlib.ContextDecorator):
         """Opens the gate, until the end of the first call."""
         self._is_kept = False
         self._changed = threading.Condition()
-        self._num_calls, self._is_open, self._num_running = 0, True, 0  # calls, and threads inside the user's code
+        # `_num_running` counts threads inside the user's code, which makes a batch or is closed.
+        self._num_calls, self._is_open, self._num_running = 0, True, 0
         self._readings: dict[object, Iterator[Any]] = {}
         self._waiting: list[object] = []  # the keys of readings, the next one first
 
@@ -112,7 +113,7 @@ class Gate(contextlib.ContextDecorator):
         finally:
             with self._changed:
                 ended, self._num_running = self._readings.pop(key, None), self._num_running + 1
-            del ended  # a generator that this thread leaves is closed here
+            del ended  # a generator that has not come to its end is closed here
             self._stop_running()
 
     def _stop_running(self) -> None:

@@ -135,7 +135,7 @@ class CompiledLoop:
         self._reads_previous = step.runs_ahead and step.may_fail
         self._eager = eager
         self._run = compiled(self._steps_by_log, eager, name="train step", max_traces=max_traces)
-        # In place of `tf.while_loop`, where the body runs exactly once.
+        # Where the body runs exactly once, it is called without a `tf.while_loop`.
         once = functools.partial(self._steps_by_log, while_loop=lambda _, body, start, **__: body(*start))
         self._run_one = compiled(once, eager)
         self._lead = strategies.lead_device(state.strategy)

@@ -42,7 +42,7 @@ def test_a_loss_over_gathered_rows_is_the_same_on_any_number_of_replicas():
 
 
 def train_and_evaluate(**settings):
-    """Returns the weights and evaluated metrics; checks what several workers need and what is located."""
+    """Returns the weights and evaluated metrics; checks the need of a known batch size, and where a NaN comes from."""
     trainer = distloop.Trainer(contrast, distloop.Config(device="cpu", console="quiet", **settings))
     trainer.fit(data(), steps=7)
     trainer.fit(distloop.make_dataset(classification(11), 8), steps=9)  # of 8 rows and of 3, less than replicas

@@ -388,6 +388,11 @@ def copied():
     return distloop.Trainer(classifier(modules, num_stages=4), settings(strategy="mirrored", num_devices=2))
 
 
+def copied_by_collectives():
+    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        distloop.stages(modules())
+
+
 @pytest.mark.parametrize(
     "make, parts",
     [
@@ -403,7 +408,11 @@ def copied():
         pytest.param(
             copied,
             ["4 stages on each of 2 replicas, which begin on CPU:0 and CPU:1,", "num_stages=4 and num_devices=8"],
-            marks=pytest.mark.not_by_collectives("which no network of stages is copied under, and say so"),
+            marks=pytest.mark.not_by_collectives("which are refused in the next sentence"),
+        ),
+        (
+            copied_by_collectives,
+            ["4 stages", "2 replicas of a process by collectives", "num_stages=4 and num_devices=8"],
         ),
         (lambda: settings(2, num_devices=4), ["strategy=none and num_devices=4", "num_devices=2"]),
         (lambda: settings(2, num_devices=3), ["num_stages=2"]),
