@@ -3,9 +3,12 @@
 TensorFlow's collectives would clash between strategies over the same devices; those of distloop on CPUs use none.
 """
 
+import faulthandler
 import gc
 import itertools
 import os
+import re
+import tempfile
 import threading
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -16,6 +19,7 @@ import distloop  # noqa: E402
 from distloop.log import log  # noqa: E402
 
 is_ending = threading.Event()
+ends = []  # of processes that ran tests, as texts
 
 
 def pytest_addoption(parser):
@@ -70,6 +74,28 @@ def collect_garbage():
 def end(thread):
     is_ending.set()
     thread.join(60)  # a thread that is inside TensorFlow when Python ends may abort the process
+
+
+def pytest_configure_node(node):
+    node.workerinput["stacks"] = tempfile.NamedTemporaryFile("r", delete=False).name
+
+
+def pytest_sessionstart(session):
+    if path := getattr(session.config, "workerinput", {}).get("stacks"):
+        faulthandler.enable(open(path, "w"))
+
+
+def pytest_testnodedown(node, error):
+    """Keeps how a process of tests ended, and what its threads ran when a signal ended it."""
+    code = node.gateway._io.popen.wait(60) if error else 0
+    with open(node.workerinput["stacks"]) as file:
+        lines = [line for line in file if not re.search("/(_pytest|pluggy|xdist|execnet)/|^Extension modules", line)]
+    os.remove(node.workerinput["stacks"])
+    ends.append(f"The process ended with code {code}: minus a signal, if it is negative.\n{''.join(lines)[:3000]}")
+
+
+def pytest_handlecrashitem(report):
+    report.longrepr = f"{report.longrepr}\n{ends[-1]}"
 
 
 # Where numbers are compared closely, or a graph is looked at, TensorFlow optimizes graphs as it does for a user. In all

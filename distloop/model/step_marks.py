@@ -85,8 +85,10 @@ class StepMarks:
 
 
 def _variable(device: str, dtype: tf.DType, shape: Sequence[int | None]) -> tf.Variable:
-    with tf.device(device):  # of this device alone, where the caller is in the scope of a strategy, too
-        return ResourceVariable(tf.zeros([0] * len(shape), dtype), shape=shape, trainable=False)
+    # Of this device alone, where the caller is in the scope of a strategy, too. An array, as the shape that `tf.zeros`
+    # sends to a device is lost where an operation of another thread fails: all eager operations share one rendezvous.
+    with tf.device(device):
+        return ResourceVariable(np.zeros([0] * len(shape)), dtype=dtype, shape=shape, trainable=False)
 
 
 def _record(times: tf.Variable, number: tf.Tensor, time: tf.Tensor | None = None) -> tuple[Any, tf.Tensor]:

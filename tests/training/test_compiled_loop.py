@@ -1,6 +1,7 @@
 """The compiled steps between two boundaries: which rows they return, how often they are traced, and the warning."""
 
 import functools
+import threading
 import time
 
 import numpy as np
@@ -113,3 +114,27 @@ def test_evaluating_one_shape_after_another_warns(caplog, monkeypatch):
     for rows in (2, 3):
         trainer.evaluate(one_batch(rows))
     assert "The evaluation was traced 2 times" in caplog.text and "[2, 8] to float32 [3, 8]" in caplog.text
+
+
+@pytest.mark.slow
+def test_an_operation_that_fails_in_another_thread_fails_nothing_here(tmp_path):
+    """In TensorFlow it fails other eager operations whose shape is sent to another device, as of `tf.zeros`."""
+    has_ended, num_failed = threading.Event(), 0
+
+    def fail():
+        nonlocal num_failed
+        while not has_ended.is_set():
+            with pytest.raises(tf.errors.InvalidArgumentError):
+                tf.raw_ops.FloorDiv(x=1, y=0)
+            num_failed += 1
+
+    trainer = distloop.Trainer(classifier(), on(2, workdir=str(tmp_path), checkpoint_every=1, eval_every=1))
+    thread = threading.Thread(target=fail)
+    thread.start()
+    try:
+        data = distloop.make_dataset(classification(32), 16)
+        trainer.fit(data, steps=2, evals={"val": data})
+    finally:
+        has_ended.set()
+        thread.join()
+    assert num_failed > 100
