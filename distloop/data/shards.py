@@ -136,8 +136,7 @@ class RowsAhead:
         total, size = (variable.read_value() for variable in self._sizes)
         total = total if self._total is None else self._total
         self._write_sizes(batch)
-        rows = self._strategy.run(receive, args=(batch,))
-        return Batch(rows, size if self._layout.is_padded else None, total)
+        return Batch(self._strategy.run(receive, args=(batch,)), size if self._layout.is_padded else None, total)
 
     def _write_sizes(self, batch: Batch) -> None:
         total = batch_size(batch.rows)
@@ -154,13 +153,14 @@ class RowsAhead:
 
     def _replica(self) -> int:
         """Returns the index of a replica among those of this worker; in replica context."""
-        replica = tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group)
-        return int(replica) % len(self._rows)
+        return int(tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group)) % len(self._rows)
 
 
 def _variable(dtype: tf.DType, device: str, shape: Any = None) -> tf.Variable:
+    with tf.device(HOST):  # nothing sends its shape to another device; see `StepMarks`
+        zero = tf.zeros([], dtype)
     with tf.device(device):
-        return tf.Variable(tf.zeros([], dtype), shape=tf.TensorShape(shape), trainable=False)
+        return tf.Variable(zero, shape=tf.TensorShape(shape), trainable=False)
 
 
 class LastBatch:

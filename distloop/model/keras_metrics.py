@@ -147,10 +147,10 @@ class KerasMetrics(Mapping[str, keras.metrics.Metric]):
 
     def reset(self) -> None:
         """Resets every metric."""
-        if not self.is_built:
-            return
-        self._reset([name for name in self if name not in self.gathered])
-        if self.gathered:
+        if self.is_built:
+            with tf.device(HOST):  # the shapes of zeros are sent to no other device; see `StepMarks`
+                self._reset([name for name in self if name not in self.gathered])
+        if self.is_built and self.gathered:
             self._reset_gathered()
 
     @contextlib.contextmanager

@@ -258,3 +258,14 @@ def test_a_metric_made_outside_model_fn_is_refused_on_replicas():
     metric = keras.metrics.Mean()
     KerasMetrics({"mean": metric}, ONE)
     refused(lambda: KerasMetrics({"mean": metric}, mirrored(2)), 'under "mean" was made outside model_fn')
+
+
+def test_a_reset_makes_its_zeros_on_the_host():
+    strategy, places = mirrored(2), []
+    with strategy.scope():
+        metric = keras.metrics.Mean()
+    reset = metric.reset_state
+    metric.reset_state = lambda: (places.append(tf.zeros([2]).device[-5:]), reset())
+    with tf.device("CPU:1"):  # as on a GPU, to which the shape of zeros would be sent
+        KerasMetrics({"mean": metric}, strategy).reset()
+    assert places == ["CPU:0"]

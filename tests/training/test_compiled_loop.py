@@ -117,24 +117,33 @@ def test_evaluating_one_shape_after_another_warns(caplog, monkeypatch):
 
 
 @pytest.mark.slow
-def test_an_operation_that_fails_in_another_thread_fails_nothing_here(tmp_path):
+@pytest.mark.parametrize("is_host_first", [True, False])  # else the first replica is on another device, as on GPUs
+def test_an_operation_that_fails_in_another_thread_fails_nothing_here(is_host_first, monkeypatch, tmp_path):
     """In TensorFlow it fails other eager operations whose shape is sent to another device, as of `tf.zeros`."""
     has_ended, num_failed = threading.Event(), 0
 
     def fail():
         nonlocal num_failed
-        while not has_ended.is_set():
-            with pytest.raises(tf.errors.InvalidArgumentError):
-                tf.raw_ops.FloorDiv(x=1, y=0)
-            num_failed += 1
+        with tf.device("CPU:0"):
+            while not has_ended.is_set():
+                with pytest.raises(tf.errors.InvalidArgumentError):
+                    tf.raw_ops.FloorDiv(x=1, y=0)
+                num_failed += 1
 
-    trainer = distloop.Trainer(classifier(), on(2, workdir=str(tmp_path), checkpoint_every=1, eval_every=1))
-    thread = threading.Thread(target=fail)
-    thread.start()
-    try:
+    init = TrainStep.__init__
+    monkeypatch.setattr(TrainStep, "__init__", lambda *args, **options: init(*args, **options, runs_ahead=True))
+    names = ["CPU:0", "CPU:1"] if is_host_first else ["CPU:1", "CPU:2"]
+    strategy = tf.distribute.MirroredStrategy(names, cross_device_ops=tf.distribute.ReductionToOneDevice())
+    with tf.device(names[0]):
+        config = on(1, workdir=str(tmp_path), checkpoint_every=1, eval_every=1, histograms_every=1)
+        trainer = distloop.Trainer(classifier(metrics=True), config, strategy=strategy)
         data = distloop.make_dataset(classification(32), 16)
-        trainer.fit(data, steps=2, evals={"val": data})
-    finally:
-        has_ended.set()
-        thread.join()
+        trainer.evaluate(data)  # creates the variables of metrics
+        thread = threading.Thread(target=fail)
+        thread.start()
+        try:
+            trainer.fit(data, steps=2, evals={"val": data})
+        finally:
+            has_ended.set()
+            thread.join()
     assert num_failed > 100
