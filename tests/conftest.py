@@ -76,6 +76,7 @@ def end(thread):
     thread.join(60)  # a thread that is inside TensorFlow when Python ends may abort the process
 
 
+@pytest.hookimpl(optionalhook=True)  # of xdist
 def pytest_configure_node(node):
     node.workerinput["stacks"] = tempfile.NamedTemporaryFile("r", delete=False).name
 
@@ -85,6 +86,7 @@ def pytest_sessionstart(session):
         faulthandler.enable(open(path, "w"))
 
 
+@pytest.hookimpl(optionalhook=True)  # of xdist
 def pytest_testnodedown(node, error):
     """Keeps how a process of tests ended, and what its threads ran when a signal ended it."""
     code = node.gateway._io.popen.wait(60) if error else 0
@@ -94,6 +96,7 @@ def pytest_testnodedown(node, error):
     ends.append(f"The process ended with code {code}: minus a signal, if it is negative.\n{''.join(lines)[:3000]}")
 
 
+@pytest.hookimpl(optionalhook=True)  # of xdist
 def pytest_handlecrashitem(report):
     report.longrepr = f"{report.longrepr}\n{ends[-1]}"
 
