@@ -195,11 +195,10 @@ def test_a_run_whose_bucket_another_process_has_taken_over_writes_no_more(url, m
     workdir = opened(url)
     with workdir:
         workdir.verify()
-        RemoteDirectory(url).write(
-            "run.lock", b'{"token": "another", "host": "node-b", "machine": "", "process": 7, "start": "", "since": 0}'
-        )
+        another = b'{"token": "another", "host": "node-b", "machine": "", "process": 7, "start": "", "since": 0}'
         deadline = time.monotonic() + 300
         with pytest.raises(LockLost, match="was taken over by process 7 on node-b"):
             while time.monotonic() < deadline:
-                workdir.verify()
+                RemoteDirectory(url).write("run.lock", another)  # again, where this one has renewed its own meanwhile
                 time.sleep(0.01)
+                workdir.verify()

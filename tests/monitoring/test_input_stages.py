@@ -135,8 +135,8 @@ def test_the_clock_is_read_a_few_times_a_batch(monkeypatch):
 
 def test_two_calls_of_fit_have_seconds_of_their_own(monkeypatch, capsys):
     monkeypatch.setattr(timing, "VERDICT_SECS", 0.0)
-    trainer, data = distloop.Trainer(model_fn, on(1, console="lines")), distloop.make_dataset(Rows(SECS), 8)
-    secs = []
+    trainer, data = distloop.Trainer(model_fn, on(1, console="lines")), distloop.make_dataset(Rows(0.05), 8)
+    secs = []  # rows are slower than a step of a busy machine, which would wait for none
     for until in (30, 33):
         trainer.fit(data, steps=until)
         shown = re.search(r"input \(([0-9.]+) s of reading", capsys.readouterr().out)
