@@ -19,7 +19,7 @@ import distloop  # noqa: E402
 from distloop.log import log  # noqa: E402
 
 is_ending = threading.Event()
-ends = []  # of processes that ran tests, as texts
+ends = []  # how each process of tests ended, as text
 
 
 def pytest_addoption(parser):
@@ -78,6 +78,7 @@ def end(thread):
 
 @pytest.hookimpl(optionalhook=True)  # of xdist
 def pytest_configure_node(node):
+    """Makes a file for what the threads of a process of tests run when a signal ends it."""
     node.workerinput["stacks"] = tempfile.NamedTemporaryFile("r", delete=False).name
 
 
@@ -93,7 +94,8 @@ def pytest_testnodedown(node, error):
     with open(node.workerinput["stacks"]) as file:
         lines = [line for line in file if not re.search("/(_pytest|pluggy|xdist|execnet)/|^Extension modules", line)]
     os.remove(node.workerinput["stacks"])
-    ends.append(f"The process ended with code {code}: minus a signal, if it is negative.\n{''.join(lines)[:3000]}")
+    how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+    ends.append(f"The process ended {how}.\n{''.join(lines)[:3000]}")
 
 
 @pytest.hookimpl(optionalhook=True)  # of xdist

@@ -157,7 +157,7 @@ class RowsAhead:
 
 
 def _variable(dtype: tf.DType, device: str, shape: Any = None) -> tf.Variable:
-    with tf.device(HOST):  # nothing sends its shape to another device; see `StepMarks`
+    with tf.device(HOST):  # no shape is sent to another device: see step_marks.py
         zero = tf.zeros([], dtype)
     with tf.device(device):
         return tf.Variable(zero, shape=tf.TensorShape(shape), trainable=False)

@@ -91,7 +91,7 @@ class WeightHistograms(Action):
         segments = zip([*packing.shapes, ()], [*packing.dtypes, tf.float32], [*packing.devices, ""], strict=True)
         for shape, dtype, device in segments:
             with tf.device(device or first):
-                zeros = np.zeros(shape, tf.as_dtype(dtype).as_numpy_dtype)  # no shape is sent; see `StepMarks`
+                zeros = np.zeros(shape, tf.as_dtype(dtype).as_numpy_dtype)  # no shape is sent: see step_marks.py
                 self._gradients[update].append(tf.Variable(zeros, trainable=False, shape=tf.TensorShape(None)))
 
     def record(self, update: str, segments: Sequence[Segment], scale: tf.Tensor) -> None:

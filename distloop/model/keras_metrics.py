@@ -148,7 +148,7 @@ class KerasMetrics(Mapping[str, keras.metrics.Metric]):
     def reset(self) -> None:
         """Resets every metric."""
         if self.is_built:
-            with tf.device(HOST):  # the shapes of zeros are sent to no other device; see `StepMarks`
+            with tf.device(HOST):  # no shape is sent to another device: see step_marks.py
                 self._reset([name for name in self if name not in self.gathered])
         if self.is_built and self.gathered:
             self._reset_gathered()

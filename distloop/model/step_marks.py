@@ -85,8 +85,8 @@ class StepMarks:
 
 
 def _variable(device: str, dtype: tf.DType, shape: Sequence[int | None]) -> tf.Variable:
-    # Of this device alone, where the caller is in the scope of a strategy, too. An array, as the shape that `tf.zeros`
-    # sends to a device is lost where an operation of another thread fails: all eager operations share one rendezvous.
+    # On this device alone, where the caller is in the scope of a strategy, too. An array: eagerly, `tf.zeros` sends its
+    # shape to the device, which can fail with the error of another thread, or hang: threads share one rendezvous.
     with tf.device(device):
         return ResourceVariable(np.zeros([0] * len(shape)), dtype=dtype, shape=shape, trainable=False)
 
