@@ -12,6 +12,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from distloop import installed
+from distloop import log as log  # which sets the level of its logger, before a program does
 
 # The public names of each module. A name is imported when it is first used, so that what needs no TensorFlow, such as
 # the launcher, starts at once.

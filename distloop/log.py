@@ -95,5 +95,5 @@ def reason_of(message: str) -> str:
 
 log = logging.getLogger("distloop")
 log.addHandler(StderrLines())
-log.setLevel(logging.WARNING)
+log.setLevel(log.level or logging.WARNING)
 log.propagate = False  # absl and TensorFlow put a handler on the root logger, which would print each line again

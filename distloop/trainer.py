@@ -14,6 +14,7 @@ from typing_extensions import Unpack
 from distloop.actions.evaluate import Evaluation
 from distloop.checkpoints.resume import RunCheckpoints
 from distloop.data.arrays import with_labels
+from distloop.data.iterators import fresh_copy
 from distloop.data.source import Data, Passes, Source
 from distloop.distributed import collectives, devices, strategies
 from distloop.errors import with_short_tracebacks
@@ -206,7 +207,7 @@ class Trainer:
         replays = import_part("replay.replay", "replay")
         lengths = {name: arguments.pop(name, None) for name in ("steps", "epochs", "until")}
         replays.check(self)
-        source = make_training_source(read_arguments(train, None, arguments, y), self.state, self.config)
+        source = make_training_source(read_arguments(fresh_copy(train), None, arguments, y), self.state, self.config)
         units = make_units(source, run_end(self.config, 0, **lengths))
         self._build(source)
         self.has_replayed = True

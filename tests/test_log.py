@@ -29,6 +29,17 @@ def test_a_program_may_silence_it(capsys, caplog):
     assert capsys.readouterr().err == "distloop: warning: Restored.\n"
 
 
+@pytest.mark.parametrize(("before", "after"), [("", "logger.setLevel('ERROR')"), ("logger.setLevel('ERROR')", "")])
+def test_a_level_that_a_program_sets_stays(before, after):
+    program = (
+        f"import logging; logger = logging.getLogger('distloop'); {before}\n"
+        f"import distloop; {after}\n"
+        "distloop.Config(); logger.warning('Restored.'); logger.error('Full.')"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=900)
+    assert result.stderr.splitlines() == ["distloop: error: Full."]
+
+
 @pytest.mark.parametrize("keep", ["", "\n\t"])
 def test_a_text_of_somebody_else_cannot_command_the_terminal(keep, capsys):
     text = "\x1b]0;title\x07\x1b[2Jloss\r\x9bm\u202e\x7f\ud800 é 漢 [red] \\x1b\n\t"

@@ -14,6 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from distloop.data.iterators import fresh_copy
 from distloop.data.shards import BatchLayout, static_batch_size
 from distloop.distributed import collectives, strategies
 from distloop.distributed.devices import Replicas
@@ -122,12 +123,12 @@ def cardinality(data: Any) -> float | None:
 
 
 def count_batches(dataset: tf.data.Dataset) -> float:
-    """Returns the number of batches in one pass, inf if endless; reads a dataset of unknown length once."""
+    """Returns the number of batches in one pass, inf if endless; reads a copy of a dataset of unknown length once."""
     length = cardinality(dataset)
     if length is None:
         log.info("The dataset does not know its length: reading it once to count its batches.")
         add_one = tf.autograph.experimental.do_not_convert(lambda count, *_: count + 1)
-        length = int(dataset.reduce(np.int64(0), add_one))
+        length = int(fresh_copy(dataset).reduce(np.int64(0), add_one))
     return length
 
 

@@ -118,7 +118,7 @@ class Source:
         opened = open_data(data, self._num_workers, self._worker, **self._reading)
         self._dataset, self.feed, self.gate = opened.dataset, opened.feed, opened.gate
         self.gate.keep_readings(self, self._repeat)
-        self._count_batches = functools.cache(functools.partial(count_batches, self._dataset))  # draws shuffle seeds
+        self._count_batches = functools.cache(functools.partial(count_batches, self._dataset))
         if isinstance(self.feed, Feed) and self._may_go_back:
             self.feed.require_restart()
         self.depends_on_workers = opened.takes_context
@@ -200,7 +200,7 @@ class Source:
         """
         if self.feed is not None:
             return self.feed.first_rows()
-        for rows in self._dataset:
+        for rows in fresh_copy(self._dataset):
             return rows
         raise ValueError(EMPTY_DATASET)
 

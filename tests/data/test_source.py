@@ -109,12 +109,26 @@ def shuffled():
 def test_a_position_is_restored_in_a_new_source(batches):
     first, second = Source(shuffled(), ONE), Source(shuffled(), ONE)
     for source in (first, second):
-        source.first_rows()  # draws shuffle seeds
+        source.first_rows()
     taken(first, batches)
     first.batches_taken = batches
     second.go_to(first.position())
     assert second.batches_taken == batches and second.fast_forward.num_batches == batches
     assert taken(second, 6) == taken(first, 6)
+
+
+@pytest.mark.parametrize("look", [Source.first_rows, Source.count_batches])
+@pytest.mark.parametrize("may_go_back", [False, True])
+def test_a_look_at_the_data_changes_no_order(look, may_go_back):
+    def of_unknown_length():
+        return shuffled().filter(lambda batch: True)
+
+    expected = taken(Source(of_unknown_length(), ONE), 8)
+    source = Source(of_unknown_length(), ONE, may_go_back=may_go_back)
+    look(source)
+    assert taken(source, 8) == expected
+    source.go_to({"batches": 2, "skipped": []})
+    assert taken(source, 6) == expected[2:]
 
 
 def test_a_position_is_restored_in_a_source_that_was_read_or_skips():

@@ -375,6 +375,17 @@ def test_data_that_cannot_be_read_again_is_explained_in_a_replay(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_shuffled_dataset_that_was_read_before_gives_the_same_rows(tmp_path):
+    dataset = tf.data.Dataset.from_tensor_slices(classification(64)).shuffle(64, seed=3).batch(SIZE)
+    seen = train(classifier(), settings(1, tmp_path), dataset)
+    trainer = trainer_of(classifier(), 1, tmp_path)
+    for step in (7, 7, 12):
+        result = trainer.replay(dataset, step=step)
+        assert_equal(result.weights_after, seen[step])
+        assert result.differences == []
+
+
+@pytest.mark.slow
 def test_with_eager_the_step_alone_is_plain_python(finished):
     eager = []
     model_fn = classifier(on_trace=lambda training: eager.append(tf.executing_eagerly()))
