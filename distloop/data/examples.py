@@ -34,17 +34,14 @@ def common_spec(name: str, examples: list[Any]) -> Any:
 
 def _common_spec(name: str, arrays: tuple[np.ndarray, ...]) -> tf.TensorSpec:
     typed = [array for array in arrays if array.size] or arrays  # an empty list has no type
-    has_other_objects = any(
-        array.dtype == object and not all(isinstance(v, (str, bytes)) for v in array.flat) for array in arrays
-    )
+    has_other_objects = any(a.dtype == object and not all(isinstance(v, (str, bytes)) for v in a.flat) for a in arrays)
     if len({array.dtype for array in typed}) > 1 or len({array.ndim for array in arrays}) > 1 or has_other_objects:
         raise ValueError(
             f"Rows of {name} have an entry of {' and '.join(sorted({describe(a) for a in arrays}))}; an "
             "entry is an array, a number or a text, with the same type and number of axes in all rows."
         )
-    axes = [
-        sizes[0] if len(set(sizes)) == 1 else None for sizes in zip(*(array.shape for array in arrays), strict=True)
-    ]
+    sizes_by_axis = zip(*(array.shape for array in arrays), strict=True)
+    axes = [sizes[0] if len(set(sizes)) == 1 else None for sizes in sizes_by_axis]
     return tf.TensorSpec(axes, tf.string if typed[0].dtype == object else tf.as_dtype(typed[0].dtype))
 
 

@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from distloop.data.examples import common_spec, describe
 from distloop.data.order import Access
-from distloop.data.py_dataset import PyDatasetBatches, is_trained_on, mark_as_trained_on
+from distloop.data.py_dataset import NUM_PEEKED, PyDatasetBatches, is_trained_on, mark_as_trained_on
 from distloop.data.python_rows import unmasked
 from distloop.data.rows import ENDLESS
 from distloop.errors import EMPTY_DATASET, carry
@@ -31,7 +31,6 @@ from distloop.threads import Gate
 READ_AGAIN = "a resumed run reads it again up to its position, which is exact if it gives the same batches each time"
 
 _NO_BATCHES = (str, bytes, Mapping, list, tuple, set, frozenset, range, np.ndarray, tf.Tensor, tf.Variable)
-_NUM_PEEKED = 2  # batches that are looked at before
 
 
 class Feed:
@@ -76,7 +75,7 @@ class Feed:
         Raises:
             ValueError: if there is no batch, or batches are no structures of arrays, [B, ...].
         """
-        peeked = list(itertools.islice(read(0, None, False), _NUM_PEEKED)) if peek is None else peek()
+        peeked = list(itertools.islice(read(0, None, False), NUM_PEEKED)) if peek is None else peek()
         if not peeked:
             raise ValueError(EMPTY_DATASET)
         batches = [as_arrays(batch) for batch, _ in peeked]
@@ -92,7 +91,6 @@ class Feed:
         self.access = Access.SEEKS if has_states else access
         self.resume = "a resumed run is at its position at once, by the iterator's state" if has_states else resume
         self._states: dict[int, Any] = {}  # by the number of batches before it
-        self._oldest = 0
 
     def require_restart(self) -> None:
         """Raises a ValueError if the data can be read only once."""
@@ -137,9 +135,8 @@ class Feed:
 
     def forget(self, num_batches: int) -> None:
         """Forgets the states of the data before so many batches, which nothing asks for any more."""
-        while self._oldest < num_batches:
-            self._states.pop(self._oldest, None)
-            self._oldest += 1
+        for number in [number for number in list(self._states) if number < num_batches]:  # a thread adds others
+            self._states.pop(number, None)
 
     def begin_training(self) -> None:
         """Notes that a run trains on the data; call it before any batch is read for training."""
@@ -164,7 +161,7 @@ class Feed:
             )
 
     def _noting_states(self, first: int, state: Any, repeat: bool) -> Iterator[tuple[Any, Any]]:
-        self._states, self._oldest = {first: state}, first
+        self._states = {first: state}
         for number, (batch, after) in enumerate(self._read(first, state, repeat), first + 1):
             self._states[number] = after
             yield batch, after
@@ -186,8 +183,8 @@ def make_feed(
     *,
     shuffle_seed: int | None = None,
     make_again: Callable[[], Any] | None = None,
-    map_batch: Callable[..., Any] | None = None,
     limit: int = 0,
+    counts_empty: bool = True,
 ) -> Feed | None:
     """Returns a feed of batches that Python makes.
 
@@ -195,8 +192,9 @@ def make_feed(
         data: a `PyDataset`, an iterator, or an object whose passes `iter` starts, such as a DataLoader.
         shuffle_seed: of the order of a `PyDataset`'s batches, another one each epoch; None: by their numbers.
         make_again: returns the data anew, if a function has made it.
-        map_batch: changes each batch, as `Dataset.map` does; None: nothing does.
-        limit: the most batches of an epoch of a `PyDataset`, after which its hooks are called; 0: all.
+        limit: the most batches of a pass that others follow, and of each epoch of a `PyDataset`, after which its hooks
+            are called; 0: all. An iterator that no function makes has one pass, which it does not limit.
+        counts_empty: whether batches without rows count for the limit; those of a `PyDataset` do.
 
     Returns:
         The feed; None: the data is something else, such as a `tf.data.Dataset`.
@@ -208,26 +206,24 @@ def make_feed(
         batches = PyDatasetBatches(data, shuffle_seed, limit)
         own = data if batches.orders_itself else None
         at = "a resumed run calls the hooks of each epoch before its position, and is at its position at once"
-        feed = Feed(batches.read, batches.num_batches, batches.peek, resume=at, access=Access.SEEKS, orders_itself=own)
-    elif isinstance(data, (tf.data.Dataset, *_NO_BATCHES)) or not hasattr(data, "__iter__"):
+        return Feed(batches.read, batches.num_batches, batches.peek, resume=at, access=Access.SEEKS, orders_itself=own)
+    if isinstance(data, (tf.data.Dataset, *_NO_BATCHES)) or not hasattr(data, "__iter__"):
         return None
-    elif not hasattr(data, "__next__"):
-        feed = _feed_of_iterable(data)
-    elif make_again is not None:
+    if not hasattr(data, "__next__"):
+        return _feed_of_iterable(data, limit, counts_empty)
+    if make_again is not None:
         passes = itertools.chain([data], iter(make_again, None))  # the first one is peeked at
-        feed = _feed_of_passes(lambda epoch, repeat: next(passes), None)
-    else:
-        feed = _feed_of_iterator(data)
-    feed.map_batch = map_batch
-    return feed
+        return _feed_of_passes(lambda epoch, repeat: next(passes), None, limit, counts_empty)
+    return _feed_of_iterator(data)
 
 
-def _feed_of_iterable(data: Any) -> Feed:
+def _feed_of_iterable(data: Any, limit: int, counts_empty: bool) -> Feed:
     """Returns the feed of an object whose passes `iter` starts; a Grain `MapDataset` shuffles each anew."""
     length: float | None = None
     with contextlib.suppress(TypeError, NotImplementedError):  # such as a DataLoader of an IterableDataset
         length = math.inf if len(data) > ENDLESS else len(data)
     endless = data.repeat() if hasattr(data, "to_iter_dataset") and length != math.inf else data
+    limit = limit if length is None or limit < length else 0  # all passes end before it
     samplers = [data, getattr(data, "sampler", None)]
     generators = [s.generator for s in samplers if hasattr(getattr(s, "generator", None), "set_state")]
     at_start = [generator.get_state() for generator in generators]
@@ -244,38 +240,49 @@ def _feed_of_iterable(data: Any) -> Feed:
         for sampler in samplers:
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
+        batches = endless if repeat else data
+        if limit and batches is not data:
+            batches = endless[epoch * len(data) : (epoch + 1) * len(data)]
         # A process that a thread of TensorFlow's forks would end with code 1, as Python does not know that thread.
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            return pool.submit(iter, endless if repeat else data).result()
+            return pool.submit(iter, batches).result()
 
-    return _feed_of_passes(open_pass, length, data if generators else None, lambda: restore(before_pass))
+    orders_itself = data if generators else None
+    return _feed_of_passes(open_pass, length, limit, counts_empty, orders_itself, lambda: restore(before_pass))
 
 
 def _feed_of_passes(
     open_pass: Callable[[int, bool], Iterator[Any]],
     num_batches: float | None,
+    limit: int,
+    counts_empty: bool,
     orders_itself: Any = None,
     end_pass: Callable[[], None] = lambda: None,
 ) -> Feed:
     """Returns the feed of data whose passes a function opens, by their number, and whether others are to follow.
 
-    Another function is called after the first look at the data, and after a pass that none follows.
+    Each pass that others follow ends with its batch number `limit`, if that is not 0. Another function is called after
+    the first look at the data, and after a pass that none follows.
     """
 
     def read(first: int, state: Any, repeat: bool) -> Iterator[tuple[Any, Any]]:
-        epoch = 0 if state is None else state["pass"]
+        most = limit if limit and repeat else math.inf
+        epoch, taken = (0, 0) if state is None else (state["pass"], state.get("taken", 0))
         batches = open_pass(epoch, repeat)
         if state is not None and not _has_taken(batches, state["iterator"]):
-            state, epoch, batches = None, 0, open_pass(0, repeat)
+            state, epoch, taken, batches = None, 0, 0, open_pass(0, repeat)
         num_to_skip = first if state is None else 0
         while True:
             is_empty = state is None
-            for batch in batches:
+            for batch in batches if taken < most else ():
                 is_empty = False
+                taken += counts_empty or _has_rows(batch)
                 if num_to_skip:
                     num_to_skip -= 1
                 else:
-                    yield batch, _state_of(batches, epoch)
+                    yield batch, _state_of(batches, epoch, taken)
+                if taken == most:
+                    break
             if not repeat:
                 end_pass()
                 return
@@ -284,7 +291,7 @@ def _feed_of_passes(
                     f"Pass {epoch + 1} over the data had no batch: give an object that starts anew whenever it is "
                     "read, such as a function that returns a new generator."
                 )
-            state, epoch = None, epoch + 1
+            state, epoch, taken = None, epoch + 1, 0
             batches = open_pass(epoch, repeat)
 
     feed = Feed(read, num_batches, orders_itself=orders_itself)
@@ -292,12 +299,12 @@ def _feed_of_passes(
     return feed
 
 
-def _state_of(batches: Iterator[Any], epoch: int) -> Any:
-    """Returns the state of a pass, as JSON can hold it; None: it has none."""
+def _state_of(batches: Iterator[Any], epoch: int, taken: int) -> Any:
+    """Returns the state of a pass of which so many batches were taken, as JSON can hold it; None: it has none."""
     if not hasattr(batches, "get_state") or not hasattr(batches, "set_state"):
         return None
     state = batches.get_state()
-    return {"pass": epoch, "iterator": state.decode() if isinstance(state, bytes) else state}
+    return {"pass": epoch, "taken": taken, "iterator": state.decode() if isinstance(state, bytes) else state}
 
 
 def _has_taken(batches: Any, state: Any) -> bool:
@@ -340,10 +347,14 @@ def _feed_of_iterator(iterator: Iterator[Any]) -> Feed:
     def peek() -> list[tuple[Any, Any]]:
         if progress.num_taken:
             raise was_read
-        progress.peeked += itertools.islice(iterator, max(0, _NUM_PEEKED - len(progress.peeked)))
+        progress.peeked += itertools.islice(iterator, max(0, NUM_PEEKED - len(progress.peeked)))
         return [(batch, None) for batch in progress.peeked]
 
     return Feed(read, None, peek, access=Access.ONCE)
+
+
+def _has_rows(batch: Any) -> bool:
+    return any(array.shape[:1] != (0,) for array in tf.nest.flatten(as_arrays(batch)))
 
 
 def as_arrays(batch: Any) -> Any:

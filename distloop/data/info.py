@@ -44,8 +44,7 @@ class DataInfo:
         layout: what tracing needs to know about the batches.
         num_batches: of one pass, the longest over all workers' shards; inf: endless; None: unknown.
         num_missing_batches: by which this worker's shard is shorter than the longest one.
-        batch_size: of a whole batch, of this worker's shard if the data is sharded; None if unknown, or if TensorFlow
-            splits the batches.
+        batch_size: of a whole batch, of this worker's shard if the data is sharded; None if unknown.
         replica_batch_sizes: the rows of a whole batch that each replica takes, virtual ones if there are any, of this
             worker's if the data is sharded.
     """
@@ -116,10 +115,8 @@ def inspect(
 
 def cardinality(data: Any) -> float | None:
     """Returns the number of batches in one pass; inf if endless, None if the dataset does not know."""
-    length = int(data.cardinality().numpy() if callable(getattr(data, "cardinality", None)) else data.cardinality)
-    if length == tf.data.INFINITE_CARDINALITY:
-        return math.inf
-    return None if length == tf.data.UNKNOWN_CARDINALITY else length
+    length = int(data.cardinality())
+    return {tf.data.INFINITE_CARDINALITY: math.inf, tf.data.UNKNOWN_CARDINALITY: None}.get(length, length)
 
 
 def count_batches(dataset: tf.data.Dataset) -> float:

@@ -17,6 +17,7 @@ import tensorflow as tf
 from distloop.data.arrays import are_arrays, as_dataset
 from distloop.data.feeds import Feed, make_feed
 from distloop.data.numbered import NumberedDataset
+from distloop.data.order import Access
 from distloop.data.shards import batch_size, pack_element, static_batch_size
 from distloop.errors import require
 from distloop.log import log
@@ -101,9 +102,11 @@ def open_data(
         data = data.take(limit) if limit else data
         data = data.first_pass_again() if is_cached else data
         return OpenedData(data, data.fresh(), takes_context, begins_anywhere=True)
-    feed = make_feed(data, shuffle_seed=shuffle_seed, make_again=make, map_batch=map_batch, limit=limit)
+    counts_empty = empty_batches not in DROPS_EMPTY
+    feed = make_feed(data, shuffle_seed=shuffle_seed, make_again=make, limit=limit, counts_empty=counts_empty)
     limit = 0 if isinstance(data, keras.utils.PyDataset) else limit
     if feed is not None:
+        feed.map_batch = map_batch
         dataset = feed.one_pass(is_endless_if_unknown=takes_context and num_workers > 1)  # shards may differ in length
     elif isinstance(data, tf.data.Dataset):
         dataset = data if map_batch is None else data.map(map_batch)
@@ -117,7 +120,8 @@ def open_data(
     dataset = with_empty_batches(dataset, empty_batches)
     dataset = dataset.take(limit) if limit else dataset
     dataset = dataset.cache() if is_cached else dataset
-    return OpenedData(dataset, feed, takes_context, begins_anywhere=feed is not None and not (limit or is_cached))
+    begins_anywhere = feed is not None and not (is_cached or (limit and feed.access is Access.ONCE))
+    return OpenedData(dataset, feed, takes_context, begins_anywhere)
 
 
 def with_empty_batches(dataset: tf.data.Dataset, treated: str) -> tf.data.Dataset:

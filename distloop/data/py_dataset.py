@@ -21,7 +21,7 @@ from keras.src.trainers.data_adapters.py_dataset_adapter import OrderedEnqueuer
 from distloop.data.rows import ENDLESS
 from distloop.log import log
 
-_NUM_PEEKED = 2  # batches from which the element spec is made
+NUM_PEEKED = 2  # batches that are looked at before, from which the element spec is made
 _trained_on: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -65,7 +65,7 @@ class PyDatasetBatches:
 
     def peek(self) -> list[tuple[Any, Any]]:
         """Returns the first two batches."""
-        return [(self._data[number], None) for number in range(min(_NUM_PEEKED, int(min(self.num_batches, ENDLESS))))]
+        return [(self._data[number], None) for number in range(min(NUM_PEEKED, int(min(self.num_batches, ENDLESS))))]
 
     def read(self, first: int, state: Any, repeat: bool) -> Iterator[tuple[Any, Any]]:
         """Yields batches, each with None; the arguments are those of `Feed`'s `read`.

@@ -181,11 +181,8 @@ class LastBatch:
 
     def get(self) -> Batch | None:
         """Returns the last batch that was kept; None: no step was traced to keep one."""
-        values = iter(self._copies)
-        tensors = [
-            None if each is None else next(values).read_value()
-            for each in tf.nest.flatten(self._batch, expand_composites=True)
-        ]
+        values, leaves = iter(self._copies), tf.nest.flatten(self._batch, expand_composites=True)
+        tensors = [None if leaf is None else next(values).read_value() for leaf in leaves]
         return tf.nest.pack_sequence_as(self._batch, tensors, expand_composites=True)
 
 
@@ -207,10 +204,8 @@ def next_batch(iterator: Any, layout: BatchLayout) -> Batch:
 
 def no_rows(iterator: Any, layout: BatchLayout) -> Batch:
     """Returns what stands for a batch that is not read: zeros in the shapes of a batch, whose free axes are empty."""
-    zeros = [
-        tf.fill([size or 0 for size in spec.shape], tf.zeros([], spec.dtype))
-        for spec in tf.nest.flatten(iterator.element_spec)
-    ]
+    specs = tf.nest.flatten(iterator.element_spec)
+    zeros = [tf.fill([size or 0 for size in spec.shape], tf.zeros([], spec.dtype)) for spec in specs]
     return as_batch(tf.nest.pack_sequence_as(iterator.element_spec, zeros), layout)
 
 

@@ -143,6 +143,60 @@ class Loader:
         return iter([batch(start), batch(start + 1)])
 
 
+class Orders:
+    """As a loader with `set_epoch`: each epoch has batches 0 to 5 in an order of its own."""
+
+    epoch = 0
+
+    def __len__(self):
+        return 6
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        return map(batch, self.order(self.epoch))
+
+    @staticmethod
+    def order(epoch):
+        return np.random.default_rng(epoch).permutation(6).tolist()
+
+
+class Shuffled:
+    """As a shuffled `MapDataset` of Grain: `repeat` shuffles each epoch anew, and iterators have a state."""
+
+    class Iterator(Stateful.Iterator):
+        def __next__(self):
+            if self.place == len(self.convert):
+                raise StopIteration
+            self.place += 1
+            return batch(self.convert[self.place - 1])
+
+        def get_state(self):
+            return {"place": self.place}
+
+    def __init__(self, numbers=range(6)):
+        self.numbers = numbers
+
+    def __len__(self):
+        return len(self.numbers)
+
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return Shuffled(self.numbers[index])
+        epoch, place = divmod(self.numbers[index], 6)
+        return Orders.order(epoch)[place]
+
+    def repeat(self):
+        return Shuffled(range(10**9))
+
+    def to_iter_dataset(self):
+        return self
+
+    def __iter__(self):
+        return self.Iterator(self)
+
+
 class Rows:
     """A source of the rows that a function makes of their numbers; `read` lists those that were asked for."""
 

@@ -13,7 +13,7 @@ import distloop
 from distloop.data import opening
 from distloop.data.info import cardinality
 from distloop.data.source import Source
-from tests.data.python_batches import ONE, Loader, Numbers, Stateful, batch, taken
+from tests.data.python_batches import ONE, Loader, Numbers, Orders, Stateful, batch, taken
 from tests.problems import (
     assert_close,
     assert_equal,
@@ -120,6 +120,29 @@ def test_batches_that_python_makes_are_left_out_and_found_again(make, expected):
     second = source()
     second.go_to(json.loads(json.dumps(first.position())))
     assert taken(second, 2) == expected[4:6]
+
+
+class OrdersSomeEmpty(Orders):
+    def __iter__(self):
+        return (batch(number, rows_in(number)) for number in self.order(self.epoch))
+
+
+@pytest.mark.parametrize("treated", ["ignore", "step"])
+def test_batches_that_are_left_out_do_not_count_for_the_limit(treated):
+    orders = [Orders.order(epoch) for epoch in range(3)]
+    kept = [[number for number in order if treated == "step" or rows_in(number)][:2] for order in orders]
+    assert kept != [order[:2] for order in orders] or treated == "step"
+
+    def make():
+        return Source(OrdersSomeEmpty(), ONE, empty_batches=treated, limit=2)
+
+    assert sizes_of(make(), 6) == [rows_in(number) for number in sum(kept, [])]
+    if treated == "ignore":
+        assert taken(make(), 6) == sum(kept, [])
+        for position in range(1, 6):
+            source = make()
+            source.go_to({"batches": position, "skipped": []})
+            assert taken(source, 6 - position) == sum(kept, [])[position:]
 
 
 def test_a_shuffled_pydataset_keeps_its_orders():

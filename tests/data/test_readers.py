@@ -11,7 +11,20 @@ import tensorflow as tf
 from distloop.data.order import Access
 from distloop.data.source import Passes, Source
 from distloop.run.fit_call import batches_per_epoch
-from tests.data.python_batches import ONE, Drawn, Loader, Numbers, Stateful, batch, endless, failure, taken, three
+from tests.data.python_batches import (
+    ONE,
+    Drawn,
+    Loader,
+    Numbers,
+    Orders,
+    Shuffled,
+    Stateful,
+    batch,
+    endless,
+    failure,
+    taken,
+    three,
+)
 from tests.problems import batch_taker, mostly_wide, refused
 
 
@@ -208,3 +221,56 @@ def test_a_limited_epoch_of_a_pydataset_ends_with_its_hooks(seed):
     resumed = Source(Numbers(4), ONE, limit=2, shuffle_seed=seed)
     resumed.go_to({**source.position(), "batches": 3})
     assert taken(resumed, 3) == numbers[3:]
+
+
+class OfUnknownLength(Orders):
+    __len__ = None
+
+
+def of_first(count):
+    """Returns the first batches of epochs 0, 1 and so on of `Orders`."""
+    return [number for epoch in range(3) for number in Orders.order(epoch)[:count]]
+
+
+@pytest.mark.parametrize(
+    ("make", "limit", "expected"),
+    [
+        (Orders, 2, of_first(2)),
+        (Orders, 6, of_first(6)),
+        (Orders, 100, of_first(6)),
+        (OfUnknownLength, 2, of_first(2)),
+        (OfUnknownLength, 100, of_first(6)),
+        (Shuffled, 2, of_first(2)),
+        (Shuffled, 100, of_first(6)),
+        (Stateful, 3, [1, 2, 3] * 3),
+        (Stateful, 9, [1, 2, 3, 4, 5] * 2),
+        (Loader, 1, [100, 210, 320, 430, 540]),
+        (lambda: lambda: endless(), 2, [0, 1] * 3),
+        (lambda: lambda: Orders(), 2, of_first(2)),
+    ],
+)
+def test_each_epoch_ends_at_the_limit_and_keeps_its_order(make, limit, expected):
+    assert taken(Source(make(), ONE, limit=limit), len(expected)) == expected
+    for position in (1, 2, 5):
+        first, second = Source(make(), ONE, limit=limit), Source(make(), ONE, limit=limit)
+        taken(first, position)
+        second.go_to(json.loads(json.dumps(first.position())))
+        assert taken(second, len(expected) - position) == expected[position:], position
+
+
+def test_a_limited_epoch_is_at_its_position_at_once_by_its_state():
+    source = Source(Shuffled(), ONE, limit=3)
+    taken(source, 4)
+    assert source.access is Access.SEEKS
+    assert source.position()["state"] == {"pass": 1, "taken": 1, "iterator": {"place": 1}}
+
+
+def test_cached_batches_are_those_of_the_first_epoch():
+    for make in (Orders, Shuffled):
+        assert taken(Source(make(), ONE, limit=2, is_cached=True), 6) == Orders.order(0)[:2] * 3
+
+
+def test_a_generator_that_cannot_start_again_ends_at_the_limit():
+    source = Source(endless(), ONE, limit=2)
+    assert taken(source, 2) == [0, 1]
+    assert "was read before and cannot start again" in str(failure(source, 1))
