@@ -245,21 +245,25 @@ class LengthOrder(Order):
 
     def rows(self, batch: tf.Tensor, first: tf.Tensor | int = 0, end: tf.Tensor | int | None = None) -> tuple:
         """Returns the numbers of the examples in a batch, and their epochs; as `Order.rows`."""
-        rows = tf.numpy_function(self._rows, [batch], tf.int64)
-        rows.set_shape([None])
-        rows = rows[first:] if end is None else rows[first:end]
+        rows = tf.ensure_shape(tf.numpy_function(self._rows, [batch], tf.int64), [None])[first:end]
         return rows, tf.fill(tf.shape(rows), batch // self.batches_per_epoch)
 
     def width(self, batch: tf.Tensor) -> tf.Tensor:
         """Returns the length to which the rows of a batch are padded, int64 []."""
-        width = tf.numpy_function(self._width, [batch], tf.int64)
-        width.set_shape([])
-        return width
+        return tf.ensure_shape(tf.numpy_function(self._width, [batch], tf.int64), [])
 
     def facts_at(self, position: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns what a position depends on beside the rows and their order, for JSON."""
-        rows = f"of {self.batch_size} examples in windows of {self.batch_size * _WINDOW_BATCHES:,}"
-        return {**super().facts_at(position), "lengths": f"{rows} ({self._digest})"}
+        """Returns what a position depends on beside the rows and their order, for JSON.
+
+        Where the rows do not fill the last batch, the order of the last window depends on whether it is left out. An
+        older version did not save that: of its positions, the number of batches tells.
+        """
+        text = f"of {self.batch_size} examples in windows of {self.batch_size * _WINDOW_BATCHES:,} ({self._digest})"
+        count = self.batches_per_epoch
+        is_as_before = position.get("lengths") == text and position.get("batches_per_epoch", count) == count
+        if self.num_rows % self.batch_size and not is_as_before:
+            text += f", drop_remainder={self.drop_remainder}"
+        return {**super().facts_at(position), "lengths": text}
 
     def seen(self, batch: int) -> dict[str, int]:
         """Returns the number of examples in all batches before one, under the name "data"."""
@@ -332,5 +336,4 @@ def by_length(order: Order, lengths: np.ndarray, pad_to: Sequence[int]) -> Lengt
         raise ValueError(
             f"The longest row has {longest}, and pad_to ends at {widths[-1]}: add {longest} to pad_to, or cut rows."
         )
-    fields = {field.name: getattr(order, field.name) for field in dataclasses.fields(order)}
-    return LengthOrder(**fields, lengths=lengths.astype(np.int64), pad_to=widths)
+    return LengthOrder(**vars(order), lengths=lengths.astype(np.int64), pad_to=widths)

@@ -209,14 +209,43 @@ def test_lengths_that_do_not_fit_are_refused(settings, words):
         distloop.make_dataset(**{"source": [{"x": row} for row in THREE], "batch_size": 2, **settings})
 
 
+ODD = [np.arange(1 + n % 7) for n in range(34)]  # 4 batches of 8, and 2 rows
+
+
 def test_a_position_in_other_batches_is_refused():
     def facts_of(order):
         return {**order.facts_at({"batches": 9}), "order": 1}
 
     place = {"batches": 9, "skipped": [], **facts_of(BY_LENGTH)}
     assert converted(place, facts_of(BY_LENGTH)) is place
+    assert converted({**place, "skipped": [7]}, facts_of(replace(BY_LENGTH, drop_remainder=True)))  # 5 divides 1030
     for other in (by_length(PLAIN, LENGTHS + 1, ()), by_length(replace(PLAIN, batch_size=6), LENGTHS, ())):
         with pytest.raises(ValueError, match="had batches by length, of 5 examples in windows of 500 "):
             converted(place, facts_of(other))
     with pytest.raises(ValueError, match="and the data given has no lengths"):
         converted(place, facts_of(PLAIN))
+
+
+@pytest.mark.parametrize("limit", [0, 3])
+@pytest.mark.parametrize("drops", [False, True])
+def test_a_position_by_length_needs_the_odd_rows_as_they_were(drops, limit):
+    def dataset(drop_remainder):
+        data = distloop.make_dataset(
+            [{"x": row} for row in ODD], 8, shuffle=True, lengths=list(map(len, ODD)), drop_remainder=drop_remainder
+        )
+        return data.take(limit) if limit else data
+
+    def position_in(data):
+        return json.loads(json.dumps({"batches": 3, "skipped": [], **data.facts_at({"batches": 3})}))
+
+    given, other = dataset(drops), dataset(not drops)
+    saved = position_in(given)
+    old = {**saved, "lengths": saved["lengths"].partition(",")[0]}  # of a version that did not save it
+    for position in (saved, old):
+        assert given.convert(position, given.facts_at(position)) is position
+    change = f"drop_remainder={drops}, and the data given has batches by length, .*, drop_remainder={not drops}: give"
+    with pytest.raises(ValueError, match=change):
+        other.convert(saved, other.facts_at(saved))
+    if not limit:
+        with pytest.raises(ValueError, match="had batches by length, of 8 examples in windows of 800 "):
+            other.convert(old, other.facts_at(old))
