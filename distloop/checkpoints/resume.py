@@ -140,6 +140,7 @@ class RunCheckpoints:
         if path.endswith(WEIGHT_FILES):
             given = f"restore({path!r})"
             import_part("warm_start.warm_start", given).warm_start(self._state, path, given=given)
+            self._shows_best = False
             return None
         self._ended = None  # the position is for the next `fit`, whatever its data
         if BEST in (path, which):
@@ -164,8 +165,7 @@ class RunCheckpoints:
         with self.directory.reading(path, best=True) as local:
             gather = functools.partial(collectives.gather, self._state.strategy)
             saved = load_best(in_workdir(local) if local else None, metric, gather)
-            saved = saved._replace(path=path + saved.path.removeprefix(local))
-            self.restore_saved(saved)
+            self.restore_saved(saved._replace(path=path + saved.path.removeprefix(local)))
         self._shows_best = not run_goes_on_from_it
 
     def restore_built_model(self) -> None:
@@ -206,7 +206,7 @@ class RunCheckpoints:
             require_same_replicas(saved, self._state)
             if not (is_done := self._attach_progress(saved)):  # else the position may be in the data of the next `fit`
                 self._attach_data(saved, is_other=is_other_data)
-        self._saved, self.is_new = saved if is_done else None, False
+        self._saved, self.is_new, self._shows_best = saved if is_done else None, False, False
 
     def _attach_progress(self, saved: Saved) -> bool:
         """Restores how far the run has come; returns whether nothing is left to train for this `fit`."""
@@ -285,7 +285,10 @@ class RunCheckpoints:
         return self._checkpoints.steps[-1] if self._checkpoints and self._checkpoints.steps else None
 
     def save_and_wait(self) -> None:
-        """Saves the run as it is, and waits until that has ended."""
+        """Saves the run as it is, and waits until that has ended; says a line where the best checkpoint is shown."""
+        if self._shows_best:
+            shown = f"the model shows the best checkpoint, of step {int(self._state.step)}"
+            return self._say(f"Nothing saved: {shown}; the run goes on from step {self.progress.step}, which is saved.")
         self.save()
         self.wait()
 
@@ -301,8 +304,8 @@ class RunCheckpoints:
 
     def can_go_back(self) -> bool:
         """Returns whether there is a checkpoint with a position in the data given to `attach`, as the chief sees it."""
-        is_begun = self._source is not None and self._source.batches_taken  # else the position is in other data
-        can = bool(is_begun and self._checkpoints and self._checkpoints.steps)
+        # Where no batch was taken, the position is in other data.
+        can = bool(self._source and self._source.batches_taken and self._checkpoints and self._checkpoints.steps)
         return bool(collectives.gather(self._state.strategy, can)[0])
 
     def roll_back(self, diverged: Diverged) -> None:
@@ -329,8 +332,8 @@ class RunCheckpoints:
             on = "with the same batches" if right is not None else f"without batch {before} (counted from 0)"
             say(f"{diverged} Going back to step {saved.step}, and on {on}.")
             self._checkpoints.drop_later(saved.step)
-        position = source.convert(saved.metadata["input"])  # into batches of now, as those to leave out are
-        saved.metadata["input"] = {**position, "skipped": sorted(skipped)}
+        # The position is converted into batches of now, as those to leave out are.
+        saved.metadata["input"] = source.convert(saved.metadata["input"]) | {"skipped": sorted(skipped)}
         self.restore_saved(saved)
 
     def _is_before(self, batch: int, source: Source, facts: Mapping[str, Any]) -> bool:

@@ -80,8 +80,7 @@ class DiskColumn:
                 values = self._array[int(rows[0]) : int(rows[-1]) + 1]
             else:
                 values = [unmasked(self._array[row]) for row in rows.tolist()]
-            shape = [len(rows), *self.spec.shape]
-            return np.asarray(unmasked(values), self._dtype).reshape(shape)
+            return np.asarray(unmasked(values), self._dtype).reshape([len(rows), *self.spec.shape])
         except Exception as error:
             some = f"Row {rows[0]}" if len(rows) == 1 else f"One of the rows {rows.tolist()}"
             raise ValueError(f"{some} of {self.name} could not be read ({type(error).__name__}: {error}).") from error

@@ -433,6 +433,42 @@ def test_the_best_is_restored_at_the_end_and_the_run_goes_on_from_either(tmp_pat
     assert_equal(weights(again), weights(undisturbed))
 
 
+@pytest.mark.parametrize("console", ["lines", "quiet"])
+def test_a_save_of_the_best_that_is_shown_leaves_the_end_of_the_run(console, tmp_path, capsys):
+    measure = every(2, lambda report: {"score": float(report.step == 4)})
+    settings = {"actions": [measure, distloop.SaveBest("score", mode="max", restore=True)]}
+    undisturbed, dataset = make_trainer(""), data()
+    undisturbed.fit(dataset, steps=8)
+    trainer, dataset = make_trainer(tmp_path, checkpoint_every=2, console=console), data()
+    for steps in (6, 6):  # nothing is left for the second call
+        trainer.fit(dataset, steps=steps, **settings)
+        capsys.readouterr()
+        trainer.save()
+        shown = "the model shows the best checkpoint, of step 4"
+        line = f"distloop: Nothing saved: {shown}; the run goes on from step 6, which is saved.\n"
+        assert capsys.readouterr().out == ("" if console == "quiet" else line)
+        assert saved(tmp_path) == ["2", "4", "6", "best.json"] and trainer.step == 4
+    trainer.fit(dataset, steps=8)
+    assert_equal(weights(trainer), weights(undisturbed))
+    trainer.save()
+    assert saved(tmp_path) == ["4", "6", "8", "best.json"]
+
+
+def test_weights_that_are_loaded_over_the_best_are_saved(tmp_path):
+    trainer = make_trainer(tmp_path, steps_per_log=2)
+    trainer.fit(data(), steps=4, actions=[distloop.SaveBest("loss", restore=True)])
+    trainer.export(tmp_path / "other.npz")
+    with np.load(tmp_path / "other.npz") as values:
+        np.savez(tmp_path / "zeros.npz", **{name: 0 * value for name, value in values.items()})
+    trainer.restore(tmp_path / "zeros.npz")
+    loaded = weights(trainer)
+    assert not loaded["net/hidden/kernel"].any()
+    trainer.save()
+    again = make_trainer(tmp_path)
+    again.restore()
+    assert_equal(weights(again), loaded)
+
+
 def test_portable_names_hold_where_keras_counts_on(tmp_path):
     def model_fn():
         layers = [keras.Input((8,)), keras.layers.Dense(4), keras.layers.Dropout(0.5), keras.layers.Dense(1)]
