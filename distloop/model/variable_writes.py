@@ -60,8 +60,8 @@ def recorded_writes(candidates: Sequence[Any]) -> Iterator[list[Any]]:
     if tf.executing_eagerly():
         before = read(candidates)
         yield mutated
-        are_changed = _are_changed(candidates, before)
-        mutated += [v for v, is_changed in zip(candidates, are_changed, strict=True) if is_changed or not v.trainable]
+        ids = {id(v) for v in changed(candidates, before)}
+        mutated += [v for v in candidates if id(v) in ids or not v.trainable]
         return
     graph = tf.compat.v1.get_default_graph()
     num_ops = len(graph.get_operations())
@@ -70,14 +70,14 @@ def recorded_writes(candidates: Sequence[Any]) -> Iterator[list[Any]]:
     mutated += [v for v in candidates if id(tensorflow_variable(v).handle) in resources]
 
 
-def _are_changed(variables: Sequence[Any], before: Sequence[tf.Tensor]) -> list[bool]:
-    """Returns whether each variable has another value than before on any replica; eagerly, in replica context."""
+def changed(variables: Sequence[Any], before: Sequence[tf.Tensor]) -> list[Any]:
+    """Returns the variables that have another value than before on any replica; eagerly, in replica context."""
     pairs = zip(read(variables), before, strict=True)
     changes = [float(value.numpy().tobytes() != old.numpy().tobytes()) for value, old in pairs]
     context = tf.distribute.get_replica_context()
     if context.num_replicas_in_sync > 1:
         changes = context.all_reduce(tf.distribute.ReduceOp.SUM, tf.constant(changes)).numpy()
-    return [bool(change) for change in changes]
+    return [v for v, change in zip(variables, changes, strict=True) if change]
 
 
 def own_values(variables: Sequence[Any], values: Sequence[tf.Tensor]) -> keras.StatelessScope:

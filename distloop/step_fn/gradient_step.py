@@ -80,12 +80,11 @@ class GradientStep:
         self._arguments = (batch, examples, layout)
         self._variables = {update.state.paths[id(v)]: v for v in update.variables}
         self._before = update.values()
-        self._start = dict(self._before)  # of each pass: moved weights, all else as before the step
         self._first: Sums | None = None
         self._mutated: dict[int, Any] = {}  # variables that any pass wrote
-        self._after: dict[int, tf.Tensor] = {}  # what the first pass wrote
+        self._start: dict[int, tf.Tensor] = {}  # what these hold when a pass begins; all others are as they are then
         self._are_finite: list[tf.Tensor] = []
-        self._has_moved = False
+        self._moved = set[int]()  # weights, by `id`
 
     def gradients(self, value: str = "loss") -> dict[str, tf.Tensor]:
         """Computes the gradients of one of the values that `loss_fn` returns, at the weights as they are.
@@ -103,16 +102,20 @@ class GradientStep:
         Raises:
             ValueError: if `loss_fn` returns no such value.
         """
-        update = self._update
+        update, held = self._update, self._update.values()
+        start = held | self._start
+        variable_writes.assign([self._mutated[i] for i in self._start], [*self._start.values()])
+        summed = update.all_reduce(update(*self._arguments, value, again_from=start if self._first else None))
+        written = update.variables_of(summed.writes)
+        after = {id(v): write.after for v, write in zip(written, summed.writes.values(), strict=True)}
+        if tf.executing_eagerly() and not update.state.replicas.same_bits:  # where any variable counts as written
+            written = variable_writes.changed(written, [held[id(v)] for v in written])
+        self._mutated |= {id(v): v for v in written}
+        self._start = {i: start[i] for i in self._mutated}
+        # After a pass, variables hold what they held before it, and after the first one what that one wrote.
         if self._first is None:
-            summed = self._first = update.all_reduce(update(*self._arguments, value))
-            pairs = zip(update.variables_of(summed.writes), summed.writes.values(), strict=True)
-            self._after = {id(v): write.after for v, write in pairs}
-        else:
-            for i, variable in self._mutated.items():
-                variable.assign(self._start[i])
-            summed = update.all_reduce(update(*self._arguments, value, again_from=self._start))
-        self._mutated |= {id(v): v for v in update.variables_of(summed.writes)}
+            self._first, held = summed, held | after
+        variable_writes.assign([*self._mutated.values()], [held[i] for i in self._mutated])
         norm, scale = gradients.norm_and_scale(gradients.squared_norms(summed.segments), summed.weight)
         self._are_finite.append(tf.math.is_finite(norm + summed.tallies[0]))
         return dict(zip(self._variables, update.packing.unpack(summed.segments, scale), strict=True))
@@ -120,7 +123,7 @@ class GradientStep:
     @property
     def weights(self) -> dict[str, tf.Tensor]:
         """The value of each variable that the update trains, by path; in `moved`, the moved one."""
-        return {path: self._start[id(variable)] for path, variable in self._variables.items()}
+        return {path: tf.identity(variable) for path, variable in self._variables.items()}
 
     @contextlib.contextmanager
     def moved(self, by: Mapping[str, tf.Tensor]) -> Iterator[None]:
@@ -132,13 +135,13 @@ class GradientStep:
         Raises:
             ValueError: if the update trains no such variable, or a shape differs.
         """
-        if unknown := sorted(set(by) - set(self.weights)):
+        if unknown := sorted(set(by) - set(self._variables)):
             raise ValueError(
-                f"step.moved was given {unknown}; the update trains {sorted(self.weights)}: use their paths."
+                f"step.moved was given {unknown}; the update trains {sorted(self._variables)}: use their paths."
             )
-        by = checked("step.moved was given", by, {path: w for path, w in self.weights.items() if path in by})
-        self._has_moved = True
-        before = {path: self.weights[path] for path in by}
+        before = {path: weight for path, weight in self.weights.items() if path in by}
+        by = checked("step.moved was given", by, before)
+        self._moved |= {id(self._variables[path]) for path in by}
         try:
             self._set({path: before[path] + difference for path, difference in by.items()})
             yield
@@ -148,7 +151,7 @@ class GradientStep:
     def _set(self, weights: Mapping[str, tf.Tensor]) -> None:
         for path, weight in weights.items():
             self._variables[path].assign(weight)
-            self._start[id(self._variables[path])] = weight
+            self._start.pop(id(self._variables[path]), None)
 
     def _finish(self, returned: Any, assigned: Sequence[Any]) -> Sums:
         """Returns what is to be applied, after `step_fn` returned.
@@ -162,16 +165,13 @@ class GradientStep:
                 "gradients to apply, by path."
             )
         returned = checked("step_fn returned", returned, self.weights)
-        own = [v for v in assigned if id(v) not in self._mutated]
-        if not self._has_moved:
-            _refuse_assigned(self._variables, own, "use `with step.moved(...)` for other gradients, and ")
-        own = [v for v in own if id(v) not in {id(v) for v in update.variables}]
-        self._after |= {id(v): tf.identity(v) for v in own}
-        mutated, before = update.add_mutated([*self._mutated.values(), *own]), self._before
+        own = [v for v in assigned if id(v) not in self._mutated.keys() | self._moved]
+        _refuse_assigned(self._variables, own, "use `with step.moved(...)` for other gradients, and ")
+        mutated = update.add_mutated([*self._mutated.values(), *own])
         return self._first._replace(
             segments=update.packing.pack(list(returned.values())),
             weight=tf.constant(1.0),
-            writes=update.writes(mutated, before, [self._after.get(id(v), before[id(v)]) for v in mutated]),
+            writes=update.writes(mutated, self._before, [tf.identity(v) for v in mutated]),
             are_finite=self._are_finite,
         )
 

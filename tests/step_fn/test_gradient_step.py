@@ -176,6 +176,47 @@ def test_what_a_step_fn_keeps_in_variables_is_undone_with_the_step():
     assert trainer.model["state"].kept.numpy() == 1.0 and int(trainer.state.skipped_steps) == 1
 
 
+class Scaled(keras.layers.Layer):
+    """Multiplies by a weight, by a scale that nothing trains, and by how often it was called."""
+
+    def build(self, shape):
+        self.weight = self.add_weight(shape=(), initializer="zeros", name="weight")
+        self.scale = self.add_weight(shape=(), initializer="ones", trainable=False, name="scale")
+        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False, name="calls")
+
+    def call(self, x):
+        self.calls.assign_add(1.0)
+        return x * self.weight * self.scale * self.calls
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings", mostly_wide([{"virtual_replicas": 2, "microbatches": 2}, {"eager": True}, {"microbatches": 2}])
+)
+def test_each_pass_sees_what_a_step_fn_assigned(settings):
+    def model_fn():
+        layer = Scaled(name="scaled")
+        net = keras.Sequential([keras.Input((1,)), layer], name="net")
+
+        def step_fn(step):
+            first = step.gradients()
+            layer.scale.assign(layer.scale * 2.0)
+            layer.calls.assign_add(10.0 * layer.calls)  # what the first pass has written
+            second = step.gradients()
+            return {path: first[path] + second[path] for path in first}
+
+        def loss_fn(batch, training):
+            return {"loss": net(batch["x"])[:, 0]}
+
+        return distloop.ModelSpec(net, keras.optimizers.SGD(1.0), loss_fn, step_fn=step_fn)
+
+    trainer = distloop.Trainer(model_fn, on(2, **settings))
+    trainer.fit(distloop.make_dataset({"x": np.ones((8, 1), np.float32)}, 4), steps=2)
+    # A pass of the first step is called once, one of the second for the 12th time.
+    expected = {"weight": -(1.0 + 2.0) - 12.0 * (2.0 + 4.0), "scale": 4.0, "calls": 11.0 * 12.0}
+    assert weights(trainer) == {f"net/scaled/{name}": value for name, value in expected.items()}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "step_fn, message",
