@@ -14,6 +14,7 @@ Without a `loss_fn`, the step is the user's from the rows to the gradients, as i
 """
 
 import contextlib
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -80,10 +81,9 @@ class GradientStep:
         self._arguments = (batch, examples, layout)
         self._variables = {update.state.paths[id(v)]: v for v in update.variables}
         self._before = update.values()
-        self._first: Sums | None = None
+        self._passes: list[tuple[Sums, tf.Tensor, list[tf.Tensor]]] = []  # of each, also `is_finite` and the gradients
         self._mutated: dict[int, Any] = {}  # variables that any pass wrote
         self._start: dict[int, tf.Tensor] = {}  # what these hold when a pass begins; all others are as they are then
-        self._are_finite: list[tf.Tensor] = []
         self._moved = set[int]()  # weights, by `id`
 
     def gradients(self, value: str = "loss") -> dict[str, tf.Tensor]:
@@ -105,7 +105,7 @@ class GradientStep:
         update, held = self._update, self._update.values()
         start = held | self._start
         variable_writes.assign([self._mutated[i] for i in self._start], [*self._start.values()])
-        summed = update.all_reduce(update(*self._arguments, value, again_from=start if self._first else None))
+        summed = update.all_reduce(update(*self._arguments, value, again_from=start if self._passes else None))
         written = update.variables_of(summed.writes)
         after = {id(v): write.after for v, write in zip(written, summed.writes.values(), strict=True)}
         if tf.executing_eagerly() and not update.state.replicas.same_bits:  # where any variable counts as written
@@ -113,12 +113,13 @@ class GradientStep:
         self._mutated |= {id(v): v for v in written}
         self._start = {i: start[i] for i in self._mutated}
         # After a pass, variables hold what they held before it, and after the first one what that one wrote.
-        if self._first is None:
-            self._first, held = summed, held | after
+        if not self._passes:
+            held |= after
         variable_writes.assign([*self._mutated.values()], [held[i] for i in self._mutated])
         norm, scale = gradients.norm_and_scale(gradients.squared_norms(summed.segments), summed.weight)
-        self._are_finite.append(tf.math.is_finite(norm + summed.tallies[0]))
-        return dict(zip(self._variables, update.packing.unpack(summed.segments, scale), strict=True))
+        unpacked = update.packing.unpack(summed.segments, scale)
+        self._passes.append((summed, tf.math.is_finite(norm + summed.tallies[0]), unpacked))
+        return dict(zip(self._variables, unpacked, strict=True))
 
     @property
     def weights(self) -> dict[str, tf.Tensor]:
@@ -159,20 +160,23 @@ class GradientStep:
         `assigned` are the variables that were assigned while it ran, by itself or in a pass.
         """
         update = self._update
-        if self._first is None:
+        if not self._passes:
             raise ValueError(
-                "step_fn returned without gradients: call step.gradients() in it and return the "
-                "gradients to apply, by path."
+                "step_fn returned without gradients: call step.gradients() and return the gradients to apply, by path."
             )
         returned = checked("step_fn returned", returned, self.weights)
+        sums, are_finite, given = zip(*self._passes, strict=True)
+        # What is not the very tensor of a pass is applied, even if no loss depends on the variable.
+        is_own = [all(g is not each for each in known) for g, *known in zip(returned.values(), *given, strict=True)]
+        update.trace.reached[:] = map(operator.or_, update.trace.reached, is_own)
         own = [v for v in assigned if id(v) not in self._mutated.keys() | self._moved]
         _refuse_assigned(self._variables, own, "use `with step.moved(...)` for other gradients, and ")
         mutated = update.add_mutated([*self._mutated.values(), *own])
-        return self._first._replace(
+        return sums[0]._replace(
             segments=update.packing.pack(list(returned.values())),
             weight=tf.constant(1.0),
             writes=update.writes(mutated, self._before, [tf.identity(v) for v in mutated]),
-            are_finite=self._are_finite,
+            are_finite=are_finite,
         )
 
 
@@ -280,13 +284,12 @@ class OwnStep:
         after, _ = update.state_updates.merge(mutated, after, sums.get("writes"))
         filled = [gradients.get(path, tf.zeros(v.shape, v.dtype)) for path, v in self._variables.items()]
         replicas = update.state.strategy.num_replicas_in_sync
-        are_same = [
-            _is_mean(sums["tallies"], tallies, i, name) for i, name in enumerate(names) if name in self._without_weight
-        ]
+        total = sums["tallies"]
+        are_same = [_is_mean(total, tallies, i, name) for i, name in enumerate(names) if name in self._without_weight]
         return Sums(
             segments=update.packing.pack(filled),
             weight=tf.constant(1.0),
-            tallies=tf.where(tf.reduce_all(are_same), sums["tallies"], np.nan) if are_same else sums["tallies"],
+            tallies=tf.where(tf.reduce_all(are_same), total, np.nan) if are_same else total,
             writes=update.writes(mutated, self._before, after),
             replacements=[tf.identity(v) for v in update.replaced],
             secs=tf.ones([replicas]) if strategies.times_replicas(update.state.strategy) else None,  # not measured

@@ -147,7 +147,7 @@ def make_application(state: TrainState, clipping: Clipping) -> Application:
 
 
 def reached(update: ForwardBackward) -> list[Any]:
-    """Returns the variables that the loss depends on."""
+    """Returns the variables that the loss depends on, or for which a `step_fn` made a gradient."""
     return [v for v, is_reached in zip(update.variables, update.trace.reached, strict=True) if is_reached]
 
 

@@ -42,7 +42,7 @@ class Trace:
     Attributes:
         names: of the tallies, "loss" first, without the update's own name.
         outputs: the names that `loss_fn` returned, those of Keras metrics included.
-        reached: by variable, whether the loss depends on it.
+        reached: by variable, whether the loss depends on it, or a `step_fn` made a gradient for it.
         mutated: the variables that the forward pass writes.
         has_tokens: whether the weight of the loss counts tokens.
         join: puts together the arguments of the Keras metrics.

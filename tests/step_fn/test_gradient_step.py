@@ -1,6 +1,7 @@
 """step_fn: several looks at the gradients of a step, under the laws."""
 
 import contextlib
+import functools
 
 import keras
 import numpy as np
@@ -215,6 +216,42 @@ def test_each_pass_sees_what_a_step_fn_assigned(settings):
     # A pass of the first step is called once, one of the second for the 12th time.
     expected = {"weight": -(1.0 + 2.0) - 12.0 * (2.0 + 4.0), "scale": 4.0, "calls": 11.0 * 12.0}
     assert weights(trainer) == {f"net/scaled/{name}": value for name, value in expected.items()}
+
+
+def of_reached_and_not(step_fn, optimizer):
+    def model_fn():
+        reached, other = tf.Variable(0.0, name="reached"), tf.Variable(10.0, name="other")
+        model, loss_fn = {"reached": reached, "other": other}, lambda x, training: {"loss": 4.0 * reached * x}
+        return distloop.ModelSpec(model, optimizer(), loss_fn, step_fn=step_fn)
+
+    return model_fn
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", mostly_wide([{}, {"eager": True}, {"virtual_replicas": 2, "microbatches": 2}]))
+def test_what_a_step_fn_makes_for_an_unreached_variable_is_applied(settings, caplog):
+    def decayed(step):
+        return {path: g + 0.3 * step.weights[path] for path, g in step.gradients().items()}
+
+    model_fn = of_reached_and_not(decayed, functools.partial(keras.optimizers.SGD, 1.0))
+    trainer = distloop.Trainer(model_fn, on(2, clip_norm=1.0, **settings))
+    numbers = trainer.fit(distloop.make_dataset(np.ones([4], np.float32), 4), steps=1)
+    assert numbers[GRADIENT_NORM] == 5.0
+    assert_close(weights(trainer), {"reached": np.float32(-0.8), "other": np.float32(9.4)})
+    assert "does not depend" not in caplog.text
+
+
+@pytest.mark.slow
+def test_an_unreached_variable_for_which_a_step_fn_makes_nothing_stays(caplog):
+    def last_of_two(step):
+        step.gradients()
+        return dict(step.gradients())
+
+    optimizer = functools.partial(keras.optimizers.AdamW, 1.0, weight_decay=0.1)
+    trainer = distloop.Trainer(of_reached_and_not(last_of_two, optimizer), on(1))
+    trainer.fit(distloop.make_dataset(np.ones([4], np.float32), 4), steps=1)
+    assert weights(trainer)["other"] == 10.0 and weights(trainer)["reached"] != 0.0
+    assert "does not depend on other" in caplog.text
 
 
 @pytest.mark.slow
