@@ -272,8 +272,9 @@ def test_a_wrong_step_fn_is_refused_in_a_sentence(step_fn, message):
         spec = model_fn_with(None)()
 
         def assigns_weights(step):
-            spec.model.layers[0].kernel.assign_add(tf.ones([8, 6]))
-            return step.gradients()
+            with step.moved({"net/logits/bias": tf.ones([4])}):
+                spec.model.layers[0].kernel.assign_add(tf.ones([8, 6]))
+                return step.gradients()
 
         wrong = assigns_weights if step_fn == "assigns weights" else step_fn
         return distloop.ModelSpec(spec.model, spec.optimizer, spec.loss_fn, step_fn=wrong)
