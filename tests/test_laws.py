@@ -1031,6 +1031,32 @@ def test_an_average_counts_the_steps_of_the_run_that_are_applied(kind, average, 
         assert_close(found, expected, 1e-5)
 
 
+CUTS = [(1, {}), (2, {"shard_optimizer": True}), (2, {"virtual_replicas": 4})]
+BEGUN = list(itertools.product(AVERAGES, CUTS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("average", "cut"), mostly_wide(BEGUN, BEGUN[4]))
+def test_an_average_begins_with_weights_set_before_the_first_step(average, cut):
+    trainer = distloop.Trainer(classifier(), on(cut[0], **cut[1], **average))
+    for variable in trainer.model.variables:
+        variable.assign(variable + 1.0)
+    expected = first = weights(trainer)
+    with trainer.state.averaged():
+        assert_equal(weights(trainer), first)
+    loss = trainer.evaluate(batches())["loss"]
+    seen = problems.looks(trainer, batches(), 4, 1, lambda report: weights(report.state))
+    for t, after in enumerate(seen, 1):
+        rate = 1 / max(1, t - 1) if "average_from" in average else 1 - min(0.5, (1 + t) / (10 + t))
+        expected = {name: value + rate * (after[name] - value) for name, value in expected.items()}
+    with trainer.state.averaged():
+        assert_close(weights(trainer), expected, 1e-5)
+    plain = distloop.Trainer(classifier(), on(1))
+    for variable, value in zip(plain.model.variables, first.values(), strict=True):
+        variable.assign(value)
+    assert plain.evaluate(batches())["loss"] == pytest.approx(loss, rel=1e-6)
+
+
 @pytest.mark.slow
 def test_an_equal_average_that_would_begin_elsewhere_is_refused_or_waits(tmp_path):
     def fit(steps, stops_after=0, average_from="50 %"):

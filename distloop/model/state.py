@@ -67,7 +67,6 @@ class TrainState(tf.Module):
         keras_metrics: the Keras metrics, by name.
         loss_watch: statistics of the updates' losses, for the detection of spikes.
         average: the moving average of the weights, or None.
-        for_evaluation: what `averaged` applies: the average, `ScheduleFreeWeights`, or None.
         outside_variables: watches what the user's functions use beside the model.
         created: by `id`, the TensorFlow variables that were made for it, those of no model included.
         may_be_saved: whether every variable is that of a finished step; not after one that failed.
@@ -123,7 +122,7 @@ class TrainState(tf.Module):
             self.loss_watch = LossWatch(len(spec.updates))
         self.outside_variables = OutsideVariables(self)
         self.average: MovingAverage | None = None
-        self.for_evaluation: Any = None
+        self._averages: Any = None  # the average, or `ScheduleFreeWeights`
         self._average_decay, self.created = average_decay, created
         self.initial_learning_rates: dict[int, float] = {}
         self.is_built, self.may_be_saved, self.passes_write = False, True, False
@@ -206,7 +205,7 @@ class TrainState(tf.Module):
         self.slot_placement.prepare(of_updates)
         if any(keras_hooks.is_schedule_free(optimizer) for optimizer, _ in of_updates):
             module = import_part("schedule_free.schedule_free_weights", "keras.optimizers.ScheduleFreeAdamW")
-            self.for_evaluation = module.ScheduleFreeWeights(of_updates, self.slot_placement.slots, self._average_decay)
+            self._averages = module.ScheduleFreeWeights(of_updates, self.slot_placement.slots, self._average_decay)
         stores = {id(self.optimizers[u.name]): _build_optimizer(self, u) for u in self.optimizer_updates}
         self.slot_stores = {name: stores[id(optimizer)] for name, optimizer in self.optimizers.items()}
         keep_losses_apart(layers)
@@ -221,7 +220,7 @@ class TrainState(tf.Module):
             pairs = [(optimizer, v) for optimizer, of in of_updates for v in of]
             self.average = self.slot_placement.make_average(self.trained_variables, self._average_decay, pairs)
             self.average.follow(optimizer for optimizer, _ in of_updates)
-            self.for_evaluation = self.average
+            self._averages = self.average
         _refuse_synchronized(layers, self.replicas)
         replicas, per_device = self.replicas.count, self.replicas.per_device
         self.recurrent_states = _find_recurrent_states(layers, replicas)
@@ -288,13 +287,17 @@ class TrainState(tf.Module):
 
     def describe(self) -> list[str]:
         """Returns lines for the console: where stages, slots and averages are, if not on every replica."""
-        of_evaluation = getattr(self.for_evaluation, "lines", ())
-        return [*self.placement.describe(), *self.slot_placement.describe(self), *of_evaluation]
+        return [*self.placement.describe(), *self.slot_placement.describe(self), *getattr(self._averages, "lines", ())]
+
+    @property
+    def for_evaluation(self) -> Any:
+        """What `averaged` applies: the average, `ScheduleFreeWeights`, or None: there is none before the first step."""
+        return self._averages if int(self.step) else None
 
     def start_slots(self) -> None:
-        """Sets the averages, and the slots that begin as the weights, to the weights of now; in scope."""
-        if self.for_evaluation is not None:
-            self.for_evaluation.start()
+        """Sets the averages, and the slots that begin as the weights, to the weights of now."""
+        if self._averages is not None:
+            self._averages.start()
 
     def averaged(self) -> contextlib.AbstractContextManager[None]:
         """Returns a scope in which the model has its weights for evaluation: averaged ones, if there are any."""

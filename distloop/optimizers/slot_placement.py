@@ -98,9 +98,8 @@ class MovingAverage(tf.Module):
 
     def follow(self, optimizers: Iterable[Any]) -> None:
         """Stores the optimizers whose steps count; to be called in the strategy's scope."""
-        start = _NEVER if self.decay == 1.0 else 0
         different = {id(optimizer): optimizer for optimizer in optimizers}
-        self._starts = [(o, tf.Variable(start, dtype=tf.int64, trainable=False)) for o in different.values()]
+        self._starts = [(o, tf.Variable(0, dtype=tf.int64, trainable=False)) for o in different.values()]
 
     def begin_at(self, first_step: int, step: int) -> None:
         """Sets the first step for a run that is at a step.
@@ -129,8 +128,7 @@ class MovingAverage(tf.Module):
         """
         steps_left = self.first_step - 1 - step
         if steps_left >= 0:
-            counts = [int(optimizer.iterations.numpy()) for optimizer, _ in self._starts] if steps_left == 0 else []
-            self._set_starts(counts or [_NEVER for _ in self._starts])
+            self._set_starts([_NEVER if steps_left else int(o.iterations.numpy()) for o, _ in self._starts])
         return steps_left if steps_left > 0 else math.inf
 
     def get_state(self) -> dict[str, Any]:
@@ -264,9 +262,7 @@ def _import(module: str, variables: Sequence[Any], *, is_needed: bool = False) -
 
     Without that folder sparse gradients are dense, which trains to the same weights.
     """
-    if not is_needed and not Packing(variables).may_be_sparse:
-        return None
-    try:
-        return import_part(f"tables.{module}", "a sparse gradient")
-    except ValueError:
-        return None
+    if is_needed or Packing(variables).may_be_sparse:
+        with contextlib.suppress(ValueError):
+            return import_part(f"tables.{module}", "a sparse gradient")
+    return None

@@ -166,7 +166,7 @@ class CompiledLoop:
     def run(
         self, source: Source, count: int, log_every: int, *, executor: str, is_single: bool, secs: float = NO_LIMIT_SECS
     ) -> list[Row]:
-        """Runs `count` steps, or up to the first that fails or where an average begins; after `secs` it begins none.
+        """Runs `count` steps, or up to the first that fails; after `secs` it begins none.
 
         Args:
             source: the data.
@@ -179,8 +179,6 @@ class CompiledLoop:
         Returns:
             The rows in order; only the last one may hold a diagnosis.
         """
-        if self._state.average is not None:
-            count = int(min(count, self._state.average.begin(int(self._state.step))))
         clock, limits = graph_clock(), _limits(count, log_every or count + 1, secs)
         with tf.experimental.function_executor_type(executor):
             result = (self._run_one if is_single else self._run)(source.iterator(), source.layout, *limits)

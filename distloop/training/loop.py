@@ -162,6 +162,8 @@ class TrainLoop:
         self._most_steps = _MOST_STEPS if self._ends_by_time else 1  # of the next loop
         self._started_at = time.monotonic() - self.progress.secs
         self._begin_to_count()
+        if self._state.for_evaluation is None:  # actions and users may have set the weights until now
+            self._state.start_slots()
         is_over = self.progress.open_boundary is not None and self._act_again(self.progress.open_boundary, actions)
         while not is_over and self.progress.step < min(self._until, self._host.pause_at):
             is_over = self._train_to_boundary(source, actions)
@@ -256,7 +258,8 @@ class TrainLoop:
         with self._explained(source, step):
             collectives.report_phase(self._state.strategy, "training")
             most = min(1 if is_first else most_steps or np.inf, self._to_compare or np.inf)
-            count = int(min(self._next_boundary(actions) - step, self._most_steps, most))
+            to_average = np.inf if self._state.average is None else self._state.average.begin(step)
+            count = int(min(self._next_boundary(actions) - step, self._most_steps, most, to_average))
             with host.profile.loop(step):
                 rows = self._compiled.run(
                     *(source, count, host.plan.period(host.log_every).steps),

@@ -111,8 +111,6 @@ class XlaLoop:
         Neither `executor` nor `is_single` changes anything here.
         """
         first, began_at = int(self._state.step), time.monotonic()
-        if self._state.average is not None:
-            count = int(min(count, self._state.average.begin(first)))
         rows: list[Row] = []
         done = 0
         while not rows or (done < count and rows[-1].diagnosis is None and rows[-1].end < began_at + secs):

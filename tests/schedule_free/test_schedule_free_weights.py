@@ -154,6 +154,31 @@ def test_before_the_first_step_x_is_y_to_the_bit():
     assert_equal(seen, weights(trainer))
 
 
+class SetsWeights(distloop.Action):
+    """Sets the weights of the model when the run begins."""
+
+    every, value = None, START - 2.0
+
+    def on_start(self, report):
+        report.state.model.set_weights([self.value])
+
+    def __call__(self, report):
+        pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("replicas", "settings"), mostly_wide(TOPOLOGIES, *TOPOLOGIES[:2], *TOPOLOGIES[3:5]))
+def test_a_run_begins_at_weights_that_were_set_before_its_first_step(replicas, settings):
+    for start, actions in ((START + 3.0, []), (SetsWeights.value, [SetsWeights()])):
+        trainer = distloop.Trainer(regression(), on(replicas, **settings))
+        trainer.model.set_weights([START + 3.0])
+        assert trainer.evaluate(data())["loss"] == pytest.approx(loss_of(START + 3.0), rel=2e-5)
+        trainer.fit(data(), steps=3, actions=actions)
+        y, x = by_numpy(3, start=start)[-1]
+        np.testing.assert_allclose(trainer.model.get_weights()[0], y, rtol=1e-5)
+        assert trainer.evaluate(data())["loss"] == pytest.approx(loss_of(x), rel=2e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("replicas", mostly_wide([2, 1]))
 def test_from_keras_trains_from_x_and_returns_x(replicas):
@@ -176,6 +201,13 @@ def test_from_keras_trains_from_x_and_returns_x(replicas):
     again = distloop.Trainer(distloop.from_keras(model), on(replicas))
     assert again.evaluate(data())["loss"] == pytest.approx(model.evaluate(X, Y, verbose=0), rel=1e-5)
     assert int(again.optimizer.iterations.numpy()) == 12
+    model.optimizer.learning_rate = 0.0
+    third = distloop.Trainer(distloop.from_keras(model), on(replicas))
+    third.model.set_weights([START])
+    assert third.evaluate(data())["loss"] == pytest.approx(loss_of(START), rel=2e-5)
+    third.fit(data(), steps=1)
+    np.testing.assert_array_equal(third.model.get_weights()[0], START)
+    assert third.evaluate(data())["loss"] == pytest.approx(loss_of(START), rel=2e-5)
 
 
 @pytest.mark.slow
