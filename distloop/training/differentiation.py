@@ -29,9 +29,9 @@ REGULARIZATION = "regularization"  # the name of the tally of the losses that la
 _LEAST_WEIGHT = 1e-12
 # The mean over a shard's rows, as Keras takes it, would count by the shard's sum of weights instead of its rows.
 _UNSHARED = (
-    "The layers {} have an activity regularizer or an add_loss, the loss has weights or masks of its own, and each "
-    "batch is cut in {} shards, so the term would depend on how it is cut: return the term from loss_fn, one value per "
-    "example, or train on one replica without microbatches and virtual replicas."
+    "The layers {} have an activity regularizer or an add_loss, the loss is ragged or has weights or masks of its own, "
+    "and each batch is cut in {} shards, so the term would depend on how it is cut: return the term from loss_fn, one "
+    "value per example, or train on one replica without microbatches and virtual replicas."
 )
 
 
@@ -134,15 +134,9 @@ class Differentiation:
             if not is_first and isinstance(outputs, Mapping):
                 outputs = {name: value for name, value in outputs.items() if name not in state.keras_metrics}
             tallies, metric_rows = tally_outputs(outputs, rows, row_weights, state.keras_metrics)
-            regularization = _tally_regularization(
-                layers,
-                state.placement,
-                tallies["loss"],
-                is_weighted=isinstance(outputs["loss"], metrics.Weighted),
-                shards=state.replicas.count * self._microbatches,
-            )
-            if regularization is not None:
-                tallies[REGULARIZATION] = regularization
+            is_weighted = isinstance(outputs["loss"], (metrics.Weighted, tf.RaggedTensor))
+            shards = state.replicas.count * self._microbatches if is_weighted else 1
+            tallies |= _tally_regularization(layers, state.placement, tallies["loss"], shards)
             if value not in tallies:
                 raise ValueError(
                     f'step_fn asked for the gradients of "{value}", but loss_fn returns the values {sorted(tallies)}: '
@@ -250,30 +244,29 @@ def divisor_of(value: str, names: Collection[str]) -> str:
 
 
 def _tally_regularization(
-    layers: Sequence[Any], placement: Placement, loss: metrics.Tally, *, is_weighted: bool, shards: int
-) -> metrics.Tally | None:
+    layers: Sequence[Any], placement: Placement, loss: metrics.Tally, shards: int
+) -> dict[str, metrics.Tally]:
     """Returns the sum of the losses that layers carry, weighted so that the one division makes it count once.
 
     Args:
         layers: those that the update trains, with all that are in them.
         placement: of the model.
         loss: the tally of the shard's loss.
-        is_weighted: whether the loss has weights of its own.
-        shards: into how many the batch is cut, microbatches included.
+        shards: into how many the batch is cut that may have other weights than rows, microbatches included.
 
     Returns:
-        Its total and weight; None if the layers carry no loss.
+        Its total and weight under its name; {} if the layers carry no loss.
 
     Raises:
         ValueError: if a loss of what a layer computed would count differently for another number of shards.
     """
     total, of_outputs = _sum_losses(layers, placement)
-    if of_outputs and is_weighted and shards > 1:
+    if of_outputs and shards > 1:
         raise ValueError(_UNSHARED.format(", ".join(map(repr, of_outputs)), shards))
     if total is None:
-        return None
+        return {}
     weight = tf.maximum(loss.weight, _LEAST_WEIGHT)  # weighted like a value of every example
-    return metrics.Tally(total * weight, weight)
+    return {REGULARIZATION: metrics.Tally(total * weight, weight)}
 
 
 def _sum_losses(layers: Sequence[Any], placement: Placement) -> tuple[tf.Tensor | None, list[str]]:

@@ -207,14 +207,18 @@ def test_a_gradient_that_is_not_finite_though_the_loss_is(replicas):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("is_ragged", [True, False])
 @pytest.mark.parametrize("settings", [dict(num_devices=2), dict(microbatches=2)])
-def test_a_term_of_activations_beside_a_weighted_loss_is_refused_in_shards(settings):
+def test_a_term_of_activations_beside_a_weighted_loss_is_refused_in_shards(settings, is_ragged):
     def model_fn():
         hidden = keras.layers.Dense(2, activity_regularizer="l1", name="hidden")
         model = keras.Sequential([keras.Input((3,)), hidden])
 
         def loss_fn(batch, training):
-            return {"loss": distloop.weighted(loss_of(model, batch, training), batch["y"][:, 0] ** 2)}
+            values = loss_of(model, batch, training)
+            if is_ragged:  # which counts by the elements of a shard
+                return {"loss": tf.RaggedTensor.from_row_lengths(values, tf.ones_like(values, tf.int64))}
+            return {"loss": distloop.weighted(values, batch["y"][:, 0] ** 2)}
 
         return distloop.ModelSpec(model, keras.optimizers.SGD(0.1), loss_fn)
 
