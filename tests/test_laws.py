@@ -1057,6 +1057,46 @@ def test_an_average_begins_with_weights_set_before_the_first_step(average, cut):
     assert plain.evaluate(batches())["loss"] == pytest.approx(loss, rel=1e-6)
 
 
+def idle(step):
+    step.report("loss", 0.0)
+
+
+TWICE = [(kind, average, cut) for kind in ("own", "shared") for average in AVERAGES for cut in CUTS]
+TWICE += [("idle", average, cut) for average in AVERAGES for cut in CUTS[:2]]  # virtual replicas need a loss_fn
+SKIPPED = [("shared", average, (1, {"on_nonfinite": "skip"})) for average in AVERAGES]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "average", "cut"), mostly_wide(TWICE + SKIPPED, *TWICE[::5], *SKIPPED))
+def test_an_average_moves_once_in_a_step_of_several_updates(kind, average, cut):
+    def model_fn():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
+        first = keras.optimizers.SGD(1.0)
+        optimizers = [first, first if kind != "own" else keras.optimizers.SGD(1.0)]
+        updates = [distloop.Update(n, loss_fn_of(model), o, ".") for n, o in zip("ab", optimizers, strict=True)]
+        if kind == "idle":
+            updates[1] = distloop.Update("b", None, first, ".", step_fn=idle)
+        return distloop.ModelSpec(model, updates=updates)
+
+    def loss_fn_of(model):
+        return lambda batch, training: {"loss": model(batch)[:, 0]}
+
+    trainer = distloop.Trainer(model_fn, on(cut[0], **cut[1], **average))
+    rows = np.ones((36, 1), np.float32)
+    if skips := [3, 6] if "on_nonfinite" in cut[1] else []:
+        rows[[4 * number for number in skips]] = np.inf
+    trainer.fit(distloop.make_dataset(rows, 4), steps=8)
+    size, expected, applied = (1 if kind == "idle" else 2), 0.0, [step for step in range(1, 9) if step - 1 not in skips]
+    assert float(trainer.model.weights[0][0, 0]) == -size * len(applied)
+    for t, step in enumerate(applied, 1):
+        rate = 1 - min(0.5, (1 + t) / (10 + t))
+        if "average_from" in average:
+            rate = 1 / max(1, len([other for other in applied if 4 <= other <= step]))
+        expected += rate * (-size * t - expected)
+    with trainer.state.averaged():
+        assert float(trainer.model.weights[0][0, 0]) == pytest.approx(expected, rel=1e-6)
+
+
 @pytest.mark.slow
 def test_an_equal_average_that_would_begin_elsewhere_is_refused_or_waits(tmp_path):
     def fit(steps, stops_after=0, average_from="50 %"):

@@ -37,8 +37,8 @@ class MovingAverage(tf.Module):
 
         a += (w - a) / max(1, t)
 
-    An optimizer's own count may be that of a program before the run, and leaves out steps that were skipped: the host
-    records what it was when the average began.
+    It moves once a step, after the last update. An optimizer's own count may be that of a program before the run, and
+    leaves out steps that were skipped: the host records what it was when the average began.
 
     Attributes:
         first_step: of the run, whose weights are the first that count; 0: it is not known yet.
@@ -145,10 +145,15 @@ class MovingAverage(tf.Module):
         for (_, start), value in zip(self._starts, values, strict=False):
             start.assign(value)
 
-    def count(self, optimizer: Any) -> tf.Tensor:
-        """Returns the steps of an optimizer since the average began; 0 or less: it has not."""
-        (start,) = [start for of, start in self._starts if of is optimizer]
-        return tf.cast(tf.convert_to_tensor(optimizer.iterations), tf.int64) - tf.convert_to_tensor(start)
+    def count(self, optimizers: Sequence[Any]) -> tf.Tensor:
+        """Returns the applied steps since the average began; 0 or less: it has not.
+
+        Args:
+            optimizers: of each update that a step applies; updates may share one, which counts each of them.
+        """
+        (start,) = [start for of, start in self._starts if of is optimizers[0]]
+        updates = tf.cast(tf.convert_to_tensor(optimizers[0].iterations), tf.int64) - tf.convert_to_tensor(start)
+        return updates // optimizers.count(optimizers[0])
 
     def touch(self, variables: Sequence[Any], gradients: Sequence[Any]) -> None:
         """Prepares for an update that applies gradients, one a variable, or None; in replica context."""

@@ -109,19 +109,16 @@ class ShardedApplication(Application):
 
     def apply(self, update: ForwardBackward, gradients: Gradients) -> None:
         """Changes weights, slots and averages; segments that were summed apart are each on the device of its shard."""
-        variables = reached(update)
-        if not variables and not update.replaced:
-            return  # a step_fn applies nothing
-        store = self.state.slot_stores[update.name]
-        packed = update.packing, gradients.segments, gradients.scale
-        of_shards = self._gradients_of_shards(update, gradients)
-        self._sharding.apply(store, variables, of_shards, *(packed if isinstance(update.packing, SplitPacking) else ()))
+        if variables := reached(update):  # a step_fn may apply nothing
+            store, of_shards = self.state.slot_stores[update.name], self._gradients_of_shards(update, gradients)
+            packed = update.packing, gradients.segments, gradients.scale
+            is_cut = isinstance(update.packing, SplitPacking)
+            self._sharding.apply(store, variables, of_shards, *(packed if is_cut else ()))
+            self._applied[update.name] = store.optimizer
         if update.replaced:
             assign = functools.partial(variable_writes.assign, update.replaced)
             self._strategy.run(assign, args=(gradients.replacements,))
-        if self.state.average is not None:
-            average = self.state.average
-            average.update([*update.variables, *update.replaced], average.count(store.optimizer))
+        self._move_averages(update)
 
     def _gradients_of_shards(self, update: ForwardBackward, gradients: Gradients) -> list[tf.Tensor]:
         """Returns the gradient of each shard of the variables that the loss reaches, on the shard's device."""

@@ -48,6 +48,7 @@ class Application:
     def __init__(self, state: TrainState, clipping: Clipping):
         """Stores what is trained, and the limit."""
         self.state, self.clipping = state, clipping
+        self._applied: dict[str, Any] = {}  # by name of the update, the optimizers that a step applies
         self._strategy = state.strategy
 
     def first(self, value: Any) -> Any:
@@ -118,14 +119,19 @@ class Application:
         if self.state.average is not None:
             by_variable = dict(zip(map(id, variables), summed, strict=True))
             self.state.average.touch(update.variables, [by_variable.get(id(v)) for v in update.variables])
-        if not variables and not update.replaced:
-            return  # a step_fn applies nothing
-        packing = update.packing if update.update.gradient_fn is None else None
-        pairs = store.join([*zip(summed, variables, strict=True)], packing, segments, scale)
-        # Keras assigns a variable's new value where it would apply a gradient.
-        optimizer.apply(*zip(*pairs, *zip(replacements, update.replaced, strict=True), strict=True))
-        if (average := self.state.average) is not None:
-            average.update([*update.variables, *update.replaced], average.count(optimizer))
+        if variables or update.replaced:  # a step_fn may apply nothing
+            packing = update.packing if update.update.gradient_fn is None else None
+            pairs = store.join([*zip(summed, variables, strict=True)], packing, segments, scale)
+            # Keras assigns a variable's new value where it would apply a gradient.
+            optimizer.apply(*zip(*pairs, *zip(replacements, update.replaced, strict=True), strict=True))
+            self._applied[update.name] = optimizer
+        self._move_averages(update)
+
+    def _move_averages(self, update: ForwardBackward) -> None:
+        """Moves the averages if the update is the last one of a step; on a replica, or for all at once."""
+        average, optimizers = self.state.average, list(self._applied.values())
+        if average is not None and optimizers and update.name == self.state.spec.updates[-1].name:
+            average.update(self.state.trained_variables, average.count(optimizers))
 
     def _wanted(self, update: ForwardBackward, segments: list[tf.Tensor], scale: tf.Tensor) -> list[tf.Tensor]:
         """Returns the gradients of the variables that the loss reaches, as the user wants them; on a replica."""
