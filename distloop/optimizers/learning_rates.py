@@ -11,7 +11,8 @@ import contextlib
 import copy
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -126,6 +127,8 @@ class RunSchedule(schedules.LearningRateSchedule):
     Before the first `fit` it is constant, at its peak. Each optimizer gets a copy of its own, as its run does.
     """
 
+    _calls_at_peak = 0  # of all that were called before their lengths were known
+
     def __init__(self, **arguments: Any):
         """Stores the arguments of `make_schedule`."""
         super().__init__()
@@ -141,7 +144,7 @@ class RunSchedule(schedules.LearningRateSchedule):
         if self._optimizer == id(optimizer):
             return self
         copied = RunSchedule(**self._arguments)
-        copied._given, copied._optimizer = self, id(optimizer)
+        copied._given, copied._optimizer = self._given or self, id(optimizer)
         return copied
 
     def resolve(self, units: Units, count_tokens: Callable[[], Any]) -> bool:
@@ -152,16 +155,16 @@ class RunSchedule(schedules.LearningRateSchedule):
         """
         before, self._known = self._known, _in_steps(self._arguments, units)
         self._tokens = count_tokens() if units.period(self._arguments["steps"]).tokens else None
-        if self._known == before:
-            return False
-        self._schedule = make_schedule(**self._known)
-        if self._given is not None:  # as a user may look at it
-            self._given._schedule = self._schedule
-        return True
+        if self._known != before:
+            self._schedule = make_schedule(**self._known)
+            if self._given is not None:  # as a user may look at it
+                self._given._schedule = self._schedule
+        return self._known != before
 
     def __call__(self, step: Any) -> Any:
         """Returns the learning rate at `step`, a scalar tensor."""
         if self._schedule is None:
+            RunSchedule._calls_at_peak += 1
             return keras.ops.convert_to_tensor(self._arguments["peak"], "float32")
         return self._schedule(step if self._tokens is None else keras.ops.convert_to_tensor(self._tokens))
 
@@ -186,9 +189,16 @@ def resolve(
     """
     changes = []
     for optimizer in itertools.chain.from_iterable((each, *getattr(each, "optimizers", ())) for each in optimizers):
+        found: list[RunSchedule] = []
         if isinstance(optimizer._learning_rate, schedules.LearningRateSchedule):
-            optimizer._learning_rate = _with_copies(optimizer._learning_rate, optimizer)
-        changes += [schedule.resolve(units, count_tokens) for schedule in _run_schedules(optimizer._learning_rate)]
+            optimizer._learning_rate = _with_copies(optimizer._learning_rate, optimizer, found)
+        changes += [schedule.resolve(units, count_tokens) for schedule in found]
+        calls, _ = RunSchedule._calls_at_peak, optimizer.learning_rate  # calls the schedule, as a step does
+        if RunSchedule._calls_at_peak > calls:
+            raise ValueError(
+                f"The learning rate of {optimizer.name!r} calls a schedule whose lengths depend on the run, and fit "
+                "does not find it: store it in an attribute of your own schedule, or in a list, tuple or dict there."
+            )
         traced = [optimizer._learning_rate, _settings(optimizer)]
         before = vars(optimizer).setdefault("_traced_by_distloop", traced)
         changes.append(before[0] is not traced[0] or before[1] != traced[1])
@@ -199,15 +209,11 @@ def resolve(
 
 def config_of(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
     """Returns an optimizer's config, with a schedule as the object that it is: a schedule may have no config."""
-    attributes = vars(optimizer)
-    learning_rate = attributes["_learning_rate"]
-    if not callable(learning_rate):
+    if not callable(learning_rate := optimizer._learning_rate):
         return dict(optimizer.get_config())
-    attributes["_learning_rate"] = 0.0
-    try:
-        return {**optimizer.get_config(), "learning_rate": learning_rate}
-    finally:
-        attributes["_learning_rate"] = learning_rate
+    twin: Any = object.__new__(type(optimizer))
+    vars(twin).update(vars(optimizer), _learning_rate=0.0)
+    return {**twin.get_config(), "learning_rate": learning_rate}
 
 
 def _settings(optimizer: keras.optimizers.Optimizer) -> str:
@@ -217,26 +223,22 @@ def _settings(optimizer: keras.optimizers.Optimizer) -> str:
     return ""
 
 
-def _with_copies(schedule: Any, optimizer: keras.optimizers.Optimizer) -> Any:
-    """Returns a schedule in which each `RunSchedule` is the optimizer's own copy; itself, if there is nothing to do."""
-    if isinstance(schedule, RunSchedule):
-        return schedule.copy_for(optimizer)
-    nested = {name: each for name, each in vars(schedule).items() if isinstance(each, schedules.LearningRateSchedule)}
-    copies = {name: _with_copies(each, optimizer) for name, each in nested.items()}
-    if all(copies[name] is each for name, each in nested.items()):
-        return schedule
-    changed = copy.copy(schedule)
+def _with_copies(value: Any, optimizer: keras.optimizers.Optimizer, found: list[RunSchedule]) -> Any:
+    """Returns a schedule in which each `RunSchedule`, added to `found`, is the optimizer's own; itself if it is so.
+
+    They are looked for in the attributes of schedules, and in lists, tuples and dicts there.
+    """
+    if isinstance(value, RunSchedule):
+        found.append(value.copy_for(optimizer))
+        return found[-1]
+    if not isinstance(value, schedules.LearningRateSchedule):
+        return value
+    copies = keras.tree.map_structure(lambda each: _with_copies(each, optimizer, found), vars(value))
+    if all(map(operator.is_, keras.tree.flatten(copies), keras.tree.flatten(vars(value)))):
+        return value
+    changed = copy.copy(value)
     vars(changed).update(copies)
     return changed
-
-
-def _run_schedules(schedule: Any) -> Iterator[RunSchedule]:
-    """Yields a schedule and those within it, as far as their lengths depend on the run."""
-    if isinstance(schedule, RunSchedule):
-        yield schedule
-    elif isinstance(schedule, schedules.LearningRateSchedule):
-        for value in vars(schedule).values():
-            yield from _run_schedules(value)
 
 
 def make_schedule(

@@ -1,5 +1,7 @@
 """Tests learning rates over steps, and for another batch size."""
 
+import collections
+
 import keras
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ import tensorflow as tf
 import distloop
 from distloop.optimizers.learning_rates import WarmUp, make_schedule, resolve, scale_learning_rate
 from distloop.settings.durations import Period, Units
+from tests.problems import refused
 
 schedules = keras.optimizers.schedules
 
@@ -188,6 +191,67 @@ def test_a_run_trains_by_the_rates_of_its_epochs():
     after = [*rates_of_steps[1:], 0.0]  # a row has the rate of the step after it
     assert numbers.history["learning_rate"] == pytest.approx(after, abs=1e-6)
     assert float(trainer.model.weights[0].numpy()[0, 0]) == pytest.approx(weight - sum(rates_of_steps), abs=1e-5)
+
+
+class Least(schedules.LearningRateSchedule):
+    """The least of what its parts return."""
+
+    def __init__(self, parts):
+        self.parts, self.settings = parts, {"unsorted": 1, 2: None}
+
+    def __call__(self, step):
+        parts = self.parts.values() if isinstance(self.parts, dict) else self.parts
+        return keras.ops.min(keras.ops.stack([part(step) for part in parts]))
+
+
+class Calls(schedules.LearningRateSchedule):
+    """What a function returns."""
+
+    def __init__(self, fn):
+        self.fn = fn
+
+    def __call__(self, step):
+        return self.fn(step)
+
+
+Pair = collections.namedtuple("Pair", "first second")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Calls,
+        lambda rate: Least([rate]),
+        lambda rate: Least((rate, schedules.ExponentialDecay(2.0, 100, 0.99))),
+        lambda rate: Least(Pair(rate, second=rate)),
+        lambda rate: Least({1: rate, "one": rate}),
+        lambda rate: Least([Least({"inner": Calls(rate)}), WarmUp(Calls(lambda step: 1.0), 1, start=1.0)]),
+    ],
+)
+def test_a_schedule_of_a_run_is_found_in_attributes_lists_tuples_and_dicts(make):
+    given, called = make_schedule(1.0, "100 %", decay="linear"), []
+    optimizer = keras.optimizers.SGD(make(given))
+    for steps in (4, 4, 8):
+        resolve([optimizer], units_of(steps), lambda steps=steps: called.append(steps))
+        assert sum(rates(optimizer._learning_rate, range(steps))) == pytest.approx((steps + 1) / 2)
+    assert called == [4, 8]
+    other = keras.optimizers.SGD(optimizer._learning_rate)  # has copies of its own
+    resolve([other], units_of(2), lambda: None)
+    assert sum(rates(optimizer._learning_rate, range(8))) == pytest.approx(4.5)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_schedule_of_a_run_that_is_not_found_is_refused(eager):
+    def model_fn():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        rate = make_schedule(1.0, "100 %", decay="linear")
+        optimizer = keras.optimizers.SGD(Calls(lambda step: rate(step)), name="hidden")
+        return distloop.ModelSpec(model, optimizer, lambda batch, training: {"loss": model(batch)[:, 0]})
+
+    trainer = distloop.Trainer(model_fn, distloop.Config(console="quiet", batch_size=4, eager=eager))
+    parts = "learning rate of 'hidden' calls a schedule whose lengths depend on the run", "or in a list, tuple or dict"
+    refused(lambda: trainer.fit(np.ones((8, 1), np.float32), steps=4), *parts)
+    assert trainer.step == 0
 
 
 def test_one_schedule_in_two_optimizers_has_the_length_of_each_ones_run():
