@@ -50,8 +50,8 @@ class Measure:
         self.name = identifier if isinstance(identifier, str) else get_object_name(self._function)
         if isinstance(self._function, keras.metrics.Metric):
             if _is_mean(self._function):
-                metric = self._function  # Keras has no public name for the function whose values a metric averages
-                self._function = lambda y_true, y_pred: metric._fn(y_true, y_pred, **metric._fn_kwargs)
+                # Private: Keras has no public name for the function whose values a metric averages.
+                self._function = functools.partial(self._function._fn, **self._function._fn_kwargs)
             else:
                 self.metric = self._function if isinstance(identifier, (str, type)) else _made_again(self._function)
 
@@ -67,7 +67,9 @@ class Measure:
         if isinstance(fn, keras.losses.Loss):
             values, mask = loss_values(fn, target, output)
             return weigh(self._owner, values, mask, weight)
-        values = fn(*squeeze_or_expand_to_same_rank(target, output))
+        is_of_keras = str(getattr(fn, "func", fn).__module__).startswith("keras.")
+        # As in Keras, others get what there is. Of Keras's some, as Poisson, would compare each label with each output.
+        values = fn(*squeeze_or_expand_to_same_rank(target, output)) if is_of_keras else fn(target, output)
         mask = mask_of(output)
         if mask_of(values) is not None and (mask is not None or weight is not None):  # as in Keras
             mask = mask_of(values) if mask is None else tf.cast(mask, tf.bool) & mask_of(values)

@@ -7,7 +7,18 @@ import tensorflow as tf
 
 import distloop
 from distloop.keras_models.measures import make_measures
-from tests.keras_models.compiled_models import LABEL, ONE_HOT, SAMPLE_WEIGHT, X, Y, compiled, measured, net, values_of
+from tests.keras_models.compiled_models import (
+    BINARY,
+    LABEL,
+    ONE_HOT,
+    SAMPLE_WEIGHT,
+    X,
+    Y,
+    compiled,
+    measured,
+    net,
+    values_of,
+)
 from tests.problems import mirrored, mostly_wide, on
 
 M = keras.metrics
@@ -63,6 +74,37 @@ def test_weighted_metrics_have_the_values_and_names_of_keras():
     found, expected = measured(compiled(net(), **metrics), X, Y, SAMPLE_WEIGHT)
     del found["loss"], expected["loss"]  # Keras divides by the number of examples
     assert found == pytest.approx(expected, rel=1e-5)
+
+
+COLUMN, STEPS = np.arange(4, dtype=np.float32)[:, None], np.tile([[[0.0], [1.0], [1.0]]], [8, 1, 1])
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "fn"),
+    [
+        (STEPS, np.zeros([8, 3]), lambda y_true, y_pred: tf.cast(y_pred[..., 0] > 0.5, tf.float32)),
+        (COLUMN, COLUMN[:, 0], lambda y_true, y_pred: tf.abs(y_true - y_pred[:, 0])),
+        (COLUMN, COLUMN[:, 0], lambda y_true, y_pred: tf.abs(y_true[:, None] - y_pred)),
+    ],
+    ids=["steps", "rows", "columns"],
+)
+def test_functions_get_labels_and_outputs_of_the_ranks_that_they_have(x, y, fn):
+    def named(y_true, y_pred):
+        return fn(y_true, y_pred)
+
+    metrics = {"metrics": [named, M.MeanMetricWrapper(named, name="wrapped"), "mae"], "weighted_metrics": [named]}
+    inputs = keras.Input(x.shape[1:])
+    outputs = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")(inputs)
+    y = y.astype(np.float32)
+    assert_measures_as_keras_does(compiled(keras.Model(inputs, outputs), **metrics), x, y)
+    two = compiled(keras.Model(inputs, [outputs, outputs + 1]), metrics=[[named], [named, "mae"]])
+    assert_measures_as_keras_does(two, x, (y, y))
+
+
+def test_metrics_of_keras_compare_each_label_with_its_own_output():
+    metrics = [M.Poisson(), "hinge", M.SquaredHinge(), M.CategoricalHinge(), keras.losses.kl_divergence]
+    model = compiled(net(1, "sigmoid"), metrics=metrics)
+    assert measured(model, X, BINARY)[0] == pytest.approx(measured(model, X, BINARY[:, None])[1], rel=1e-5)
 
 
 def test_metrics_in_lists_of_lists_measure_the_only_output():
