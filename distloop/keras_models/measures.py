@@ -99,7 +99,8 @@ def make_measures(metrics: Any, weighted_metrics: Any, names: Sequence[str]) -> 
             measures += [Measure(i, output, is_weighted) for i in keras.tree.flatten(identifiers) if i is not None]
     counts: dict[str, int] = {}
     for measure in measures:
-        prefix = f"{measure.output}_" if are_several and isinstance(measure.output, str) else ""
+        output = names[measure.output[0]] if names and isinstance(measure.output, tuple) else measure.output
+        prefix = f"{output}_" if are_several and isinstance(output, str) else ""
         name = prefix + measure.name
         if name in counts and measure.is_weighted:
             name = f"{prefix}weighted_{measure.name}"
@@ -168,25 +169,30 @@ def _by_output(given: Any, names: Sequence[str]) -> list[tuple[OutputPosition, A
         return []
     if len(names) == 1:
         return [(None, given)]
-    if isinstance(given, Mapping):
-        return list(spread(given, names or list(given)).items())
-    given = given if isinstance(given, (list, tuple)) else [given]
-    return list(spread(given, names).items()) if names else [((i, len(given)), g) for i, g in enumerate(given)]
+    if not isinstance(given, (Mapping, list, tuple)):
+        given = [given]
+    if isinstance(given, Mapping) and not names:
+        return list(given.items())
+    given = spread(given, names) if names else given
+    return [((i, len(given)), each) for i, each in enumerate(given)]
 
 
-def spread(given: Any, names: Sequence[str]) -> dict[str, Any]:
-    """Returns an argument by output: from a dict by name, a list in order, or one value for all outputs."""
-    if isinstance(given, Mapping) and not set(given) - set(names):
-        return dict(given)
+def spread(given: Any, names: Sequence[str]) -> list[Any]:
+    """Returns an argument by output: from a dict by name, a list in order, or one value for all outputs.
+
+    A value in a dict is that of each output that has its name.
+    """
     if isinstance(given, Mapping):
-        raise ValueError(f"{sorted(given)} were given by name; the outputs are {list(names)}: use those names.")
+        if set(given) - set(names):
+            raise ValueError(f"{sorted(given)} were given by name; the outputs are {list(names)}: use those names.")
+        return [given.get(name) for name in names]
     if isinstance(given, (list, tuple)):
         if len(given) != len(names):
             raise ValueError(
                 f"A list of {len(given)} was given for the {len(names)} outputs {list(names)}: give one for each."
             )
-        return dict(zip(names, given, strict=True))
-    return dict.fromkeys(names, given)
+        return list(given)
+    return [given] * len(names)
 
 
 def _is_mean(metric: keras.metrics.Metric) -> bool:

@@ -5,7 +5,7 @@ spec = supervised(model, "mse", keras.optimizers.Adam(), metrics=["mae"])       
 
 from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -47,8 +47,8 @@ def supervised(
 
     Returns:
         The spec. `loss` is the mean over examples, weighted by `sample_weight` and divided by the sum of the weights
-        (Keras divides by their number); several outputs report `<output>_loss` too. Lists match a dict of outputs in
-        the order of its sorted keys, as in Keras.
+        (Keras divides by their number); several outputs report `<output>_loss` too, and where outputs of one layer
+        have one name, that of the last, as in Keras. Lists match a dict of outputs in the order of its sorted keys.
 
     Raises:
         ValueError: if a loss sums over the batch, dicts and lists do not match the outputs, or the model is none of
@@ -78,14 +78,11 @@ def supervised(
         if not has_losses and not has_own_loss:
             reported["loss"] = _added_losses(model, batch_size(x))
         if has_losses or measures:
-            outputs = _outputs_by_name(y_pred, getattr(model, "output_names", None) or [])
-            losses = spread(loss if has_losses else None, list(outputs))
-            losses = {name: losses[name] for name in outputs if losses.get(name) is not None}
-            targets = _targets_by_output(y, list(outputs), list(losses))
-            weights = _weights_by_output(sample_weight, list(outputs))
-            if losses:
-                reported |= _compiled_losses(losses, loss_weights, outputs, targets, weights)
-            reported |= {measure.name: _measured(measure, outputs, targets, weights) for measure in measures}
+            named = _named_outputs(y_pred, getattr(model, "output_names", None) or [])
+            outputs = _with_targets(named, y, sample_weight, loss if has_losses else None)
+            if any(output.loss is not None for output in outputs):
+                reported |= _compiled_losses(outputs, loss_weights)
+            reported |= {measure.name: _measured(measure, outputs) for measure in measures}
         return reported
 
     def predict_fn(batch: Any) -> Any:
@@ -140,42 +137,66 @@ def _unpack(batch: Any, *, needs_targets: bool) -> tuple[Any, Any, Any]:
 def _names_before_call(model: Any) -> list[str]:
     """Returns the names of a model's outputs; none if it does not know them before it is called."""
     names = getattr(model, "output_names", None)
-    if not names:
-        return []
-    return list(_outputs_by_name(model.output, names))
+    return [name for name, _ in _named_outputs(model.output, names)] if names else []
 
 
-def _outputs_by_name(outputs: Any, names: Sequence[str]) -> dict[str, Any]:
-    """Returns a model's outputs (one tensor, a list or a dict) by name, in Keras's order; it may have no names."""
+def _named_outputs(outputs: Any, names: Sequence[str]) -> list[tuple[str, Any]]:
+    """Returns a model's outputs (one tensor, a list or a dict), each with its name, in Keras's order.
+
+    Several may have one name, such as those of a layer that is called twice; and the model may have no names.
+    """
     if isinstance(outputs, Mapping):
-        by_name = {path[0]: outputs[path[0]] for path, _ in keras.tree.flatten_with_path(outputs)}
+        named = [(path[0], outputs[path[0]]) for path, _ in keras.tree.flatten_with_path(outputs)]
     elif isinstance(outputs, (list, tuple)):
         names = names if len(names) == len(outputs) else [f"output_{i}" for i in range(len(outputs))]
-        by_name = dict(zip(names, outputs, strict=True))
+        named = list(zip(names, outputs, strict=True))
     else:
-        by_name = {(names or ["output"])[0]: outputs}
-    if nested := [name for name, output in by_name.items() if isinstance(output, (Mapping, list, tuple))]:
+        named = [((names or ["output"])[0], outputs)]
+    if nested := sorted({name for name, output in named if isinstance(output, (Mapping, list, tuple))}):
         raise ValueError(
             f"The model's outputs {nested} are dicts or lists themselves; losses and metrics take one dict or list of "
             "tensors: return such, or write a ModelSpec with a loss_fn of your own."
         )
-    return by_name
+    return named
 
 
-def _targets_by_output(targets: Any, names: Sequence[str], with_loss: Sequence[str]) -> dict[str, Any]:
+class _Output(NamedTuple):
+    """An output of a model, with what belongs to it; None: it has no such."""
+
+    name: str
+    value: tf.Tensor
+    target: Any
+    weight: Any
+    loss: Any
+
+
+def _with_targets(named: Sequence[tuple[str, Any]], targets: Any, sample_weight: Any, loss: Any) -> list[_Output]:
+    """Returns a model's outputs with targets, sample weights and losses, which are given by name, in lists or alone."""
+    names = [name for name, _ in named]
+    losses = spread(loss, names)
+    columns = (_targets_by_output(targets, names, losses), _weights_by_output(sample_weight, names), losses)
+    return [_Output(*each, *others) for each, *others in zip(named, *columns, strict=True)]
+
+
+def _targets_by_output(targets: Any, names: Sequence[str], losses: Sequence[Any]) -> list[Any]:
     """Returns targets (one tensor, a list or a dict) by output; a list may hold targets of those with a loss alone."""
+    with_loss = [name for name, loss in zip(names, losses, strict=True) if loss is not None]
     if isinstance(targets, Mapping):
-        return dict(targets)
-    if not isinstance(targets, (list, tuple)):
-        targets = [targets]
-    if len(targets) != len(names):
-        names = with_loss
-    if len(targets) != len(names):
-        raise ValueError(f"{len(targets)} targets were given for {len(names)} outputs: give one for each.")
-    return dict(zip(names, targets, strict=True))
+        if missing := [name for name in with_loss if name not in targets]:
+            raise ValueError(
+                f"The targets {list(targets)} were given, but none for the outputs {missing}, which have a loss: give "
+                "one for each, by the output's name."
+            )
+        return [targets.get(name) for name in names]
+    targets = list(targets) if isinstance(targets, (list, tuple)) else [targets]
+    if len(targets) == len(names):
+        return targets
+    if len(targets) != len(with_loss):
+        raise ValueError(f"{len(targets)} targets were given for {len(with_loss)} outputs: give one for each.")
+    return [targets.pop(0) if loss is not None else None for loss in losses]
 
 
-def _weights_by_output(sample_weight: Any, names: Sequence[str]) -> dict[str, Any]:
+def _weights_by_output(sample_weight: Any, names: Sequence[str]) -> list[Any]:
     """Returns sample weights by output."""
     if len(names) > 1 and isinstance(sample_weight, (Mapping, list, tuple)):
         raise ValueError(
@@ -218,36 +239,25 @@ def _added_losses(model: keras.Model, size: tf.Tensor | int) -> tf.Tensor:
     return tf.fill([size], tf.stop_gradient(total))
 
 
-def _compiled_losses(
-    losses: Mapping[str, Any],
-    loss_weights: Any,
-    outputs: Mapping[str, tf.Tensor],
-    targets: Mapping[str, tf.Tensor],
-    weights: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Returns the sum of the losses of the outputs; of several outputs each loss, too."""
-    if missing := [name for name in losses if name not in targets]:
-        raise ValueError(
-            f"The targets {list(targets)} were given, but none for the outputs {missing}, which have a loss: give "
-            "one for each, by the output's name."
-        )
-    is_list_of_losses = isinstance(loss_weights, (list, tuple)) and len(loss_weights) == len(losses)
-    factors = spread(loss_weights, list(losses if is_list_of_losses else outputs))
-    values: dict[str, Any] = {}
-    for name, identifier in losses.items():
-        loss = resolve_loss(identifier, targets[name], outputs[name])
-        value, mask = loss_values(loss, targets[name], outputs[name])
+def _compiled_losses(outputs: Sequence[_Output], loss_weights: Any) -> dict[str, Any]:
+    """Returns the sum of the losses of the outputs; of several outputs each loss, too: of one name the last."""
+    with_loss = [output for output in outputs if output.loss is not None]
+    is_list_of_losses = isinstance(loss_weights, (list, tuple)) and len(loss_weights) == len(with_loss)
+    weighed = with_loss if is_list_of_losses else outputs
+    reported, scaled = {}, []
+    for output, factor in zip(weighed, spread(loss_weights, [output.name for output in weighed]), strict=True):
+        if output.loss is None:
+            continue
+        loss = resolve_loss(output.loss, output.target, output.value)
+        value, mask = loss_values(loss, output.target, output.value)
         if mask is not None and len(outputs) > 1:
             raise ValueError(
-                f"A model with several outputs was given masks or weights within examples; {name!r} has a mask, so "
-                "its losses have no common weight: write a ModelSpec with a loss_fn of your own."
+                f"A model with several outputs was given masks or weights within examples; {output.name!r} has a mask, "
+                "so its losses have no common weight: write a ModelSpec with a loss_fn of your own."
             )
-        values[name] = weigh(f"loss {loss.name!r}", value, mask, weights.get(name))
-    scaled = {name: _scaled(value, factors.get(name)) for name, value in values.items()}
-    if len(outputs) == 1:
-        return {"loss": next(iter(scaled.values()))}
-    reported = {f"{name}_loss": value for name, value in values.items()}
-    return {"loss": _sum_of_losses(scaled)} | reported
+        reported[f"{output.name}_loss"] = weigh(f"loss {loss.name!r}", value, mask, output.weight)
+        scaled.append(_scaled(reported[f"{output.name}_loss"], factor))
+    return {"loss": scaled[0]} if len(outputs) == 1 else {"loss": _sum_of_losses(scaled)} | reported
 
 
 def _scaled(value: tf.Tensor | Weighted, factor: float | None) -> tf.Tensor | Weighted:
@@ -256,39 +266,35 @@ def _scaled(value: tf.Tensor | Weighted, factor: float | None) -> tf.Tensor | We
     return value._replace(values=value.values * factor) if isinstance(value, Weighted) else value * factor
 
 
-def _sum_of_losses(values: Mapping[str, tf.Tensor | Weighted]) -> tf.Tensor | Weighted:
+def _sum_of_losses(values: Sequence[tf.Tensor | Weighted]) -> tf.Tensor | Weighted:
     """Returns the sum of the outputs' losses per example, `[B]`, with the weights that they share."""
-    if any(isinstance(value, Weighted) and value.weights.shape.rank != 1 for value in values.values()):
+    if any(isinstance(value, Weighted) and value.weights.shape.rank != 1 for value in values):
         raise ValueError(
             "A model with several outputs was given masks or weights within examples; its losses have no common "
             "weight: write a ModelSpec with a loss_fn of your own."
         )
     total: Any = 0.0
-    for value in values.values():
+    for value in values:
         per_value = value.values if isinstance(value, Weighted) else value
         total += tf.reduce_mean(per_value, axis=list(range(1, per_value.shape.rank)))  # [B, ...] -> [B]
-    shared = [value.weights for value in values.values() if isinstance(value, Weighted)]
+    shared = [value.weights for value in values if isinstance(value, Weighted)]
     return Weighted(total, shared[0]) if shared else total
 
 
-def _measured(
-    measure: Measure, outputs: Mapping[str, tf.Tensor], targets: Mapping[str, tf.Tensor], weights: Mapping[str, Any]
-) -> Any:
+def _measured(measure: Measure, outputs: Sequence[_Output]) -> Any:
     """Returns the value of a metric for `loss_fn`."""
-    names = list(outputs)
-    output: Any = measure.output
-    if len(names) == 1:
-        output = names[0]
-    elif isinstance(output, tuple) and output[1] == len(names):
-        output = names[output[0]]
-    if output not in outputs:
-        given = "in a list of another length" if isinstance(output, tuple) else f"for {output!r}"
+    count, where = len(outputs), measure.output
+    measured = [output for i, output in enumerate(outputs) if count == 1 or where in (output.name, (i, count))]
+    if not measured:
+        given = "in a list of another length" if isinstance(where, tuple) else f"for {where!r}"
         raise ValueError(
-            f"The metric {measure.name!r} was given {given}; the outputs are {names}: give metrics by those names."
+            f"The metric {measure.name!r} was given {given}; the outputs are {[output.name for output in outputs]}: "
+            "give metrics by those names."
         )
-    if output not in targets:
+    output = measured[0]
+    if output.target is None:
         raise ValueError(
-            f"The metric {measure.name!r} measures the output {output!r}, which has no target: the targets are "
-            f"{list(targets)}."
+            f"The metric {measure.name!r} measures the output {output.name!r}, which has no target: the targets are "
+            f"{[each.name for each in outputs if each.target is not None]}."
         )
-    return measure(targets[output], outputs[output], weights.get(output) if measure.is_weighted else None)
+    return measure(output.target, output.value, output.weight if measure.is_weighted else None)

@@ -323,6 +323,34 @@ def test_outputs_losses_and_metrics_match_as_in_keras(make_model, case):
     assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-5)
 
 
+def called_twice():
+    """Returns a model whose two outputs have one name, that of the layer that makes both."""
+    inputs, head = keras.Input((6,)), keras.layers.Dense(2, name="head")
+    return keras.Model(inputs, [head(inputs), head(1 - inputs)])
+
+
+MAE = {"head": ["mae", "mse"]}
+OF_ONE_NAME = {
+    "a list of targets": ({}, (Y, Y)),
+    "other targets": ({"metrics": [["mae"], ["mae"]]}, (Y, Y + 1)),
+    "a target by name": ({"metrics": MAE, "weighted_metrics": {"head": ["mae"]}}, {"head": Y}),
+    "all by name": ({"loss": {"head": "mse"}, "loss_weights": {"head": 2.0}}, {"head": Y}),
+    "loss weights": ({"loss": ["mse", "mae"], "loss_weights": [2.0, 0.5]}, (Y, Y)),
+}
+
+
+@pytest.mark.parametrize("case", mostly_wide(OF_ONE_NAME))
+def test_outputs_of_one_name_count_each_as_in_keras(case):
+    settings, target = OF_ONE_NAME[case]
+    found, expected = measured(compiled(called_twice(), **settings), X, target)
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("target", mostly_wide([(Y, Y), {"head": Y}]))
+def test_outputs_of_one_name_train_as_in_keras(target):
+    assert_trains_as_keras_does(compiled(called_twice()), slices((X, target)), replicas=2)
+
+
 def test_a_list_of_metrics_matches_the_outputs_of_a_subclassed_model():
     metrics = {"metrics": [["accuracy", TopK], ["mae"]], "weighted_metrics": [None, ["mse"]]}
     found, expected = measured(compiled(Subclassed("list"), [SPARSE, "mse"], **metrics), X, (LABEL, Y))
