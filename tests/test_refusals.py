@@ -387,7 +387,7 @@ KERAS = [
     row(
         "Evaluation: a metric that cannot be copied",
         lambda: EvalLoop(state(), loss_fn=no_loss, metrics={"secret": Secret(2)}),
-        *('under "secret" of an Evaluation cannot be copied ', ": give it a get_config"),
+        *('"secret" of an Evaluation, a Secret, cannot be made again ', ": let get_config return every argument"),
     ),
     *(
         row(

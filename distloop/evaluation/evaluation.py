@@ -37,6 +37,7 @@ from distloop.model.keras_metrics import Join, KerasMetrics, check_arguments
 from distloop.model.memory import explain_pass
 from distloop.model.spec import LossFn
 from distloop.model.state import TrainState
+from distloop.optimizers.keras_hooks import made_again
 from distloop.settings.config import Config
 from distloop.training.differentiation import tally_outputs
 from distloop.training.microbatches import join_rows, run_forward
@@ -353,16 +354,9 @@ def _copied(metrics: Mapping[str, keras.metrics.Metric], state: TrainState) -> K
     """Returns copies of metrics, which were made anywhere, on all replicas.
 
     Raises:
-        ValueError: if a metric does not say how it is made.
+        ValueError: if the config of a metric is not complete.
     """
-    copies = {}
+    instead = "put it into ModelSpec(metrics=...)"
     with state.strategy.scope():
-        for name, metric in metrics.items():
-            try:
-                copies[name] = type(metric).from_config(metric.get_config())
-            except (AttributeError, NotImplementedError, TypeError, ValueError) as error:
-                raise ValueError(
-                    f'The metric under "{name}" of an Evaluation cannot be copied to the replicas ({error}): give it '
-                    "a get_config that returns the arguments of its constructor, or put it into ModelSpec(metrics=...)."
-                ) from error
+        copies = {name: made_again(m, f'The metric "{name}" of an Evaluation', instead) for name, m in metrics.items()}
     return KerasMetrics(copies, state.strategy, gathers_all=state.replicas.same_bits)

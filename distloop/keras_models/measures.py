@@ -9,7 +9,7 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from inspect import Parameter, signature
+from inspect import signature
 from typing import Any
 
 import keras
@@ -19,7 +19,7 @@ from keras.src.utils.naming import get_object_name
 
 from distloop.keras_models.losses import by_shapes, loss_values, per_example, weigh
 from distloop.model.metrics import IS_OF_LAYER, RESERVED_NAMES
-from distloop.optimizers.keras_hooks import mask_of
+from distloop.optimizers.keras_hooks import made_again, mask_of
 from distloop.variables import tensorflow_variable
 
 OutputPosition = str | tuple[int, int] | None  # of an output: its name; its index in a list of so many; None: alone
@@ -219,41 +219,10 @@ def _made_again(metric: keras.metrics.Metric) -> keras.metrics.Metric:
     Raises:
         ValueError: if it has no complete config, and was made in another scope.
     """
-    kind = type(metric)
     try:
-        config = metric.get_config()
-        missing = [name for name in _own_settings(metric) if name not in config]
-        again = kind.from_config(config)
-    except (TypeError, NotImplementedError) as error:
-        missing, reason = [""], f"{error or type(error).__name__}"
-    else:
-        reason = f"it lacks {', '.join(missing)}"
-    if not missing:
-        return again
-    in_scope = tf.distribute.get_strategy().extended.variable_created_in_scope
-    if all(in_scope(tensorflow_variable(v)) for v in metric.variables):
-        return metric
-    raise ValueError(
-        f"The metric {metric.name!r}, a {kind.__name__}, cannot be made again from its get_config() ({reason}) for "
-        "several replicas: let get_config return every argument of __init__, or make the metric inside model_fn."
-    )
-
-
-def _own_settings(metric: keras.metrics.Metric) -> list[str]:
-    """Returns the arguments of a metric's `__init__` that a `get_config` further up cannot know.
-
-    An argument of which the metric has an attribute with the default value needs no config.
-    """
-    init, get_config = (
-        next(kind for kind in type(metric).__mro__ if method in vars(kind)) for method in ("__init__", "get_config")
-    )
-    if init is get_config or not issubclass(init, get_config):
-        return []
-    parameters = list(signature(init.__init__).parameters.values())[1:]
-    attributes = vars(metric)
-    return [
-        p.name
-        for p in parameters
-        if p.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
-        and attributes.get(p.name, attributes.get(f"_{p.name}", Parameter.empty)) is not p.default
-    ]
+        return made_again(metric, f"The metric {metric.name!r}", "make the metric inside model_fn")
+    except ValueError:
+        in_scope = tf.distribute.get_strategy().extended.variable_created_in_scope
+        if all(in_scope(tensorflow_variable(v)) for v in metric.variables):
+            return metric
+        raise

@@ -6,6 +6,7 @@
 The originals stay as they are.
 """
 
+import contextlib
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ import tensorflow as tf
 
 from distloop.errors import cause
 from distloop.installed import import_part
-from distloop.optimizers.keras_hooks import is_schedule_free
+from distloop.optimizers.keras_hooks import is_schedule_free, lost_settings, made_again
 from distloop.optimizers.learning_rates import config_of
 from distloop.threads import replaced
 from distloop.variables import portable_names, slot_names, tensorflow_variable
@@ -61,7 +62,8 @@ def copy_optimizer(
     copies = {id(old): new for old, new in zip(old_weights, new_weights, strict=True)}
 
     def copy_one(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-        new = _made_again(optimizer)
+        instead = "give from_keras a function that builds and compiles the model"
+        new = made_again(optimizer, f"The optimizer {optimizer.name!r}", instead, config_of)
         # Private: Keras keeps no list of these variables, only their ids and patterns of their names.
         not_decayed = [copies[id(v)] for v in model.trainable_weights if not optimizer._use_weight_decay(v)]
         if not_decayed:
@@ -90,17 +92,6 @@ def for_loop(optimizer: Any, make_one: Callable[[Any], Any] = lambda optimizer: 
         return make_one(optimizer)
     module = import_part("multi_optimizer.variable_optimizers", "keras.optimizers.MultiOptimizer")
     return module.make_optimizer(optimizer, make_one)
-
-
-def _made_again(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-    try:
-        return type(optimizer).from_config(config_of(optimizer))
-    except (NotImplementedError, TypeError) as error:
-        raise ValueError(
-            f"The optimizer {optimizer.name!r}, a {type(optimizer).__name__}, cannot be made again from its "
-            f"get_config() ({error}): let get_config return every argument of __init__, or give from_keras a function "
-            "that builds and compiles the model."
-        ) from error
 
 
 def return_weights(copy: keras.Model, model: keras.Model, averages: Mapping[int, Any]) -> None:
@@ -189,6 +180,11 @@ def _weight_pairs(model: keras.Model, copy: keras.Model) -> list[tuple[Any, Any]
 def _copy_layers(model: keras.Model, copy: keras.Model) -> None:
     """Copies what layers keep beside their config, as Keras does when it writes and reads a file."""
     for old, new in _layer_pairs(model, copy):
+        config: dict[str, Any] = {}
+        with contextlib.suppress(Exception):  # a layer that another layer makes needs no config
+            config = old.get_config()
+        if lost := lost_settings(old, new, config):
+            raise ValueError(f"the copy of its layer {old.name!r} has another {lost[0]}; let its get_config return it")
         # Compared as configs, since Keras cannot compare maps of policies; copied, since a map belongs to its layers.
         old_policy, new_policy = (keras.dtype_policies.serialize(layer.dtype_policy) for layer in (old, new))
         if new_policy != old_policy:

@@ -1,4 +1,4 @@
-"""Keras hooks: replaces calls of layers within a scope, reads the masks of tensors.
+"""Keras hooks: replaces calls of layers within a scope, reads the masks of tensors, makes objects again from configs.
 
     with ReplacedCalls({"block_0": layer}, replace):        # by `replace("block_0", layer, layer.call)`
         loss_fn(batch, True)
@@ -6,14 +6,18 @@
 The private methods of Keras's layers that the loop relies on are named here; those of its optimizers, in `slot_store`.
 """
 
+import operator
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from inspect import Parameter, signature
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 _METHODS = ("call", "quantized_call")  # by which Keras computes a layer
+_PLAIN = (bool, int, float, str, list, tuple, dict, np.ndarray, np.generic, type(None))  # settings, and no objects
 Replace = Callable[[str, Any, Callable[..., Any]], Callable[..., Any]]  # path, layer and its call -> another call
 
 
@@ -69,3 +73,46 @@ def with_masks(tensors: Any, masks: Sequence[Any]) -> Any:
         if mask is not None:
             tensor._keras_mask = mask
     return tensors
+
+
+def made_again(one: Any, what: str, instead: str, get_config: Any = operator.methodcaller("get_config")) -> Any:
+    """Returns a new metric or optimizer with the settings of another, in the current scope.
+
+    Args:
+        one: the other.
+        what: for a message, such as "The metric 'mae'".
+        instead: for a message, what to do if the config is not complete.
+        get_config: returns its config.
+
+    Raises:
+        ValueError: if its config is not complete.
+    """
+    try:
+        config = get_config(one)
+        again = type(one).from_config(config)
+        if lost := lost_settings(one, again, config):
+            raise ValueError(f"it lacks {', '.join(lost)}")
+    except (AttributeError, NotImplementedError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{what}, a {type(one).__name__}, cannot be made again from its get_config() "
+            f"({error or type(error).__name__}): let get_config return every argument of __init__, or {instead}."
+        ) from error
+    return again
+
+
+def lost_settings(one: Any, again: Any, config: Mapping[str, Any]) -> list[str]:
+    """Returns the arguments of a user's `__init__` that a config lacks, and that a copy has stored with other values.
+
+    Of metrics and optimizers also those that are no attribute, if the config is that of a class further up.
+    """
+    classes: Sequence[Any] = type(one).__mro__
+    init, said = (next(each for each in classes if name in vars(each)) for name in ("__init__", "get_config"))
+    is_further_up = not isinstance(one, keras.Layer) and init is not said and issubclass(init, said)
+    arguments = [] if init.__module__.startswith("keras.") else [*signature(init.__init__).parameters.values()][1:]
+    lost = []
+    for name in [p.name for p in arguments if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.name not in config]:
+        old, new = (vars(each).get(name, vars(each).get(f"_{name}", Parameter.empty)) for each in (one, again))
+        is_other = isinstance(old, _PLAIN) and repr(old) != repr(new)  # NaN is not equal to itself
+        if is_other or (is_further_up and old is Parameter.empty):
+            lost.append(name)
+    return lost

@@ -196,3 +196,41 @@ def test_a_metric_of_a_layer_that_is_updated_twice_is_refused():
 
     with pytest.raises(ValueError, match="'share_of_zeros' of a layer was updated twice"):
         distloop.Trainer(distloop.from_keras(make), on(1)).fit(X, Y, batch_size=8, steps=1)
+
+
+class Beyond(M.Mean):
+    def __init__(self, limit=0.0, **settings):
+        super().__init__(**settings)
+        self.limit = limit
+
+    def update_state(self, values, sample_weight=None):
+        return super().update_state(tf.cast(values > self.limit, tf.float32), sample_weight)
+
+
+class Hidden(Beyond):
+    """Keeps its argument in another form."""
+
+    def __init__(self, largest=0.0, **settings):
+        super().__init__(**settings)
+        self._half = largest / 2
+
+
+class Told(Beyond):
+    def get_config(self):
+        return super().get_config() | {"limit": self.limit}
+
+
+@pytest.mark.parametrize("kind", [Beyond, Hidden])
+def test_a_metric_of_an_evaluation_is_copied_whole_or_refused(kind):
+    trainer = distloop.Trainer(distloop.from_keras(compiled(net())), on(2))
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(8)
+
+    def fit(metric, steps):
+        settings = {"loss_fn": lambda batch, training: {"m": (batch[0],)}, "metrics": {"m": metric}}
+        return trainer.fit(data, steps=steps, evals={"val": distloop.Evaluation(data, **settings)})
+
+    with pytest.raises(ValueError, match=r'^The metric "m" of an Evaluation, a .*\(it lacks .*\): let get_config'):
+        fit(kind(7.5), steps=1)
+    assert int(trainer.state.step) == 0
+    fit(Beyond(), steps=1)
+    assert fit(Told(0.5), steps=2)["val/m"] == pytest.approx(np.mean(X > 0.5))

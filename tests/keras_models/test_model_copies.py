@@ -171,3 +171,106 @@ def test_layers_that_keras_numbers_anew_are_paired_in_order():
     copy = trainer_of(model).model
     for found, expected in ((copy.first, model.first), (copy.second, model.second)):
         np.testing.assert_array_equal(found.kernel, expected.kernel)
+
+
+def test_an_optimizer_whose_config_lacks_an_argument_is_refused():
+    class Boosted(keras.optimizers.SGD):
+        def __init__(self, learning_rate=0.1, boost=1.0, **settings):
+            super().__init__(learning_rate, **settings)
+            self.boost = boost
+
+    with pytest.raises(ValueError, match=r"a Boosted, cannot be made again .*lacks boost\): let get_config return"):
+        trainer_of(compiled(net(), optimizer=Boosted(boost=3.0)))
+    trainer_of(compiled(net(), optimizer=Boosted()))
+
+
+class Scale(keras.layers.Layer):
+    """Counts its calls; its config is that of a layer without arguments."""
+
+    def __init__(self, factor=1.0, units=None, table=(), **settings):
+        super().__init__(**settings)
+        self.factor, self.units, self._table, self.calls = factor, units or 3, np.array(table), 0
+
+    def call(self, x):
+        self.calls += 1
+        return self.factor * x
+
+    def get_config(self):
+        return super().get_config()
+
+
+class Kept(keras.layers.Layer):
+    """Its config says what its arguments mean; its attributes have them in another form."""
+
+    def __init__(self, axis=None, padding="SAME", **settings):
+        super().__init__(**settings)
+        self.axis, self.padding, self.calls = axis, padding, 0
+
+    def build(self, shape):
+        self.axis = len(shape) - 1
+        self.built = True
+
+    def call(self, x):
+        self.calls += 1
+        return x
+
+    def get_config(self):
+        return super().get_config() | {"axis": None, "padding": self.padding.lower()}
+
+
+class Automatic(keras.layers.Layer):
+    """Keras makes its config, of its arguments."""
+
+    def __init__(self, rate=0.5, units=None, **settings):
+        super().__init__(**settings)
+        self.rate, self.units = rate, units or 6
+        self.inside = [keras.layers.RandomFlip(), keras.layers.Dropout(rate), keras.layers.Dense(self.units, "relu")]
+
+    def build(self, shape):
+        self.inside[2].build(shape)
+        self.built = True
+
+    def call(self, x):
+        return self.inside[2](x)
+
+
+def around(layer):
+    model = keras.Sequential([keras.Input((6,)), layer, keras.layers.Dense(2)])
+    model(X), model(X)
+    return compiled(model)
+
+
+@pytest.mark.parametrize(
+    ("make_layer", "lost"),
+    [
+        (lambda: Scale(3.0), "factor"),
+        (lambda: Scale(units=8), "units"),
+        (lambda: Scale(table=(1.0, 2.0)), "table"),
+        (lambda: keras.Sequential([Kept(), Scale(3.0)]), "factor"),
+    ],
+)
+def test_a_config_that_lacks_an_argument_with_a_default_is_refused(make_layer, lost):
+    sentence = rf"rebuilt from its config \(the copy of its layer '\w+' has another {lost}; let its get_config return"
+    with pytest.raises(ValueError, match=sentence):
+        trainer_of(around(make_layer()))
+
+
+TAKEN = {
+    "defaults": Scale,
+    "other forms": lambda: Kept(padding="VALID"),
+    "automatic": lambda: Automatic(0.25, dtype="float32", trainable=False),
+    "layers of Keras": lambda: keras.Sequential(
+        [
+            *(keras.layers.GaussianNoise(0.1), keras.layers.BatchNormalization(momentum=0.5)),
+            *(keras.layers.Reshape((2, 3)), keras.layers.Bidirectional(keras.layers.GRU(3, recurrent_dropout=0.1))),
+            *(keras.layers.SpectralNormalization(keras.layers.Dense(6)), keras.layers.Rescaling(0.5, offset=[1.0] * 6)),
+            keras.layers.Dense(6, keras.layers.LeakyReLU(0.3), kernel_initializer=keras.initializers.RandomNormal()),
+        ]
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TAKEN)
+def test_a_layer_with_a_whole_config_and_a_state_is_taken(case):
+    model = around(TAKEN[case]())
+    np.testing.assert_allclose(trainer_of(model).model(X), model(X), rtol=1e-6)
