@@ -1031,8 +1031,8 @@ def test_an_average_counts_the_steps_of_the_run_that_are_applied(kind, average, 
         assert_close(found, expected, 1e-5)
 
 
-CUTS = [(1, {}), (2, {"shard_optimizer": True}), (2, {"virtual_replicas": 4})]
-BEGUN = list(itertools.product(AVERAGES, CUTS))
+REPLICAS = [(1, {}), (2, {"shard_optimizer": True}), (2, {"virtual_replicas": 4})]
+BEGUN = list(itertools.product(AVERAGES, REPLICAS))
 
 
 @pytest.mark.slow
@@ -1061,8 +1061,8 @@ def idle(step):
     step.report("loss", 0.0)
 
 
-TWICE = [(kind, average, cut) for kind in ("own", "shared") for average in AVERAGES for cut in CUTS]
-TWICE += [("idle", average, cut) for average in AVERAGES for cut in CUTS[:2]]  # virtual replicas need a loss_fn
+TWICE = [(kind, average, cut) for kind in ("own", "shared") for average in AVERAGES for cut in REPLICAS]
+TWICE += [("idle", average, cut) for average in AVERAGES for cut in REPLICAS[:2]]  # virtual replicas need a loss_fn
 SKIPPED = [("shared", average, (1, {"on_nonfinite": "skip"})) for average in AVERAGES]
 
 

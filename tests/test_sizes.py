@@ -16,7 +16,7 @@ MAX_FOLDER_FILES = 16
 
 # Lines of code, without docstrings, comments, imports and blank lines. A commit may lower a number, and raise none, but
 # for what moves from the loop into a part, by which the loop's number falls, and for a feature of the changelog.
-MAX_LOOP_FILES, MAX_LOOP_LINES = 131, 15676  # the package without its parts
+MAX_LOOP_FILES, MAX_LOOP_LINES = 131, 15663  # the package without its parts
 MAX_PART_LINES = {
     "audit": 1133,
     "bucket": 568,
@@ -26,7 +26,7 @@ MAX_PART_LINES = {
     "histograms": 146,
     "keras_callbacks": 141,
     "launcher": 930,
-    "mixtures": 386,
+    "mixtures": 385,
     "multi_optimizer": 44,
     "pipeline": 354,
     "processes": 210,
@@ -35,14 +35,14 @@ MAX_PART_LINES = {
     "replay": 630,
     "reports": 627,
     "schedule_free": 110,
-    "sharding": 483,
+    "sharding": 480,
     "sidecar": 205,
     "step_fn": 173,
     "tables": 282,
     "testing": 315,
     "trackers": 149,
     "warm_start": 118,
-    "xla": 217,
+    "xla": 215,
 }
 
 # What is larger, and how large it is: make it smaller and lower the number, or remove the line.
