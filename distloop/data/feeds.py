@@ -224,7 +224,8 @@ def _feed_of_iterable(data: Any, limit: int, counts_empty: bool) -> Feed:
         length = math.inf if len(data) > ENDLESS else len(data)
     endless = data.repeat() if hasattr(data, "to_iter_dataset") and length != math.inf else data
     limit = limit if length is None or limit < length else 0  # all passes end before it
-    samplers = [data, getattr(data, "sampler", None)]
+    owners = [data, getattr(data, "batch_sampler", None)]
+    samplers = [*owners, *(getattr(owner, "sampler", None) for owner in owners)]
     generators = [s.generator for s in samplers if hasattr(getattr(s, "generator", None), "set_state")]
     at_start = [generator.get_state() for generator in generators]
     before_pass = list(at_start)

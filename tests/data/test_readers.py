@@ -3,6 +3,7 @@
 import json
 import re
 import threading
+import types
 from typing import ClassVar
 
 import pytest
@@ -274,3 +275,24 @@ def test_a_generator_that_cannot_start_again_ends_at_the_limit():
     source = Source(endless(), ONE, limit=2)
     assert taken(source, 2) == [0, 1]
     assert "was read before and cannot start again" in str(failure(source, 1))
+
+
+class InParts:
+    """As PyTorch's DataLoader: one of its parts has the order."""
+
+    def __init__(self, name):
+        self.order_of = Orders()
+        owner, _, part = name.rpartition(".")
+        owner = self if not owner else self.__dict__.setdefault(owner, types.SimpleNamespace())
+        setattr(owner, part, self.order_of)
+
+    def __len__(self):
+        return 6
+
+    def __iter__(self):
+        return iter(self.order_of)
+
+
+@pytest.mark.parametrize("name", ["sampler", "batch_sampler", "batch_sampler.sampler"])
+def test_each_sampler_of_a_loader_is_told_the_epoch(name):
+    assert taken(Source(InParts(name), ONE), 18) == sum(map(Orders.order, range(3)), [])
