@@ -128,7 +128,7 @@ class Application:
         self._move_averages(update)
 
     def _move_averages(self, update: ForwardBackward) -> None:
-        """Moves the averages if the update is the last one of a step; on a replica, or for all at once."""
+        """Moves the averages once a step, with its last update; on a replica, or for all at once."""
         average, optimizers = self.state.average, list(self._applied.values())
         if average is not None and optimizers and update.name == self.state.spec.updates[-1].name:
             average.update(self.state.trained_variables, average.count(optimizers))
