@@ -125,6 +125,7 @@ class EvalStep:
             named |= {prefix + name: tally for name, tally in tallies.items()}
             fed |= {*outputs}
         metrics.check_fed(self.keras_metrics, fed)
+        metrics.require_same_names("loss_fn returned", list(named), self.names or [*named])
         self.names = list(named)
         return metrics.flatten(named.values()), rows_by_update
 

@@ -131,8 +131,8 @@ def _write_onnx(state: TrainState, path: str) -> None:
 def _write_trained_weights(state: TrainState, path: str, suffix: str) -> None:
     """Writes the variables that training changes to an `.npz` or `.safetensors` file, by name; atomically.
 
-    They are averaged if there are averages. The file holds the statistics of BatchNormalization layers, too, unless
-    these are frozen.
+    They are averaged if there are averages. The file holds what layers that are not frozen keep beside them, too, such
+    as the statistics of BatchNormalization.
 
     Args:
         state: of a built model.
@@ -146,9 +146,9 @@ def _write_trained_weights(state: TrainState, path: str, suffix: str) -> None:
     path = prepare_path(path, state.strategy, "trained weights are a file")
     changed = {id(variable) for variables in state.variables_of_update.values() for variable in variables}
     with state.frozen:
-        for layer in layers_of(state.model):
-            if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable:
-                changed |= {id(v) for v in layer.non_trainable_variables}
+        kept = [layer for layer in layers_of(state.model) if layer.trainable and layer.quantization_mode is None]
+    beside = [v for layer in kept for v in layer._non_trainable_variables]  # of a quantized layer, the weights
+    changed |= {id(v) for v in beside} - {id(v) for v in state.recurrent_states}
     try:
         if suffix == ".safetensors":
             import safetensors.numpy

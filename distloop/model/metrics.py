@@ -183,6 +183,19 @@ def check_name(name: Any, subject: str) -> None:
         raise ValueError(f"{subject} under the name {name!r}, which distloop itself reports: rename it.")
 
 
+def require_same_names(subject: str, names: Sequence[str], before: Sequence[str]) -> None:
+    """Checks the names of values against those of earlier data; `subject` begins the message, as in "loss_fn returned".
+
+    Raises:
+        ValueError: if they differ.
+    """
+    if names != before:
+        raise ValueError(
+            f"{subject} {names}, and {before} before: return the same names for all data, or evaluate on other data by "
+            "distloop.Evaluation(data, loss_fn=...)."
+        )
+
+
 def check_fed(keras_metrics: Mapping[str, Any], fed: Iterable[str]) -> None:
     """Checks that `loss_fn` returned arguments for every Keras metric, but for those that layers may leave alone.
 

@@ -84,7 +84,7 @@ def replay(state: TrainState, config: Config, source: Source, units: Units, step
     with tempfile.TemporaryDirectory(prefix="distloop_") as root:  # for the files of a run at a URL
         directory = fetch_reports(config.workdir, root)
         run = read_run(directory)
-        number = _step_of(run, config, step)
+        number = _step_of(run, config, step, units.run.last_step)
         run.require_same_replicas(config.workdir, state.replicas.virtual)
         start = _start(run, config, checkpoints, state, number)
         rows = records.rows_between(os.path.join(directory, "metrics.jsonl"), start, number)
@@ -195,15 +195,23 @@ class _Rerun:
         return {path: gradient.numpy() for path, gradient in gradients.items()}
 
 
-def _step_of(run: RecordedRun, config: Config, step: Any) -> int:
-    """Returns the number of a step of the run as an int, which may be given as a float or NumPy's."""
+def _step_of(run: RecordedRun, config: Config, step: Any, end: float) -> int:
+    """Returns the number of a step of the run as an int, which may be given as a float or NumPy's.
+
+    Args:
+        run: what the run has written.
+        config: its settings.
+        step: the number, as it was given.
+        end: the last step of a call of `fit` with the data given.
+    """
     if not run.last_step:
         raise ValueError(f"workdir={config.workdir!r} holds no run that has come to a step: give the workdir of one.")
     number = durations.whole_number(step)
-    if number is None or not 1 <= number <= run.last_step:
+    last = min(run.last_step, end)
+    if number is None or not 1 <= number <= last:
+        has = f"the run in {config.workdir!r} has reached" if last == run.last_step else "fit with this data ends at"
         raise ValueError(
-            f"The replay of step {shown(step)} was asked for, and the run in {config.workdir!r} has reached "
-            f"step {run.last_step}: give a step from 1 to {run.last_step}."
+            f"The replay of step {shown(step)} was asked for, and {has} step {last}: give a step from 1 to {last}."
         )
     return number
 
@@ -216,11 +224,9 @@ def _start(run: RecordedRun, config: Config, checkpoints: RunCheckpoints, state:
     for at in sorted((at for at in run.checkpoints if at < step and beginnings[at] == data_from), reverse=True):
         if left_out and not set(run.checkpoints[at]["input"]["skipped"]).isdisjoint(left_out):
             continue  # of after the failure, whose batch it leaves out
-        try:
+        with contextlib.suppress(DamagedError):
             checkpoints.restore(f"{config.workdir.rstrip('/')}/checkpoints/{at}")
             return at
-        except DamagedError:
-            continue
     if data_from or run.began:
         how = f"other data at step {data_from}" if data_from else f"at step {run.began} of another run's checkpoint"
         raise ValueError(

@@ -76,7 +76,11 @@ def idle_settings(call: FitCall) -> list[str]:
     has, known = {"a workdir": call.config.workdir, "evals": call.evaluations}, fields()
     idle = {name: getattr(call.config, name) for name, needed in _NEEDS.items() if not has[needed]}
     given = {name: value for name, value in idle.items() if value != known[name].metadata["default"]}
-    return [f"{name}={value} has no effect without {_NEEDS[name]}" for name, value in given.items()]
+    lines = [f"{name}={value} has no effect without {_NEEDS[name]}" for name, value in given.items()]
+    start, stop = durations.profile_window(call.config.profile)
+    if call.config.profile and (stop <= call.step or start >= call.units.run.last_step):
+        lines.append(f"profile={call.config.profile} has no effect: this call of fit trains none of these steps")
+    return lines
 
 
 def run_end(config: Config, step: int, *, steps: int | None, epochs: int | None, until: int | str | None) -> int | str:

@@ -60,16 +60,13 @@ class Report:
             was_seen: whether an earlier report had the metric.
 
         Raises:
-            ValueError: if every action that reports metrics has run, or the evaluation that the metric's prefix names
-                has reported other metrics.
+            ValueError: if every action that reports metrics has run.
         """
         if metric in self.metrics or was_seen:
             return
-        prefix, _, rest = metric.partition("/")
-        has_siblings = bool(rest) and any(name.startswith(f"{prefix}/") for name in self.metrics)
         # If another action ends the run between two evaluations, the metric was never measured: not a mistake.
         is_over = self.step >= self.until and self.stop_reason is None
-        if is_over or self.is_complete or has_siblings:
+        if is_over or self.is_complete:
             message = (
                 f"{action_name} was given the metric {metric!r}; there are {sorted(self.metrics)}: name one of them."
             )

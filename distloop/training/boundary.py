@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from distloop.log import log
 from distloop.monitoring.media import Media
 from distloop.monitoring.timing import Clock
 from distloop.settings.durations import Plan
-from distloop.training.action import Action, Report, StopTraining, member, name_of, phase_of
+from distloop.training.action import Action, Report, RowAction, StopTraining, member, name_of, phase_of
 from distloop.workdir.records import as_numbers
 from distloop.workers.preemption import Interrupted, interrupted_together
 
@@ -47,7 +49,8 @@ def run_actions(
     boundary = _Boundary(replace(report, is_complete=True), clock or Clock())
     for action in actions:
         due = plan.is_due(action.every, report.step, boundary.report.until)
-        boundary.add(has_fixed_metrics=due and member(action, "has_fixed_metrics"))
+        if not (due and member(action, "has_fixed_metrics")):
+            boundary.report = replace(boundary.report, is_complete=False)
         if member(action, "chief_only") and not plan.is_chief:
             continue
         if due:
@@ -92,11 +95,6 @@ class _Boundary:
         self._called: list[Action] = []
         self._clock = clock
 
-    def add(self, *, has_fixed_metrics: bool) -> None:
-        """Adds an action; those after it get a report that is complete if it always returns the same metrics."""
-        if self.report.is_complete and not has_fixed_metrics:
-            self.report = replace(self.report, is_complete=False)
-
     def call(self, action: Action) -> None:
         """Calls an action; adds what it returns, or its reason to stop."""
         report = self.report
@@ -122,14 +120,25 @@ class _Boundary:
             )
         media = {name: value for name, value in values.items() if isinstance(value, Media)}
         numbers = {name: value for name, value in values.items() if name not in media}
+        known = report.metrics
+        others = [n for n, value in numbers.items() if not np.array_equal(value, known.get(n, value), equal_nan=True)]
+        if others and not isinstance(action, RowAction):
+            raise ValueError(
+                f"The action {name_of(action)!r} returned {others[0]!r}, which the row has already, with another "
+                "value: return the number under another name."
+            )
         self.report = replace(report, metrics={**report.metrics, **numbers}, media={**report.media, **media})
 
     def end_run_if_stopped(self) -> None:
         """Calls what was not due, as at the end of the run, if an action has ended it."""
         if self.report.stop_reason is not None:
             self.report = replace(self.report, until=self.report.step, is_complete=False)
-            late, self.not_due = self.not_due, []
+            late, self.not_due, known = self.not_due, [], self.report.metrics
             for action in late:
+                self.call(action)
+            new = self.report.metrics.keys() - known.keys()
+            for action in [a for a in self._called if a.every is None and member(a, "required_metric") in new]:
+                self._called.remove(action)  # and called again, as what it waits for was measured after its call
                 self.call(action)
 
     def end(self) -> None:

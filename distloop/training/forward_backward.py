@@ -301,11 +301,7 @@ class ForwardBackward:
         """Sets `trace` from the traces of all microbatches, or adds what another pass reached and wrote."""
         known = [] if shard.is_first else self.trace.mutated
         for trace in shard.traces:
-            if self._trace is not None and trace.names != self._trace.names:
-                raise ValueError(
-                    f"loss_fn returned {trace.names}, and {self._trace.names} before; it returns the same names for "
-                    "all data."
-                )
+            metrics.require_same_names("loss_fn returned", trace.names, (self._trace or trace).names)
             if shard.is_first:
                 self._trace = trace
             self.trace.reached[:] = map(operator.or_, self.trace.reached, trace.reached)
@@ -319,8 +315,7 @@ class ForwardBackward:
 
     def set_own_trace(self, trace: Trace) -> list[Any]:
         """Sets the trace of a step that the user computes; returns the variables that it writes, in their order."""
-        if self._trace is not None and trace.names != self._trace.names:
-            raise ValueError(f"step_fn reported {trace.names}, and {self._trace.names} before: report the same names.")
+        metrics.require_same_names("step_fn reported", trace.names, (self._trace or trace).names)
         self._trace = trace
         return self.add_mutated(trace.mutated)
 

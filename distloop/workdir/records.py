@@ -31,7 +31,7 @@ GROUPS = {
         "regularization": "The sum of `model.losses`, such as L2 terms. It is not part of `loss`.",
     },
     "optimizer": {
-        "learning_rate": "Of the last step.",
+        "learning_rate": "Of the next step.",
         "gradient_norm": "The global norm of the gradient before clipping.",
         "gradient_noise_scale": "The batch size above which larger batches help less and less, in weights of the loss: "
         "`gradient_trace` / `gradient_square`, each averaged over measurements.",

@@ -210,7 +210,6 @@ class XlaLoop:
         (carry,) = tf.while_loop(
             lambda carry: (carry.done < count) & ~carry.failed, body, (zeros,), parallel_iterations=1
         )
-        self._state.step.assign_add(tf.cast(carry.done, tf.int64))
         numbers = read_numbers(self._state, self._step)
         self._number_names = list(numbers)
         heads = tf.cast(tf.stack([carry.done, tf.cast(carry.failed, tf.int32)]), tf.float64)
@@ -222,6 +221,7 @@ class XlaLoop:
         state, batch = self._state, shards.as_batch(element, layout)
         with step_operations.unsaved_draws_refused(state):
             outcome = self._step(batch, layout)
+        state.step.assign_add(1)
         tallies = tf.cast(outcome.tallies, tf.float64)
         if state.token_count is not None and (index := loss_weight(self._step)) is not None:
             state.token_count.assign_add(tallies[index])

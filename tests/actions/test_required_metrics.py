@@ -91,3 +91,21 @@ def test_an_action_that_returns_none_by_its_annotation_reports_nothing(rows):
     show.every = 1
     trainer, error = fit(rows, show, distloop.StopEarly("val_loss"))
     assert trainer.step == 0 and MEANT in error
+
+
+@pytest.mark.slow
+def test_a_number_of_an_action_due_after_an_evaluation_is_awaited(rows):
+    def measure(report):
+        return {"val/reward": float(report.step)}
+
+    measure.every = 4
+    best = distloop.SaveBest("val/reward", mode="max")
+    _, error = fit(rows, measure, best, evals={"val": distloop.Evaluation(rows, every=2)})
+    assert error is None and best.best == [(4.0, 4)]
+
+
+@pytest.mark.slow
+def test_what_is_measured_where_a_run_stops_early_is_among_the_best(rows, tmp_path):
+    best, stop = distloop.SaveBest("val/loss", restore=True), distloop.StopEarly("loss", patience=1, min_delta=9.0)
+    trainer, error = fit(rows, best, stop, steps=40, workdir=str(tmp_path), log_every=2)
+    assert error is None and best.best[0][1] == trainer.step < 40

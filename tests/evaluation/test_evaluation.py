@@ -1,5 +1,6 @@
 """Evaluation: one pass over a dataset."""
 
+import functools
 import gc
 import weakref
 
@@ -140,6 +141,25 @@ def test_each_dataset_has_its_schedule_limit_and_values():
     assert (numbers["all/x"], numbers["few/x"]) == (6.0, 5.0)  # of 1 to 5, and of 1 to 4, doubled
     assert (numbers["own/total"], numbers["own/auc"]) == (30.0, 1.0)
     trainer.fit(dataset(), steps=8, evals=evals)  # the metrics start anew
+
+
+@pytest.mark.slow
+def test_data_for_which_loss_fn_returns_other_values_is_refused():
+    def loss_fn(model, batch, training):
+        loss = tf.square(model(batch["x"], training=training)[:, 0])
+        return {"loss": loss, "masked" if "mask" in batch else "plain": loss}
+
+    def model_fn():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        return distloop.ModelSpec(model, keras.optimizers.SGD(0.0), functools.partial(loss_fn, model))
+
+    masked = dataset().map(lambda rows: {**rows, "mask": rows["x"]})
+    trainer = distloop.Trainer(model_fn, on(1))
+    assert sorted(trainer.evaluate(dataset())) == ["loss", "plain"]
+    sentence = "loss_fn returned ['loss', 'masked'], and ['loss', 'plain'] before"
+    refused(lambda: trainer.evaluate(masked), sentence)
+    evals = {"val": dataset(), "masked": masked}
+    refused(lambda: distloop.Trainer(model_fn, on(1)).fit(dataset(), steps=4, evals=evals), sentence)
 
 
 ROWS = {**classification(37), "row": np.arange(37)}

@@ -125,6 +125,43 @@ def test_bfloat16_weights_and_statistics_that_training_moves_are_kept(tmp_path, 
     assert names == {"gamma", "beta", "moving_mean", "moving_variance", "kernel", "bias"}
 
 
+class Codebook(keras.layers.Layer):
+    def build(self, shape):
+        self.means = self.add_weight(shape=(3,), initializer="zeros", trainable=False, name="means")
+
+    def call(self, x, training=False):
+        if training:
+            self.means.assign(0.5 * self.means + 0.5 * keras.ops.mean(x, 0))
+        return x - self.means
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
+def test_what_a_layer_of_the_users_writes_is_kept_and_no_recurrent_state(tmp_path, suffix):
+    def model_fn():
+        frozen = Codebook(name="frozen", trainable=False)
+        recurrent = keras.layers.GRU(2, stateful=True, name="gru")
+        layers = [
+            keras.Input((3,), batch_size=8),
+            Codebook(name="codes"),
+            frozen,
+            keras.layers.Reshape((3, 1)),
+            recurrent,
+        ]
+        return distloop.supervised(keras.Sequential(layers, name="net"), "mse", keras.optimizers.SGD(0.1))
+
+    rows = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32), np.ones((8, 2), np.float32)
+    trainer, other = make_trainer(model_fn), make_trainer(model_fn)
+    trainer.fit(tf.data.Dataset.from_tensors(rows).repeat(), steps=3)
+    trainer.export(path := str(tmp_path / f"codes{suffix}"))
+    assert sorted(arrays_of(path)) == ["net/codes/means", *(f"net/gru/gru_cell/{n}" for n in GRU_WEIGHTS)]
+    other.restore(path)
+    np.testing.assert_array_equal(*(of.model.layers[0].means.numpy() for of in (trainer, other)))
+    assert np.abs(other.model.layers[0].means.numpy()).min() > 0.0
+
+
+GRU_WEIGHTS = ["bias", "kernel", "recurrent_kernel"]
+
+
 @pytest.mark.slow
 def test_adapters_of_another_model_are_refused(tmp_path):
     trained().export(path := str(tmp_path / "adapters.npz"))

@@ -86,7 +86,7 @@ def test_tensorboard_shows_every_kind(sweep, site, is_fast):
         tags = ask("plugin/scalars/tags")
         assert "Metrics/accuracy" in tags[test]
         assert all(tag["description"] for of_run in tags.values() for tag in of_run.values())
-        assert "Of the last step" in tags[run]["optimizer/learning_rate"]["description"]
+        assert "Of the next step" in tags[run]["optimizer/learning_rate"]["description"]
         tag = "gradients/net/hidden/kernel"
         histogram = ask("plugin/histograms/histograms", run=run, tag=tag)
         assert [step for _, step, _ in histogram] == [2, 4]

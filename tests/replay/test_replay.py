@@ -423,6 +423,7 @@ def test_a_run_at_a_url_and_one_from_other_weights_are_replayed(finished, tmp_pa
         ({"model_fn": classifier(batch_norm="plain")}, 8, ["is of another model"]),
         ({"virtual_replicas": 2}, 8, ["virtual_replicas=0, and 2 were given"]),
         ({"workdir": ""}, 8, ["without a workdir"]),
+        ({"steps": 7}, 8, ["step 8", "fit with this data ends at step 7", "a step from 1 to 7"]),
         ({"workdir": "none"}, 8, ["none", "holds no run that has come to a step"]),
     ],
 )

@@ -47,9 +47,9 @@ def test_a_run_of_epochs_is_evaluated_after_each_and_another_at_its_end(length, 
 
 def test_settings_of_no_effect_are_told():
     def told(evaluations, **settings):
-        return fit_call.idle_settings(
-            types.SimpleNamespace(config=distloop.Config(**settings), evaluations=evaluations)
-        )
+        call = types.SimpleNamespace(config=distloop.Config(**settings), evaluations=evaluations, step=10)
+        call.units = types.SimpleNamespace(run=Period(steps=20))
+        return fit_call.idle_settings(call)
 
     given = {"checkpoint_every": 5, "keep_checkpoints": 9, "eval_every": "1 epoch", "eval_first": True}
     of_evals = [f"{given} has no effect without evals" for given in ("eval_every=1 epoch", "eval_first=True")]
@@ -57,6 +57,10 @@ def test_settings_of_no_effect_are_told():
     assert told([]) == told(["one"], **given, workdir="run") == []
     assert told([], **given) == [*of_saves, *of_evals]
     assert told([], **given, workdir="run") == of_evals
+    assert not [line for window in ("0:11", "12:14", "19:30") for line in told([], profile=window, workdir="run")]
+    of_profile = "profile={} has no effect: this call of fit trains none of these steps"
+    for window in ("0:10", "20:30"):
+        assert told([], profile=window, workdir="run") == [of_profile.format(window)]
 
 
 def test_a_run_that_is_over_says_what_to_raise():

@@ -1,12 +1,14 @@
 """The contract of an action: which actions are due, what they pass on, defaults, and how a run is stopped."""
 
 import dataclasses
+import math
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
+import distloop
 from distloop.actions.evaluate import Evaluate
 from distloop.actions.save import SaveBest
 from distloop.actions.stop_early import StopEarly
@@ -129,6 +131,24 @@ def test_a_stop_calls_what_is_due_at_the_end_before_the_run_is_written():
         ("write", True, "enough", ["test", "val"]),
         ("save", True, "enough", ["test", "val"]),
     ]
+
+
+@pytest.mark.parametrize("evaluates_at", [0, 20])
+def test_what_a_stop_has_measured_is_compared_where_it_was_waited_for(evaluates_at):
+    evaluate = Evaluate("test", lambda _: {"loss": 1.0}, every=evaluates_at)
+    save_best, better = SaveBest("test/loss"), []
+    ends = []
+    called = action(None, seen=better)
+    called.end_boundary = lambda report: ends.append(report.step)
+    when = distloop.when_better("test/loss", called)
+    run_actions([evaluate, save_best, when, action(5, StopTraining("enough"))], report(step=15, loss=1.0))
+    assert save_best.best == [(1.0, 15)] and [r.metrics["test/loss"] for r in better] == [1.0] and ends == [15]
+
+
+def test_an_action_that_returns_another_value_of_a_number_is_refused():
+    same, other = ([action(1, {"loss": loss, "nan": math.nan, "mine": 1.0})] for loss in (0.5, 0.25))
+    assert {"loss": 0.5, "mine": 1.0}.items() <= run_actions(same, report(loss=0.5, nan=math.nan))[0].items()
+    refused(lambda: run_actions(other, report(loss=0.5)), "The action 'act' returned 'loss', which the row has already")
 
 
 # Optional members.
@@ -270,21 +290,21 @@ EVALUATE = Evaluate("test", lambda _: {"loss": 1.0}, every=10)
 
 @each_watcher
 def test_an_unknown_metric_is_refused_at_the_first_evaluation(make):
-    for wrong, others in (("tst/loss", [EVALUATE]), ("test/los", [EVALUATE, action(10, {})])):
-        actions = [*others, make(wrong, mode="min")]
-        run_actions(actions, report(step=5, loss=1.0))
-        with pytest.raises(ValueError, match=f"{make.__name__} was given the metric '{wrong}'; .*'loss', 'test/loss'"):
-            run_actions(actions, report(step=10, loss=1.0))
+    actions = [EVALUATE, make("test/los", mode="min")]
+    run_actions(actions, report(step=5, loss=1.0))
+    with pytest.raises(ValueError, match=f"{make.__name__} was given the metric 'test/los'; .*'loss', 'test/loss'"):
+        run_actions(actions, report(step=10, loss=1.0))
 
 
 @each_watcher
-def test_a_metric_that_may_still_come_is_awaited_and_missed_at_the_end(make, caplog):
-    actions = [EVALUATE, action(10, {}), make("score", mode="min")]
+@pytest.mark.parametrize("metric", ["score", "test/score"])
+def test_a_metric_that_may_still_come_is_awaited_and_missed_at_the_end(make, metric, caplog):
+    actions = [EVALUATE, action(10, {}), make(metric, mode="min")]
     for step in (10, 20):
         run_actions(actions, report(step, loss=1.0))
     assert not caplog.text
     run_actions(actions, report(step=100, loss=1.0))
-    assert f"{make.__name__} was given the metric 'score'; there are ['loss', 'test/loss']: name one" in caplog.text
+    assert f"{make.__name__} was given the metric '{metric}'; there are ['loss', 'test/loss']: name one" in caplog.text
 
 
 def test_a_run_that_an_action_stops_between_measurements_just_ends():

@@ -100,6 +100,24 @@ def test_half_precision_learns_what_the_plain_loop_does(precision):
     assert losses[1] == pytest.approx(losses[0], rel=1e-2)
 
 
+def test_a_loss_that_reads_the_step_sees_each_step():
+    def run(jit_compile):
+        def model_fn():
+            spec = classifier()()
+
+            def loss_fn(batch, training):
+                warm = tf.minimum(1.0, tf.cast(trainer.state.step, tf.float32) / STEPS)
+                return {name: warm * value for name, value in spec.loss_fn(batch, training).items()}
+
+            return distloop.ModelSpec(spec.model, spec.optimizer, loss_fn)
+
+        trainer = distloop.Trainer(model_fn, on(1, jit_compile=jit_compile))
+        trainer.fit(batches(rows=64), steps=STEPS)
+        return everything(trainer)
+
+    assert_close(run("loop"), run("none"), TOLERANCE)
+
+
 def test_how_a_run_is_cut_changes_no_bit(monkeypatch, tmp_path):
     def run(**cut):
         settings = {"average_decay": 0.9, "microbatches": 2, **cut}
