@@ -153,6 +153,31 @@ class Lazy(keras.Model):
         return self.second(self.first(x))
 
 
+@keras.saving.register_keras_serializable("tests")
+class Counting(keras.layers.Layer):
+    """Counts its calls, and moves the statistics of its BatchNormalization in evaluations, too."""
+
+    def build(self, shape):
+        self.norm = keras.layers.BatchNormalization(name="norm")
+        self.norm.build(shape)
+        self.calls = self.add_weight(name="calls", shape=(), initializer="zeros", trainable=False)
+
+    def call(self, inputs):
+        self.calls.assign_add(1.0)
+        return self.norm(inputs, training=True) / self.calls
+
+
+def counting_model():
+    """A `model_fn` whose forward pass writes variables that nothing trains, in evaluations, too."""
+    net = keras.Sequential(
+        [keras.Input((8,)), Counting(name="counting"), keras.layers.Dense(4, name="logits")], name="net"
+    )
+    loss_fn = loss_fn_of(net)
+    return distloop.ModelSpec(
+        net, keras.optimizers.SGD(0.1), loss_fn, predict_fn=lambda batch: net(batch["x"], training=False)
+    )
+
+
 def _l2(strength):
     return keras.regularizers.L2(strength) if strength else None
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from distloop.errors import require_call
+from distloop.model.variable_writes import preserved
 from distloop.monitoring.media import Media
 from distloop.training.action import Action, Report
 
@@ -34,8 +35,8 @@ class Summary(Action):
         self._fn = fn
 
     def __call__(self, report: Report) -> dict[str, float | Media]:
-        """Returns the function's result, with the name before each entry; random streams are as before."""
-        with report.state.random_streams.preserved():
+        """Returns the function's result, with the name before each entry; what the model wrote is put back."""
+        with preserved(report.state):
             result = self._fn(report.state)
         entries = result.items() if isinstance(result, Mapping) else [("", result)]
         return {f"{self.name}/{key}" if key else self.name: value for key, value in entries}

@@ -37,6 +37,7 @@ from distloop.exports.export import (
 from distloop.exports.saved_model import write_saved_model
 from distloop.model.saved_state import relative_difference
 from distloop.model.state import TrainState
+from distloop.model.variable_writes import preserved
 from distloop.threads import replaced
 from distloop.variables import WEIGHT_FILES, portable_names, tensorflow_variable, unwrap_model
 
@@ -212,7 +213,7 @@ def _write_keras_file(state: TrainState, path: str) -> None:
         finally:
             random.setstate(random_state)
         _compare_weights(model, copy, left_out)
-        with state.random_streams.preserved():
+        with preserved(state):
             _compare_outputs(model, copy)
 
 

@@ -21,6 +21,7 @@ from distloop.exports.export import call_on_ones, merged, output_difference, pre
 from distloop.graph_functions import graph_function
 from distloop.log import log
 from distloop.model.state import TrainState
+from distloop.model.variable_writes import preserved
 from distloop.urls import is_url
 from distloop.variables import top_layers, unwrap_model, walk
 
@@ -73,7 +74,7 @@ def write_saved_model(
         with plain_path(temporary) as plain:
             served = tf.saved_model.load(plain).signatures
         for name, (function, specs) in signatures.items():
-            with state.random_streams.preserved():
+            with preserved(state):
                 _compare(name, served[name], function, specs)
     if not is_url(path) and set(path) & set("[\\"):
         log.warning(

@@ -29,6 +29,7 @@ import tensorflow as tf
 from distloop.data.opening import open_batches
 from distloop.graph_functions import graph_function
 from distloop.log import shown
+from distloop.model.variable_writes import preserved
 from distloop.monitoring.media import Histogram, Media
 from distloop.optimizers.gradients import Packing, Rows, Segment, scaled, values_of
 from distloop.optimizers.keras_hooks import ReplacedCalls
@@ -214,7 +215,7 @@ class ActivationHistograms(Action):
             self._batch = tf.nest.map_structure(lambda t: t[: self._rows], next(iter(self._batches)))
         if self._model is not state.model:
             self._model, self._measure = state.model, graph_function(functools.partial(self._trace, state))
-        with state.random_streams.preserved():
+        with preserved(state):
             measured = self._measure(self._batch)
         if not measured:
             raise ValueError(

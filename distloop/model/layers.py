@@ -160,14 +160,11 @@ class RandomStreams:
         if self._variables:
             self._write(states)
 
-    @contextlib.contextmanager
-    def preserved(self) -> Iterator[None]:
-        """Restores the states on exit."""
-        before = self.read()
-        try:
-            yield
-        finally:
-            self.write(before)
+    def preserved(self) -> contextlib.ExitStack:
+        """Returns a scope that restores the states on exit."""
+        scope = contextlib.ExitStack()
+        scope.callback(self.write, self.read())
+        return scope
 
 
 def stream_of(state: tf.Tensor, replica: tf.Tensor | int) -> tf.Tensor:

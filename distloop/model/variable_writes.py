@@ -107,6 +107,14 @@ def restored_writes(state: TrainState) -> Iterator[None]:
     assign(mutated, [values[id(v)] for v in mutated])
 
 
+def preserved(state: TrainState) -> contextlib.ExitStack:
+    """Returns a scope that restores what no update trains, random streams too; for calls of the model by itself."""
+    variables = [copy for v in state.untrained_variables for copy in state.replica_variables(v)]
+    scope = contextlib.ExitStack()
+    scope.callback(assign, variables, read(variables))
+    return scope
+
+
 class StateUpdates:
     """Merges what the microbatches of a batch write to a variable into one value; call in replica context.
 

@@ -14,9 +14,8 @@ from tests import problems
 
 def show(action, loss_fn):
     spec = types.SimpleNamespace(updates=[types.SimpleNamespace(loss_fn=loss_fn)])
-    streams = types.SimpleNamespace(preserved=lambda: tf.name_scope("preserved"))
     averaged = lambda: tf.name_scope("averaged")  # noqa: E731
-    state = types.SimpleNamespace(spec=spec, model="model", averaged=averaged, random_streams=streams)
+    state = types.SimpleNamespace(spec=spec, model="model", averaged=averaged, untrained_variables=())
     ((name, media),) = action(Report(1, 1, {}, state)).items()
     return name, media
 

@@ -11,6 +11,7 @@ import distloop
 from distloop.exports.export_action import Export
 from distloop.training.action import Report
 from distloop.training.boundary import run_actions
+from tests import problems
 from tests.exports.export_trainers import dataset, make_trainer, serve
 
 STATE = types.SimpleNamespace(strategy=tf.distribute.get_strategy(), spec=types.SimpleNamespace(predict_fn=len))
@@ -139,3 +140,12 @@ def test_a_run_exports_what_it_would_predict(tmp_path):
     trainer.fit(dataset(), steps=2, evals={"test": dataset()}, actions=[export])
     outputs = serve(tmp_path / "models" / "2")["output"]
     tf.debugging.assert_near(outputs, trainer.predict(dataset()), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("suffix", ["", ".keras"])
+def test_an_export_leaves_what_the_model_writes_as_it_was(suffix, tmp_path):
+    trainer = problems.train(problems.counting_model, problems.on(2), problems.batches(8, 16), steps=2)
+    before = problems.everything(trainer)
+    trainer.export(tmp_path / f"model{suffix}")
+    problems.assert_equal(problems.everything(trainer), before)

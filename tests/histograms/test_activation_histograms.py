@@ -49,8 +49,7 @@ def test_outputs_have_a_mean_a_deviation_and_a_histogram_of_the_first_rows():
     layer(tf.zeros([1, 2]))
     loss_fn = lambda batch, training: {"loss": layer(batch["x"])[:, 0]}  # noqa: E731
     spec = types.SimpleNamespace(updates=[types.SimpleNamespace(loss_fn=loss_fn)])
-    streams = types.SimpleNamespace(preserved=lambda: tf.name_scope("preserved"))
-    state = types.SimpleNamespace(spec=spec, model=layer, random_streams=streams)
+    state = types.SimpleNamespace(spec=spec, model=layer, untrained_variables=())
     rows = np.float32([[1, 2], [3, 4], [5, 6]])
     found = distloop.ActivationHistograms({"x": rows}, rows=2)(Report(1, 1, {}, state))
     assert found.pop("activations/sum").values.tolist() == [3, 3, 7, 7]
