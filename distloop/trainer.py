@@ -312,10 +312,10 @@ class Trainer:
         Raises:
             ValueError: if there is no such `predict_fn`, or outputs of different batches do not fit together.
         """
+        source = self._build(self._passes.source(dataset, batches), metrics=False)
         if path:
-            stream = self.stream_predictions(dataset, signature=signature, keep_dtypes=keep_dtypes, batches=batches)
+            stream = self._predictor.stream(source, signature, keep_dtypes, batches)
             return import_part("sidecar.prediction_files", "path").write_outputs(path, stream, self.workers.is_chief)
-        source = self._build(self._passes.source(dataset, may_be_endless=batches != 0), metrics=False)
         return self._predictor.predict(source, signature, keep_dtypes, batches)
 
     def stream_predictions(
@@ -335,7 +335,7 @@ class Trainer:
         Raises:
             ValueError: if there is no such `predict_fn`.
         """
-        source = self._build(self._passes.source(dataset, may_be_endless=True), metrics=False)
+        source = self._build(self._passes.source(dataset, batches, may_be_endless=True), metrics=False)
         return self._predictor.stream(source, signature, keep_dtypes, batches)
 
     def export(self, path: str, *, keep_dtypes: bool = False) -> None:
@@ -384,7 +384,7 @@ class Trainer:
         return source
 
     def _evaluation(self, data: Data) -> Callable[[], dict[str, float]]:
-        source = self._build(self._passes.source(data, may_be_endless=self.config.limit_eval_batches > 0))
+        source = self._build(self._passes.source(data, self.config.limit_eval_batches))
         return functools.partial(self._eval_loop.evaluate, source, self.config.limit_eval_batches)
 
 

@@ -112,6 +112,9 @@ class Order:
         """Returns the length to which the rows of a batch are padded, int64 []; None: they are not."""
         return None
 
+    def require_pass(self, limit: int) -> None:
+        """Raises a ValueError if a pass over up to `limit` batches, 0: all, would not have every row once."""
+
     def seen(self, batch: int) -> dict[str, int]:
         """Returns the number of examples in all batches before one, under the name "data"."""
         epoch, batch = divmod(batch, self.batches_per_epoch)

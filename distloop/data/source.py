@@ -356,21 +356,24 @@ class Passes:
     reading: Mapping[str, Any]
     _sources: list[Source] = dataclasses.field(default_factory=list, init=False)  # the latest first
 
-    def source(self, data: Data, *, may_be_endless: bool = False) -> Source:
+    def source(self, data: Data, limit: int = 0, *, may_be_endless: bool = False) -> Source:
         """Returns the source of a dataset: a new one, unless the same object is among the latest.
 
         Args:
             data: a dataset, a function of `tf.distribute.InputContext`, or arrays.
+            limit: the largest number of batches of a pass; 0: all.
             may_be_endless: whether the caller ends a pass over endless data itself.
 
         Raises:
-            ValueError: if the data breaks a rule, or is endless and may not be.
+            ValueError: if the data breaks a rule, is endless and may not be, or a pass would not have every row once.
         """
         source = next((s for s in self._sources if s.data is data), None)
         source = source or Source(data, self.strategy, repeat=False, **self.reading)
         if isinstance(source.feed, Feed):
             source.feed.require_untrained()
-        if source.info.is_endless and not may_be_endless:
+        if isinstance(source.feed, NumberedDataset):
+            source.feed.order.require_pass(limit)
+        if source.info.is_endless and not (limit or may_be_endless):
             raise ValueError("The dataset given to measure on is endless; one pass never ends: use take(batches).")
         if not are_arrays(data):  # a copy of arrays is as large as they are, and they may change in place
             self._sources = [source, *(s for s in self._sources if s is not source)][:_MAX_REMEMBERED]

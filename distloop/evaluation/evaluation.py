@@ -329,7 +329,7 @@ def make_evaluations(
     for name, data in evals.items():
         evaluation = data if isinstance(data, Evaluation) else Evaluation(data)
         limits = [limit for limit in (evaluation.batches, config.limit_eval_batches) if limit]
-        source, limit = passes.source(evaluation.dataset, may_be_endless=bool(limits)), min(limits, default=0)
+        source = passes.source(evaluation.dataset, limit := min(limits, default=0))
         loop = eval_loop.with_values(evaluation.loss_fn, evaluation.metrics)
         evaluate = functools.partial(loop.evaluate, source, limit)
         tracers: list[Callable[[Source], None]] = [Source.require_batch, loop.trace]

@@ -111,6 +111,17 @@ class MixedOrder:
     def width(self, batch: tf.Tensor) -> None:
         """Returns None: rows are not padded."""
 
+    def require_pass(self, limit: int) -> None:
+        """Raises a ValueError if a pass would have rows of the next epoch, or not all of its own; as `Order`'s."""
+        count = min(self.batches_per_epoch, limit or self.batches_per_epoch)
+        held, whole = self.examples_before(count), self.examples_per_epoch
+        if held > whole or (held < whole and not (limit or self.limit)):
+            raise ValueError(
+                f"The dataset given to measure on has {whole:,} examples, and its {count} batches "
+                f"hold {held:,}, so not each one would count once: give each source of a mixture by itself, and "
+                "batches of one size."
+            )
+
     def examples_before(self, batch: int) -> int:
         """Returns the number of examples in all batches before one."""
         span = int(np.searchsorted(self._spans.firsts, batch, side="right")) - 1

@@ -46,7 +46,7 @@ def run_instead(trainer: Trainer, data: FitData) -> None:
     eval_loop = EvalLoop(state, eager=config.eager, max_traces=config.max_traces)
     evaluations = make_evaluations(data.evals, config, passes, eval_loop, Predictor(state, eager=config.eager))
     trainer.build(evaluations[0].data)
-    eval_loop.build_metrics(passes.source(evaluations[0].data, may_be_endless=True))
+    eval_loop.build_metrics(passes.source(evaluations[0].data, 1))
     at = f"{config.workdir}/checkpoints/{int(which)}" if which.isdecimal() else None
     trainer.restore(at, which="newest" if at else which)
     shown: dict[str, float | str | None] = {"step": trainer.step}

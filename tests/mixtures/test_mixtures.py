@@ -1,5 +1,6 @@
 """Mixtures: several sources with weights, in one stream."""
 
+import functools
 import json
 import re
 
@@ -12,6 +13,7 @@ from distloop.actions.built_in import DataSeen
 from distloop.data.numbered import WorkerRows
 from distloop.data.source import Source
 from distloop.mixtures.mixtures import Mixture, round_fractions
+from tests import problems
 from tests.problems import mirrored, report
 
 
@@ -190,3 +192,27 @@ def test_a_mixture_counts_the_examples_of_each_source():
     source.batches_taken = 8
     seen = DataSeen(source)(report(8))
     assert seen["web/examples_seen"] == 24.0 and seen["code/examples_seen"] == 8.0
+
+
+SMALL, LARGE = problems.classification(50), problems.classification(100)
+UNEVEN = distloop.Mixture({"a": LARGE, "b": SMALL}, {"a": 100, "b": 50})
+PASSES = {
+    "evaluate": lambda trainer, path, data, batches: trainer.evaluate(data.take(batches) if batches else data),
+    "evals": lambda trainer, path, data, batches: trainer.fit(
+        problems.batches(8, 16), steps=1, evals={"test": distloop.Evaluation(data, batches=batches)}
+    ),
+    "predict": lambda trainer, path, data, batches: trainer.predict(data, batches=batches),
+    "files": lambda trainer, path, data, batches: trainer.predict(data, batches=batches, path=path),
+    "stream": lambda trainer, path, data, batches: list(trainer.stream_predictions(data, batches=batches)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PASSES)
+def test_a_pass_that_would_not_have_every_row_once_is_refused(name, tmp_path):
+    read = functools.partial(PASSES[name], distloop.Trainer(problems.classifier(), problems.on(1)), tmp_path)
+    for sizes, held in ((64, 192), ({0: 50, 2: 40}, 140)):
+        words = "150 examples", f"3 batches hold {held}", "each source of a mixture by itself"
+        problems.refused(functools.partial(read, distloop.make_dataset(UNEVEN, sizes), 0), *words)
+    read(distloop.make_dataset(UNEVEN, 64), 2)
+    read(distloop.make_dataset(UNEVEN, 50), 0)
