@@ -44,11 +44,12 @@ class VariableOptimizers(keras.optimizers.MultiOptimizer):
         optimizer.update_step(gradient, variable, optimizer.learning_rate)
 
     def _apply_weight_decay(self, variables: Sequence[Any]) -> None:
-        for optimizer in self.optimizers:
+        for optimizer, is_decayed in zip(self.optimizers, self._are_decayed, strict=True):
+            self._is_decayed = is_decayed  # what `_use_weight_decay` asks, for the variables of this optimizer
             optimizer._apply_weight_decay([v for v in variables if self._optimizer_of(v) is optimizer])
 
     def _use_weight_decay(self, variable: Any) -> bool:
-        return all(is_decayed(variable) for is_decayed in self._are_decayed)
+        return bool(self._is_decayed(variable))
 
     def describe_rule(self, variable: Any) -> str:
         """Returns which optimizer updates a variable, as in `, by optimizer 2 (Adam),`."""

@@ -33,10 +33,17 @@ def one_of_two():
     return multi(optimizer, {".*last/kernel": keras.optimizers.RMSprop(0.01), ".*unknown": momentum()})
 
 
+def two_decays():
+    optimizer = keras.optimizers.AdamW(0.02, weight_decay=2.0)
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    return multi(optimizer, {".*last/.*": keras.optimizers.AdamW(0.02, weight_decay=5.0)})
+
+
 CASES = {
     "momentum and AdamW": lambda: multi(momentum(), {".*first/.*": decaying()}),
     "one without variables": one_of_two,
     "the default alone": lambda: multi(keras.optimizers.Lion(0.003), {}),
+    "two decays": two_decays,
 }
 RUNS = [(case, replicas) for case in CASES for replicas in (1, 2)]
 
@@ -55,7 +62,7 @@ def train(make, replicas, epochs=2, **settings):
     return trainer
 
 
-@pytest.mark.parametrize(("case", "replicas"), mostly_wide(RUNS, RUNS[0], RUNS[3]))
+@pytest.mark.parametrize(("case", "replicas"), mostly_wide(RUNS, RUNS[0], RUNS[3], RUNS[6]))
 def test_weights_are_those_of_keras_own_fit_which_goes_on_from_them(case, replicas):
     model, twin = compiled(CASES[case]()), compiled(CASES[case]())
     trainer = train(model, replicas)
@@ -81,10 +88,11 @@ def test_a_function_may_make_the_model_on_two_replicas(case):
 SETTINGS = [{"microbatches": 3}, {"virtual_replicas": 4}, {"shard_optimizer": True}, {"precision": "mixed_float16"}]
 
 
+@pytest.mark.parametrize("optimizer", mostly_wide([one_of_two, two_decays], two_decays))
 @pytest.mark.parametrize("settings", mostly_wide(SETTINGS, SETTINGS[2]))
-def test_two_devices_train_as_one_does(settings):
+def test_two_devices_train_as_one_does(settings, optimizer):
     def make():
-        return compiled(one_of_two())
+        return compiled(optimizer())
 
     one = train(make, 1, **{name: value for name, value in settings.items() if name != "shard_optimizer"})
     two = train(make, 2, **settings)
