@@ -217,10 +217,11 @@ class ModelSpec:
             object.__setattr__(self, "updates", (self._single_update(),))
         _check_function("batch_fn", self.batch_fn, "a function that returns a batch", "batch", "training")
         object.__setattr__(self, "updates", tuple(update.with_loss(self.prepared) for update in self.updates))
-        if self.metrics and not any(update.has_loss for update in self.updates):
+        if (self.metrics or self.batch_fn) and not any(update.has_loss for update in self.updates):
+            given = f"metrics={sorted(self.metrics)}" if self.metrics else "a batch_fn"
             raise ValueError(
-                f"ModelSpec was given metrics={sorted(self.metrics)} and no loss_fn that returns their arguments: give "
-                "a loss_fn, or call step.report for what is a mean."
+                f"ModelSpec was given {given} and no loss_fn, which alone it serves: give a loss_fn, or let step_fn "
+                "change the batch, and call step.report for what is a mean."
             )
         for name, metric in (self.metrics or {}).items():
             if not isinstance(metric, keras.metrics.Metric):

@@ -51,7 +51,8 @@ def find_layers(model: Any, pattern: str) -> dict[str, Any]:
 def with_recomputation(model_fn: Callable[[], ModelSpec], pattern: str) -> Callable[[], ModelSpec]:
     """Returns a `model_fn` whose `loss_fn`s recompute the layers in whose path a regular expression is found.
 
-    It raises a ValueError if no layer matches, as far as the layers are built, or if the model has stages.
+    It raises a ValueError if no layer matches, as far as the layers are built, if the model has stages, or if there is
+    no `loss_fn`.
 
     Args:
         model_fn: that of the user.
@@ -67,6 +68,11 @@ def with_recomputation(model_fn: Callable[[], ModelSpec], pattern: str) -> Calla
             raise ValueError(
                 f"recompute={pattern!r} was given with a network of {len(stages)} stages, which are recomputed as "
                 "a whole: give distloop.split(model, num_stages, recompute=True) in place of the setting."
+            )
+        if not all(update.has_loss for update in spec.updates):
+            raise ValueError(
+                f"recompute={pattern!r} was given with a step_fn and no loss_fn, and layers are recomputed in a "
+                "loss_fn alone: give one whose gradients step_fn takes, or leave recompute out."
             )
         if all(layer.built for top in top_layers(spec.model) for layer in top._flatten_layers()):
             find_layers(spec.model, pattern)  # else when the model is built and called

@@ -185,6 +185,9 @@ def test_what_needs_a_loss_says_so():
         refused(call, "no loss_fn", "distloop.Evaluation(dataset, loss_fn=...)")
     with_metric = model_fn(RECIPES["evolution"], metrics={"auc": keras.metrics.AUC()})
     refused(with_metric, "metrics=['auc']", "no loss_fn")
+    refused(model_fn(RECIPES["evolution"], batch_fn=lambda batch, training: batch), "batch_fn", "no loss_fn")
+    make = lambda: distloop.Trainer(model_fn(RECIPES["evolution"]), on(1, recompute="dense"))  # noqa: E731
+    refused(make, "recompute='dense'", "a step_fn and no loss_fn", "leave recompute out")
     evaluation = distloop.Evaluation(data(), loss_fn=lambda batch, training: {"error": batch["y"][:, 0]})
     numbers = trainer.fit(data(), steps=1, evals={"test": evaluation})
     assert np.isfinite(numbers["test/error"])
