@@ -108,9 +108,10 @@ class ExampleHistory(Action):
         call, feed = self._call, self._call.source.feed
         if not call.config.workdir:
             raise ValueError(f"ExampleHistory writes {FILE} into the workdir, and there is none: give workdir=....")
-        if not isinstance(feed, NumberedDataset):
+        if not isinstance(feed, NumberedDataset) or call.source.layout.is_sharded or _has_other_rows(feed):
             raise ValueError(
-                "ExampleHistory was given data whose rows have no numbers: give fit arrays, or distloop.make_dataset."
+                "ExampleHistory was given data whose rows have no numbers, such as a worker's own shard, or batches "
+                "that a map gave another number of rows: give fit arrays, or distloop.make_dataset."
             )
         if call.config.jit_compile == "loop":
             raise ValueError(
@@ -189,6 +190,11 @@ class ExampleHistory(Action):
         """Yields the numbers of the batches that the steps have had since the last call."""
         skipped = self._call.source.skipped_batches
         yield from (n for n in range(self._batch, self._call.source.batches_taken) if n not in skipped)
+
+
+def _has_other_rows(feed: NumberedDataset) -> bool:
+    """Returns whether the first batch has another number of rows than its order says, by a function over batches."""
+    return not feed.are_rows_alike and int(batch_size(feed.first_rows())) != len(feed.examples_of(0)[0])
 
 
 class Recording:

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import types
 
 import keras
 import numpy as np
@@ -323,6 +324,18 @@ def test_what_it_cannot_record_is_refused_before_the_first_step(tmp_path, case):
     trainer = distloop.Trainer(model_fn_of(), on(**{"replicas": 2, "workdir": str(tmp_path), "steps": 3} | settings))
     refused(lambda: trainer.fit(data(), actions=[distloop.ExampleHistory(**arguments)]), *words)
     assert trainer.step == 0
+
+
+@pytest.mark.parametrize("kind", ["a shard", "fewer rows"])
+def test_rows_that_are_not_those_of_a_batch_are_refused(kind, tmp_path):
+    config = types.SimpleNamespace(workdir=str(tmp_path), jit_compile="none")
+    feed = data().map(lambda batch: {name: value[1:] for name, value in batch.items()}) if kind != "a shard" else data()
+    layout = types.SimpleNamespace(is_sharded=kind == "a shard")
+    source = types.SimpleNamespace(feed=feed, layout=layout, batches_taken=0)
+    call = types.SimpleNamespace(config=config, source=source, step=0)
+    checkpoints = types.SimpleNamespace(directory=types.SimpleNamespace(verify=None))
+    make = lambda: distloop.ExampleHistory().set_fit(call, None, checkpoints)  # noqa: E731
+    refused(make, "rows have no numbers", "a worker's own shard", "another number of rows", "distloop.make_dataset")
 
 
 def test_rows_without_numbers_are_refused_before_the_first_step(tmp_path):
