@@ -157,8 +157,8 @@ def make_average(variables: Sequence[Any], decay: float, trained: Sequence[tuple
     """
     for name in (type(optimizer).__name__ for optimizer, _ in trained if getattr(optimizer, "is_lazy", False)):
         raise ValueError(
-            f"average_decay={decay} was given with {name}, which changes the rows of a batch alone, but a moving "
-            "average moves every row of a table at each step: give average_decay=0, or "
+            f"average_decay or average_from was given with {name}, which changes the rows of a batch alone, but a "
+            "moving average moves every row of a table at each step: leave it out, or give "
             f"keras.optimizers.{name[4:]}."
         )
     dense = {id(v) for optimizer, v in trained if row_updates.why_dense(optimizer, v) is not None}

@@ -237,10 +237,10 @@ def test_a_run_on_sparse_packing_goes_on_with_dense_ones(names, settings, tmp_pa
     assert_close(values_of(trainer), values_of(dense))
 
 
-def test_a_moving_average_of_a_lazily_trained_table_is_refused():
-    config = on(1, average_decay=0.9)
-    parts = ("average_decay=0.9", "LazyAdam", "keras.optimizers.Adam.")
-    refused(lambda: distloop.Trainer(model_fn(("lazy",)), config), *parts)
+@pytest.mark.parametrize("settings", [{"average_decay": 0.9}, {"average_from": 3}])
+def test_a_moving_average_of_a_lazily_trained_table_is_refused(settings):
+    parts = ("average_decay or average_from", "LazyAdam", "leave it out", "keras.optimizers.Adam.")
+    refused(lambda: distloop.Trainer(model_fn(("lazy",)), on(1, **settings)), *parts)
 
 
 @pytest.mark.parametrize("part", ["sharding", "none"])
