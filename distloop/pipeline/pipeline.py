@@ -25,6 +25,7 @@ from tensorflow.python.ops import resource_variable_ops
 from distloop.distributed import strategies
 from distloop.distributed.devices import short_device
 from distloop.errors import require_bool
+from distloop.graph_functions import assigned_resources
 from distloop.log import shown
 from distloop.optimizers.keras_hooks import masks_of, with_masks
 from distloop.pipeline import splitting
@@ -162,7 +163,7 @@ class Pipeline(ModelRunner):
         def run(*flat: tf.Tensor) -> Any:
             nonlocal masks
             # The second pass reads the variables as the first one did, such as random states, and writes nothing.
-            scope = contextlib.nullcontext() if masks is None else keras.StatelessScope(state_mapping=before)
+            scope = contextlib.nullcontext() if masks is None else _writing_nothing(stage, before)
             with scope:
                 outputs = call(with_masks(tf.nest.pack_sequence_as(inputs, flat), masks_of(inputs)))
             if masks is None:
@@ -191,6 +192,21 @@ class Pipeline(ModelRunner):
                         f"The variable {getattr(variable, 'path', variable.name)!r} is used in stages {owner} and "
                         f"{stage}, but a variable lives on one device: put the modules that share it into one stage."
                     )
+
+
+@contextlib.contextmanager
+def _writing_nothing(stage: int, values: Sequence[tuple[Any, tf.Tensor]]) -> Iterator[None]:
+    """Enters a scope in which Keras variables have some values, and keep theirs; refuses writes to other variables."""
+    with tf.name_scope("recomputed") as name, keras.StatelessScope(state_mapping=values):
+        yield
+    operations = [] if tf.executing_eagerly() else tf.compat.v1.get_default_graph().get_operations()
+    for op in operations:
+        if op.name.startswith(name) and assigned_resources([op]):  # not that of a replica that is traced meanwhile
+            raise ValueError(
+                f"recompute=True was given, and stage {stage} writes to a variable or a generator by TensorFlow's "
+                f"operation {op.type}, which the backward pass would do again: make it a weight of a Keras layer, "
+                "with add_weight(trainable=False), or leave recompute out."
+            )
 
 
 def stages(modules: Sequence[Any], devices: Sequence[str] | None = None, *, recompute: bool = False) -> Pipeline:

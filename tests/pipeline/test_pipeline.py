@@ -460,3 +460,33 @@ def test_gpus_report_peak_memory_at_each_log_and_cpus_without_profile_none(monke
         expected = {"stage_0/device_memory_gb": 1.5, "stage_1/device_memory_gb": 2.5}
         assert gpus(Report(step, 100, {}, None)) == expected
     assert cpus(Report(10, 100, {}, None)) == {}
+
+
+class CountingModule(tf.Module):
+    """Counts its calls in a variable that is none of Keras's."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = tf.Variable(0.0, trainable=False, name="calls")
+
+    def __call__(self, x):
+        self.calls.assign_add(1.0)
+        return x
+
+
+@pytest.mark.slow
+def test_a_recomputed_stage_that_writes_a_plain_variable_is_refused():
+    make = lambda: [[CountingModule(), Affine(8, 4, 0)], Affine(4, 4, 1)]  # noqa: E731
+
+    def fit(**arguments):
+        def model_fn():
+            model = distloop.stages(make(), ["CPU:0", "CPU:0"], **arguments)
+            loss_fn = lambda batch, training: {"loss": tf.reduce_sum(model(batch["x"], training=training), 1)}  # noqa: E731
+            return distloop.ModelSpec(model, keras.optimizers.SGD(0.1), loss_fn)
+
+        trainer = distloop.Trainer(model_fn, settings())
+        trainer.fit(classification(16), batch_size=8, steps=2)
+        return float(trainer.model.modules[0][0].calls)
+
+    assert fit() == 2
+    refused(lambda: fit(recompute=True), "recompute=True", "stage 0", "AssignAddVariableOp", "leave recompute out")
