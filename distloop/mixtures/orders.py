@@ -267,11 +267,13 @@ class LengthOrder(Order):
         """Returns what a position depends on beside the rows and their order, for JSON.
 
         Where the rows do not fill the last batch, the order of the last window depends on whether it is left out. An
-        older version did not save that: of its positions, the number of batches tells.
+        older version did not save that: of its positions, the number of batches tells, unless there was a limit.
         """
         text = f"of {self.batch_size} examples in windows of {self.batch_size * _WINDOW_BATCHES:,} ({self._digest})"
         count = self.batches_per_epoch
-        is_as_before = position.get("lengths") == text and position.get("batches_per_epoch", count) == count
+        other = dataclasses.replace(self, drop_remainder=not self.drop_remainder, limit=0).batches_per_epoch
+        saved = position.get("batches_per_epoch", count)
+        is_as_before = position.get("lengths") == text and (saved == count or saved != other)
         if self.num_rows % self.batch_size and not is_as_before:
             text += f", drop_remainder={self.drop_remainder}"
         return {**super().facts_at(position), "lengths": text}

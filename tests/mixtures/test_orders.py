@@ -249,3 +249,5 @@ def test_a_position_by_length_needs_the_odd_rows_as_they_were(drops, limit):
     if not limit:
         with pytest.raises(ValueError, match="had batches by length, of 8 examples in windows of 800 "):
             other.convert(old, other.facts_at(old))
+    shorter = given.take(2)  # the same drop_remainder, and another limit
+    assert shorter.convert(old, shorter.facts_at(old))["batches"] == 2
