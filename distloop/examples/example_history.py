@@ -108,7 +108,8 @@ class ExampleHistory(Action):
         call, feed = self._call, self._call.source.feed
         if not call.config.workdir:
             raise ValueError(f"ExampleHistory writes {FILE} into the workdir, and there is none: give workdir=....")
-        if not isinstance(feed, NumberedDataset) or call.source.layout.is_sharded or _has_other_rows(feed):
+        is_a_shard = call.source.depends_on_workers and collectives.num_workers(call.state.strategy) > 1
+        if not isinstance(feed, NumberedDataset) or is_a_shard or _has_other_rows(feed):
             raise ValueError(
                 "ExampleHistory was given data whose rows have no numbers, such as a worker's own shard, or batches "
                 "that a map gave another number of rows: give fit arrays, or distloop.make_dataset."

@@ -114,10 +114,10 @@ class MixedOrder:
     def require_pass(self, limit: int) -> None:
         """Raises a ValueError if a pass would have rows of the next epoch, or not all of its own; as `Order`'s."""
         count = min(self.batches_per_epoch, limit or self.batches_per_epoch)
-        held, whole = self.examples_before(count), self.examples_per_epoch
-        if held > whole or (held < whole and not (limit or self.limit)):
+        held, per_epoch = self.examples_before(count), self.examples_per_epoch
+        if held > per_epoch or (held < per_epoch and not (limit or self.limit)):
             raise ValueError(
-                f"The dataset given to measure on has {whole:,} examples, and its {count} batches "
+                f"The dataset given to measure on has {per_epoch:,} examples, and its {count} batches "
                 f"hold {held:,}, so not each one would count once: give each source of a mixture by itself, and "
                 "batches of one size."
             )

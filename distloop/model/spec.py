@@ -220,8 +220,7 @@ class ModelSpec:
         if (self.metrics or self.batch_fn) and not any(update.has_loss for update in self.updates):
             given = f"metrics={sorted(self.metrics)}" if self.metrics else "a batch_fn"
             raise ValueError(
-                f"ModelSpec was given {given} and no loss_fn, which alone it serves: give a loss_fn, or let step_fn "
-                "change the batch, and call step.report for what is a mean."
+                f"ModelSpec was given {given} and no loss_fn, which it serves: give one, or let step_fn do it."
             )
         for name, metric in (self.metrics or {}).items():
             if not isinstance(metric, keras.metrics.Metric):
