@@ -53,6 +53,7 @@ class Source:
     Attributes:
         data: the object that the user gave, to recognize it.
         feed: gives its batches; None: `tf.data` does.
+        numbered: the feed, if it is data by number of which all workers read the same; None: it is not.
         info: what is known about the data.
         layout: what tracing needs to know about the batches.
         batches_taken: how many batches the iterator has given since the first one.
@@ -172,8 +173,11 @@ class Source:
             self._stacks = xla_loop.Stacks(self.info.element_spec, self.info.batch_size)
         self.fast_forward = FastForward(None, 0)
         self._full_pipeline: tf.data.Dataset | None = None  # from the first batch
-        if isinstance(self.feed, NumberedDataset) and self._num_workers > 1 and not self.layout.is_sharded:
-            self.feed.read_only(WorkerRows(self._worker, self._num_workers, self.layout.min_rows, self.layout.ratios))
+        self._batch_size = self.layout.gather_sizes(self.strategy, self.info.batch_size or 0)[0] or None
+        self.numbered = self.feed if isinstance(self.feed, NumberedDataset) and not self.layout.is_sharded else None
+        if self.numbered is not None and self._num_workers > 1:
+            rows = WorkerRows(self._worker, self._num_workers, self.layout.min_rows, self.layout.ratios)
+            self.numbered.read_only(rows)
 
     def count_batches(self) -> float | None:
         """Returns the batches in one pass; counts them once where a `tf.data` dataset does not know. None: unknown."""
@@ -293,13 +297,15 @@ class Source:
 
     def convert(self, position: Position) -> Position:
         """Returns a position in the same data, if that had other batches, in batches of now."""
-        convert = self.feed.convert if isinstance(self.feed, NumberedDataset) else convert_batches
+        if self.numbered is None and isinstance(self.feed, NumberedDataset):  # of its shards the batches alone count
+            position = {name: value for name, value in position.items() if name != "order"}
+        convert = convert_batches if self.numbered is None or "workers" in position else self.numbered.convert
         converted = convert(position, self._facts(position))
         return {**converted, **self._facts(converted)}
 
     def examples_of(self, batch: int) -> np.ndarray | None:
         """Returns the numbers of the examples in a batch, `[b]`, given its number over all epochs; None: no numbers."""
-        return self.feed.examples_of(batch)[0] if isinstance(self.feed, NumberedDataset) else None
+        return None if self.numbered is None else self.numbered.examples_of(batch)[0]
 
     @property
     def can_be_read_again(self) -> bool:
@@ -323,11 +329,11 @@ class Source:
                 yield element[0] if self.layout.is_padded else element
 
     def _facts(self, position: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns what a position depends on, for JSON."""
-        if isinstance(self.feed, NumberedDataset):
-            return self.feed.facts_at(position)
+        """Returns what a position depends on, for JSON; the same on all workers, as the checkpoint is the chief's."""
+        if self.numbered is not None:
+            return self.numbered.facts_at(position)
         num_workers = self._num_workers if self.depends_on_workers else None
-        return facts_of(num_batches=self.info.num_batches, batch_size=self.info.batch_size, num_workers=num_workers)
+        return facts_of(num_batches=self.info.num_batches, batch_size=self._batch_size, num_workers=num_workers)
 
     def _pipeline_at(self, first: int = 0, state: Any = None) -> tuple[tf.data.Dataset, int]:
         """Returns all that training needs from a batch or an earlier one on, and the number of batches between them."""

@@ -17,7 +17,6 @@ import numpy as np
 import tensorflow as tf
 
 from distloop.atomic_files import replacing
-from distloop.data.numbered import NumberedDataset
 from distloop.data.shards import batch_size
 from distloop.distributed import collectives, strategies
 from distloop.distributed.devices import HOST
@@ -105,11 +104,10 @@ class ExampleHistory(Action):
 
     def _capacity(self) -> int:
         """Returns the largest number of examples from one call to the next."""
-        call, feed = self._call, self._call.source.feed
+        call, feed = self._call, self._call.source.numbered
         if not call.config.workdir:
             raise ValueError(f"ExampleHistory writes {FILE} into the workdir, and there is none: give workdir=....")
-        is_a_shard = call.source.depends_on_workers and collectives.num_workers(call.state.strategy) > 1
-        if not isinstance(feed, NumberedDataset) or is_a_shard or _has_other_rows(feed):
+        if feed is None or _has_other_rows(feed):
             raise ValueError(
                 "ExampleHistory was given data whose rows have no numbers, such as a worker's own shard, or batches "
                 "that a map gave another number of rows: give fit arrays, or distloop.make_dataset."

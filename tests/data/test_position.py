@@ -1,5 +1,8 @@
 """Positions in data that has changed since a checkpoint noted them."""
 
+import contextlib
+import io
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -8,8 +11,9 @@ import distloop
 from distloop.data.columns import content_of
 from distloop.data.order import convert_batches, facts_of
 from distloop.data.source import Source
+from tests import forked
 from tests.data.python_batches import Stateful, taken
-from tests.problems import classification, classifier, everything, on, refused
+from tests.problems import assert_equal, classification, classifier, everything, on, refused
 
 ONE = tf.distribute.get_strategy()
 
@@ -146,3 +150,56 @@ def test_arrays_changed_in_place_keep_their_position_in_the_order():
     source.refresh(rows)
     assert source.batches_taken == 6
     assert next(source.iterator()).numpy().tolist() == [row + 100 for row in expected[6]]
+
+
+def shard_by_number(context):
+    """Data by number of a worker, whose shard has as many batches as the others' and fewer rows."""
+    rows = {name: value[: 40 - context.input_pipeline_id] for name, value in classification(40).items()}
+    rows["x"] = rows["x"] + context.input_pipeline_id
+    return distloop.make_dataset(rows, 8, shuffle=True, seed=context.input_pipeline_id)
+
+
+def shard_in_smaller_batches(context):
+    """A dataset of a worker, whose batches are half as large as the chief's."""
+    size = 8 // (1 + context.input_pipeline_id)
+    return tf.data.Dataset.from_tensor_slices(classification(5 * size)).batch(size)
+
+
+def poisoned(context):
+    """Data by number of a worker, whose last row is not finite."""
+    rows = classification(40 - context.input_pipeline_id)
+    rows["x"][-1] = np.nan
+    return distloop.make_dataset(rows, 8)
+
+
+def fit_on_shards(workdir, shard, steps, **settings):
+    """Trains until a step; returns the weights and how many batches were taken."""
+    settings = {"workdir": str(workdir), "checkpoint_every": 3, "console": "quiet", **settings}
+    trainer = distloop.Trainer(classifier(), on(1, **settings))
+    trainer.fit(shard, steps=steps)
+    return everything(trainer), trainer._train_source.batches_taken
+
+
+def train_on_shards(path):
+    """Trains in one go and with stops, and goes back to a checkpoint; a function of `forked`."""
+    results = []
+    with contextlib.redirect_stderr(io.StringIO()) as warnings:
+        for shard in (shard_by_number, shard_in_smaller_batches):
+            once = fit_on_shards(f"{path}/{shard.__name__}_once", shard, 12)
+            fit_on_shards(f"{path}/{shard.__name__}", shard, 7)
+            results.append((fit_on_shards(f"{path}/{shard.__name__}", shard, 12), once))
+    rolled_back = fit_on_shards(f"{path}/poisoned", poisoned, 12, on_divergence="rollback")
+    trainer = distloop.Trainer(classifier(), on(1, workdir=f"{path}/history"))
+    refused(lambda: trainer.fit(poisoned, steps=1, actions=[distloop.ExampleHistory()]), "whose rows have no numbers")
+    return results, warnings.getvalue(), rolled_back[1], fit_on_shards(f"{path}/moved", shard_by_number, 6)[1]
+
+
+@pytest.mark.slow
+def test_workers_go_on_in_shards_that_have_other_rows(tmp_path):
+    fit_on_shards(tmp_path / "moved", shard_by_number, 3)
+    for results, warnings, *batches_taken in forked.run_in_workers(train_on_shards, 2, str(tmp_path)):
+        for (found, position), (expected, position_of_one_run) in results:
+            assert_equal(found, expected)
+            assert position == position_of_one_run
+        assert "checkpoint" not in warnings and batches_taken == [14, 6]
+    assert fit_on_shards(tmp_path / "moved", shard_by_number, 9)[1] == 9
