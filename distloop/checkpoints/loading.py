@@ -225,6 +225,16 @@ def would_be_replaced(workdir: str, newest: int) -> ValueError:
     )
 
 
+def warn_of_replaced(weights_from: str, newest: Saved) -> None:
+    """Warns that a run goes on from its newest checkpoint, and not from the weights of a file, if one is given."""
+    if weights_from:
+        log.warning(
+            "The weights of %r are replaced by those of the run's checkpoint of step %d, from which fit goes on: to "
+            "train from the file's weights, give another workdir, or call restore after a fit that ends with this step.",
+            *(weights_from, newest.step),
+        )
+
+
 def is_of_another_model(saved: Saved, different: Sequence[str]) -> ValueError:
     """Returns the error of a checkpoint whose variables are others, or of which others are trained."""
     more = f", and {len(different) - 3} more" if len(different) > 3 else ""

@@ -34,6 +34,7 @@ from distloop.checkpoints.loading import (
     load_newest,
     metadata_of_replicas,
     require_same_replicas,
+    warn_of_replaced,
     would_be_replaced,
 )
 from distloop.checkpoints.store import Checkpoints, in_workdir
@@ -64,6 +65,7 @@ class RunCheckpoints:
 
     Attributes:
         is_new: whether the run has neither trained nor restored a checkpoint.
+        weights_from: the file whose weights `restore` has set last; empty: it has set none.
         times: of the last save and restore.
         disk_watch: ends the process when the disk no longer answers.
         directory: the workdir, whose lock is held while the checkpoints are entered as a context.
@@ -85,6 +87,7 @@ class RunCheckpoints:
         self._checkpoints = checkpoints if config.workdir else None
         self._rollback = Rollback(config.max_rollbacks)
         self.action_states, self.stop_reason = RunStates(), None
+        self.weights_from = ""
         self.is_new, self._shows_best = True, False  # the last: whether `resume` restores the newest
         self._saved: Saved | None = None  # the restored checkpoint, until every component has its state
         self._source: Source | None = None
@@ -114,6 +117,7 @@ class RunCheckpoints:
         """
         began_at = time.monotonic()
         if self._checkpoints is not None and (newest := self._newest(self._checkpoints)) is not None:
+            warn_of_replaced(self.weights_from if self.is_new else "", newest)
             self.restore_saved(newest)
             self.times.record(restore=time.monotonic() - began_at)
 
@@ -140,7 +144,7 @@ class RunCheckpoints:
         if path.endswith(WEIGHT_FILES):
             given = f"restore({path!r})"
             import_part("warm_start.warm_start", given).warm_start(self._state, path, given=given)
-            self._shows_best = False
+            self.weights_from, self._shows_best = path, False
             return None
         self._ended = None  # the position is for the next `fit`, whatever its data
         if BEST in (path, which):

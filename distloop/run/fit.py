@@ -101,12 +101,12 @@ class Fit:
         return outputs.history
 
     def _resume(self) -> None:
-        """Restores the newest checkpoint of the workdir; a new run starts from the weights of `init_from`."""
+        """Restores the newest checkpoint of the workdir; a new run starts from weights of `restore` or `init_from`."""
         call, state, config = self.call, self.call.state, self.call.config
         fit_call.require_same_trainable(state)
         fit_call.require_same_run(state, call.units.run.last_step, call.evaluations, call.actions)
         self.checkpoints.resume()
-        if config.init_from and self.checkpoints.is_new:
+        if config.init_from and self.checkpoints.is_new and not self.checkpoints.weights_from:
             starts = import_part("warm_start.warm_start", f"init_from={config.init_from!r}")
             call.say(starts.warm_start(state, config.init_from, config.init_rename))
         self._loop = self.make_loop()

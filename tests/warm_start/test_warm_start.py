@@ -205,3 +205,26 @@ def test_a_file_of_weights_at_home_waits_for_no_model_and_keeps_its_name(tmp_pat
         make_trainer(1, lambda: net(name="else")).restore(path)
     with pytest.raises(ValueError, match="init_rename=a was given without init_from, whose names it is for: give in"):
         on(1, init_rename="a")
+
+
+def test_restored_weights_begin_a_run_and_a_run_that_goes_on_names_them(tmp_path, caplog):
+    zeros, ones = (str(tmp_path / name) for name in ("zeros.npz", "ones.npz"))
+    for path, make in ((zeros, np.zeros), (ones, np.ones)):
+        np.savez(path, **{v.path: make(v.shape) for v in net().variables})
+    settings = {"workdir": str(tmp_path / "run"), "init_from": ones}
+    for step in (2, 4):  # the same program, which is stopped and started again; its learning rate is 0
+        trainer = make_trainer(1, **settings)
+        trainer.restore(zeros)
+        trainer.fit(batches(), steps=step)
+        assert trainer.step == step and not any(array.any() for array in arrays(trainer.model))
+        assert bool(caplog.text) == (step > 2)
+    assert f"The weights of {zeros!r} are replaced by those of the run's checkpoint" in caplog.text
+    caplog.clear()
+    trainer.restore(ones)
+    trainer.fit(batches(), steps=6)
+    assert all(array.all() for array in arrays(trainer.model)) and not caplog.text
+    again = make_trainer(1, **settings)
+    again.restore(zeros)
+    again.restore()
+    again.fit(batches(), steps=8)
+    assert all(array.all() for array in arrays(again.model)) and not caplog.text
