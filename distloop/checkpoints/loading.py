@@ -230,7 +230,7 @@ def warn_of_replaced(weights_from: str, newest: Saved) -> None:
     if weights_from:
         log.warning(
             "The weights of %r are replaced by those of the run's checkpoint of step %d, from which fit goes on: to "
-            "train from the file's weights, give another workdir, or call restore after a fit that ends with this step.",
+            "train from the file's weights, give another workdir, or call restore after fit has gone on from it.",
             *(weights_from, newest.step),
         )
 
