@@ -83,7 +83,7 @@ class Trainer:
         self._say = speaker(self.workers.is_chief, config.console)
         self.state = make_state(model_fn, self.strategy, config)
         self._checkpoints = RunCheckpoints(self.state, config)
-        collectives.report_steps(self.strategy, lambda: self.step)
+        collectives.report_phase(self.strategy, "starting", self.state.step)
         self._train_source: Source | None = None
         self._passes = Passes(self.strategy, reading(self.state, config))
         self._predictor = Predictor(self.state, eager=config.eager)

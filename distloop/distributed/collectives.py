@@ -14,7 +14,7 @@ import enum
 import io
 import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -133,17 +133,18 @@ def heartbeat_of(strategy: tf.distribute.Strategy) -> Heartbeat | None:
     return heartbeat
 
 
-def report_steps(strategy: tf.distribute.Strategy, step: Callable[[], int]) -> None:
-    """Sends the other workers the step that this worker is at, from now on."""
-    if (heartbeat := heartbeat_of(strategy)) is not None:
-        heartbeat.step = step
-        heartbeat.phase = "starting"
+def report_phase(strategy: tf.distribute.Strategy, phase: str, step: tf.Variable | None = None) -> None:
+    """Sends the other workers the phase that this worker is in, as in "evaluating".
 
-
-def report_phase(strategy: tf.distribute.Strategy, phase: str) -> None:
-    """Sends the other workers the phase that this worker is in, as in "evaluating"."""
+    Args:
+        strategy: of the run.
+        phase: in a word or two.
+        step: the global step of the model that computes, which is sent from now on; None: that of the phase before.
+    """
     if (heartbeat := heartbeat_of(strategy)) is not None:
         heartbeat.phase = phase
+        if step is not None:
+            heartbeat.step = lambda: int(step)
 
 
 def require_same(strategy: tf.distribute.Strategy, what: str, facts: Mapping[str, object]) -> None:

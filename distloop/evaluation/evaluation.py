@@ -230,7 +230,7 @@ class EvalLoop:
             ValueError: if the data is empty.
             Interrupted: on every worker, if one is asked to stop before the end.
         """
-        collectives.report_phase(self._state.strategy, "evaluating")
+        collectives.report_phase(self._state.strategy, "evaluating", self._state.step)
         self.build_metrics(source)
         state = self._state
         with source.gate, state.averaged(), state.random_streams.preserved(), self._step.keras_metrics.preserved():

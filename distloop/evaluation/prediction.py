@@ -73,7 +73,7 @@ class PredictLoop:
             ValueError: if outputs that are to be joined have different shapes.
             Interrupted: on every worker, if one is asked to stop before the end.
         """
-        collectives.report_phase(self._strategy, "predicting")
+        collectives.report_phase(self._strategy, "predicting", self._state.step)
         iterator = source.new_iterator()
         streams = self._state.random_streams.read()
         run: Any = self._run

@@ -240,7 +240,7 @@ class TrainLoop:
         if self._traced_for is not source:
             step, self._host = int(self._state.step), host
             with self._explained(source, step):
-                collectives.report_phase(self._state.strategy, "tracing the step")
+                collectives.report_phase(self._state.strategy, "tracing the step", self._state.step)
                 host.show_progress(step, "tracing the train step ...")
                 self._compiled.trace(source, host.executor)
                 self._on_trace(self._step, source)
@@ -256,7 +256,7 @@ class TrainLoop:
         is_first = self._eager and self._traced_for is not source  # after it, what is due is known
         self.trace(source, host)
         with self._explained(source, step):
-            collectives.report_phase(self._state.strategy, "training")
+            collectives.report_phase(self._state.strategy, "training", self._state.step)
             most = min(1 if is_first else most_steps or np.inf, self._to_compare or np.inf)
             to_average = np.inf if self._state.average is None else self._state.average.begin(step)
             count = int(min(self._next_boundary(actions) - step, self._most_steps, most, to_average))

@@ -15,8 +15,10 @@ import tensorflow as tf
 from tensorflow.python.ops import custom_gradient
 
 import distloop
+from distloop.distributed import collectives
+from tests import forked
 from tests.keras_models.compiled_models import X, Y
-from tests.problems import mostly_wide, on
+from tests.problems import batches, classifier, mostly_wide, on
 
 
 def slow_model_fn():
@@ -104,3 +106,25 @@ def test_details_of_strategies_are_not_logged_and_other_lines_are(caplog):
         tf.distribute.MirroredStrategy(["CPU:0"])
         tf.get_logger().info("of the program")
     assert [record.getMessage() for record in caplog.records] == ["of the program"]
+
+
+def steps_that_others_hear():
+    """Returns the steps of one of two trainers that this worker sends to the others; a function of `forked`."""
+    heard = []
+
+    def listen(report):
+        heard.append((report.step, collectives.heartbeat_of(student.strategy).step()))
+        teacher.evaluate(batches())
+        heard.append(collectives.heartbeat_of(student.strategy).step())
+
+    listen.every = 1
+    student, teacher = (distloop.Trainer(classifier(), on(1, console="quiet")) for _ in range(2))
+    teacher.predict(batches())
+    student.fit(batches(), steps=3, actions=[listen])
+    return heard
+
+
+@pytest.mark.slow
+def test_workers_hear_the_step_of_the_trainer_that_computes():
+    for heard in forked.run_in_workers(steps_that_others_hear, 2):
+        assert heard == [(1, 1), 0, (2, 2), 0, (3, 3), 0]
