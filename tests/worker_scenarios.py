@@ -644,8 +644,25 @@ def differences(make, workdir):
     def meet(**facts):
         collectives.require_same(trainer.strategy, "count", facts)
 
+    def other_draws():
+        spec = classifier()()
+        spec.model.set_weights([value + is_other for value in spec.model.get_weights()])
+        return spec
+
+    def with_other_model():
+        head = keras.layers.Dense(4, kernel_initializer="ones" if is_other else "zeros")
+        model = keras.Sequential([keras.Input((8,)), head], name="net")
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return make(distloop.from_keras(model))
+
+    def with_other_file():
+        spec, path = classifier()(), os.path.join(workdir, f"weights of {is_other}.npz")
+        np.savez(path, **{v.path: np.full(v.shape, is_other, np.float32) for v in spec.model.variables})
+        return make(classifier(), init_from=path)
+
     trainer = make(model_fn)
     is_other = trainer.workers.index > 0
+    rows = classification(16)
     few, checked = batches(4).take(2 + is_other), make(classifier(), check_replicas_every=2)
     for name, call in {
         "values of training": lambda: trainer.fit(batches(), steps=2),
@@ -661,6 +678,9 @@ def differences(make, workdir):
         "a fact that others lack": lambda: meet(**({"more": 1} if is_other else {})),
         "variables": lambda: checked.fit(batches(), steps=2, actions=[every(1, move)]),
         "layers": lambda: make(partly_frozen).fit(batches(), steps=2),
+        "weights": lambda: make(other_draws).fit(batches(), steps=2),
+        "weights of a compiled model": lambda: with_other_model().fit(rows["x"], rows["label"], steps=2),
+        "weights of a file": lambda: with_other_file().fit(batches(), steps=2),
     }.items():
         try:
             call()
