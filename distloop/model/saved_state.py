@@ -30,7 +30,7 @@ _METRICS = "metrics/"
 _STORED = "stored/"  # what values of composed variables are computed from
 # Only names with these prefixes are distloop's own; Keras metrics may change from run to run.
 _CHECKED_PREFIXES = ("model/", "optimizer/", "average/")
-_INTEGERS = {1: tf.uint8, 2: tf.int16, 4: tf.int32, 8: tf.int64, 16: tf.int64}  # by the bytes of an element
+_INTEGERS = {1: tf.uint8, 2: tf.int16, 4: tf.int32, 8: tf.int64}  # by the bytes of an element
 
 
 class SavedState:
@@ -191,15 +191,7 @@ class ReplicaComparison:
         shared = {n: v for n, v in state.all_variables().items() if id(v) not in left_out}
         self._names = [name for name, variable in shared.items() if getattr(variable, "is_mirrored", True)]
         copies = [state.replica_variables(shared[name]) for name in self._names]
-
-        def checksums() -> list[list[tf.Tensor]]:
-            sums: list[list[tf.Tensor]] = []
-            for of in copies:  # one after the other, as each needs twice the memory of its variable
-                with tf.control_dependencies(sums[-1] if sums else []):
-                    sums.append([checksum(copy) for copy in of])
-            return sums
-
-        self._checksums = graph_function(checksums)
+        self._checksums = graph_function(lambda: [[checksum(copy) for copy in of] for of in copies])
 
     def require_equal(self, step: int, cause: str) -> None:
         """Compares them; all workers call it.

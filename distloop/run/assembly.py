@@ -17,7 +17,6 @@ from distloop.distributed import collectives, devices
 from distloop.installed import import_part
 from distloop.keras_models.fit_arguments import FitData
 from distloop.model import dtype_policy, user_functions
-from distloop.model.saved_state import ReplicaComparison
 from distloop.model.spec import ModelSpec
 from distloop.model.state import TrainState
 from distloop.optimizers import learning_rates
@@ -28,11 +27,9 @@ from distloop.settings.durations import Units
 from distloop.settings.precision import PRECISIONS
 from distloop.training.loop import TrainLoop
 from distloop.training.step import TrainStep
+from distloop.variables import digest
 
-_OTHER_WEIGHTS = (
-    "the workers begin with other weights: seed what model_fn draws, give from_keras a function that makes the model, "
-    "and let every worker load the same files"
-)
+_WEIGHTS = "the weights (as by draws without a seed, a compiled model for from_keras, or another file)"
 
 
 def make_state(model_fn: Callable[[], ModelSpec], strategy: tf.distribute.Strategy, config: Config) -> TrainState:
@@ -59,7 +56,7 @@ def make_train_loop(state: TrainState, config: Config) -> TrainLoop:
         ValueError: on every worker, if the weights of one differ.
     """
     if collectives.num_workers(state.strategy) > 1:
-        ReplicaComparison(state, [*state.seeds, *state.recurrent_states]).require_equal(int(state.step), _OTHER_WEIGHTS)
+        collectives.require_same(state.strategy, "train", {_WEIGHTS: digest(state.model)})
     histograms = None
     if every := config.histograms_every:
         module = import_part("histograms.histograms", f"histograms_every={every}")
