@@ -181,22 +181,25 @@ class Upload:
             _send(self._directory, files, [f"{path}/{name}" for name in there], self._verify)
 
     def _delete_gone(self) -> None:
-        """Deletes what the run has deleted, once its newest checkpoint is there: manifests before other files."""
-        kept = tree.paths_kept(self._root)
+        """Deletes what the run has deleted, once its newest checkpoint is there: manifests before other files.
+
+        An abandoned checkpoint that another machine has uploaded stays: it was not brought to this one.
+        """
+        kept, uploaded = tree.paths_kept(self._root), self._state.uploaded
         saved = tree.checkpoints(self._root)  # read last: one that is saved meanwhile is among them
         newest = next(iter(saved.items()), None)
         if newest is None or not self._is_there(*newest) or not os.path.exists(os.path.join(self._root, STATE)):
             return  # somebody has deleted the directory, if its state is gone
-        files = [path for path in self._state.uploaded if not tree.is_checkpoint(path)]
+        files = {path for path in uploaded if not tree.is_checkpoint(path)}
         if self._must_prune or self._ending.is_set():
             there = [f"{CHECKPOINTS}/{name}" for name in self._directory.list(CHECKPOINTS)]
-            files += [path for path in there if tree.is_checkpoint(tree.folder_of(path))]
+            files |= {p for p in there if tree.step_of(f := tree.folder_of(p)) >= 0 or f.removesuffix(OLD) in uploaded}
         gone = [p for p in files if tree.folder_of(p) not in kept and not os.path.exists(os.path.join(self._root, p))]
         if gone:
             self._verify()
         for path in sorted(gone, key=lambda path: (tree.step_of(tree.folder_of(path)), not seals_last(path)[0], path)):
             self._directory.delete(path)
-            self._state.uploaded.pop(tree.folder_of(path), None)
+            uploaded.pop(tree.folder_of(path), None)
         self._must_prune = False
 
     def _log_refusal(self, path: str, error: Exception) -> None:

@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 from distloop.bucket import remote_directory as requests
+from distloop.bucket import tree
 from distloop.bucket import upload as uploading
 from distloop.bucket.remote_directory import RemoteDirectory
 from distloop.bucket.tree import STATE
@@ -129,6 +130,20 @@ def test_a_run_that_went_back_keeps_its_later_checkpoints_elsewhere(root):
     shutil.rmtree(root / "checkpoints" / "20.abandoned")
     upload(root)
     assert not [path for path in files_there() if "abandoned" in path]
+
+
+def test_the_next_machine_keeps_checkpoints_that_it_does_not_bring(root, tmp_path_factory):
+    save(root, 10, 20)
+    upload(root)
+    save(root, 15)
+    upload(root)
+    before = [path for path in files_there() if "abandoned" in path]
+    machine = tmp_path_factory.mktemp("machine")
+    tree.write_state(str(machine), tree.fetch_workdir(RemoteDirectory(URL), str(machine)))
+    assert sorted(os.listdir(machine / "checkpoints")) == ["10", "15"]
+    save(machine, 18)
+    upload(machine)
+    assert steps_there() == [10, 15, 18] and [path for path in files_there() if "abandoned" in path] == before
 
 
 def test_a_checkpoint_being_replaced_on_the_disk_stays_in_the_bucket(root):
