@@ -305,6 +305,7 @@ def test_values_are_exchanged_and_an_error_on_one_worker_is_raised_on_all(on_wor
         "weights": "differ in the weights (as by draws without a seed, a compiled model for from_keras, or another",
         "weights of a compiled model": "a compiled model for from_keras, or another file) before they train: ",
         "weights of a file": "or another file) before they train: ",
+        "a checkpoint": "differ in the checkpoint on their disks before they restore: 1 on worker 0, none on worker 1;",
         "variables": "At step 2 model/net/logits/bias of replica 1 of worker 1 differs from that of the first replica:",
     }.items(),
 )

@@ -662,7 +662,8 @@ def differences(make, workdir):
 
     trainer = make(model_fn)
     is_other = trainer.workers.index > 0
-    rows = classification(16)
+    rows, saved = classification(16), make(classifier(), workdir=os.path.join(workdir, f"host {int(is_other)}"))
+    saved.fit(batches(), steps=1)  # the chief alone saves, and each worker has a disk of its own
     few, checked = batches(4).take(2 + is_other), make(classifier(), check_replicas_every=2)
     for name, call in {
         "values of training": lambda: trainer.fit(batches(), steps=2),
@@ -677,6 +678,7 @@ def differences(make, workdir):
         "a long text": lambda: meet(steps=5, model="x" * 300 + "y" * is_other),
         "a fact that others lack": lambda: meet(**({"more": 1} if is_other else {})),
         "variables": lambda: checked.fit(batches(), steps=2, actions=[every(1, move)]),
+        "a checkpoint": lambda: trainer.restore(os.path.join(saved.config.workdir, "checkpoints", "1")),
         "layers": lambda: make(partly_frozen).fit(batches(), steps=2),
         "weights": lambda: make(other_draws).fit(batches(), steps=2),
         "weights of a compiled model": lambda: with_other_model().fit(rows["x"], rows["label"], steps=2),

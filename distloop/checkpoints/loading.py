@@ -33,8 +33,15 @@ class NoBestError(ValueError):
 
 
 def load_from(strategy: tf.distribute.Strategy, path: str) -> Saved | None:
-    """Loads a checkpoint, or the newest one of a workdir; None: there is none."""
-    if path and is_checkpoint(path):
+    """Loads a checkpoint, or the newest one of a workdir; None: there is none. All workers call it.
+
+    Raises:
+        ValueError: on every worker, if the checkpoint is on the disk of another one alone.
+    """
+    is_one = bool(path) and is_checkpoint(path)
+    name = os.path.basename(path.rstrip("/")) if is_one else "none"
+    collectives.require_same(strategy, "restore", {"the checkpoint on their disks": name})
+    if is_one:
         return load(path)
     return load_newest(strategy, in_workdir(path)) if path else None
 
