@@ -81,19 +81,24 @@ def make_strategy(config: Config) -> tf.distribute.Strategy:
         return _make_multi_worker(environment.find_cluster(), config)
     device_type = devices.choose_device_type(config)
     available = tf.config.list_logical_devices(device_type)
-    num_devices = config.num_devices or len(available)
     if config.num_stages > 1 and config.num_devices <= config.num_stages:  # the stages take all devices
         return tf.distribute.get_strategy()
-    if num_devices > len(available) or not available:
-        raise ValueError(
-            f"num_devices={config.num_devices} of device={device_type.lower()} were asked for, but there are "
-            f"{len(available)}: ask for at most that many, or for virtual CPUs with device=cpu."
-        )
+    num_devices = _count_devices(config, device_type, len(available))
     if name == "none" or (name == "auto" and num_devices == 1):
         # The loop's graph is built for the host, and the default strategy's `run` would leave a replica there.
         return tf.distribute.OneDeviceStrategy("/GPU:0") if device_type == "GPU" else tf.distribute.get_strategy()
     device_names = tuple(f"{device_type}:{i}" for i in range(0, num_devices, config.num_stages))
     return _make_mirrored(device_names, bool(config.virtual_replicas), config.num_stages > 1)
+
+
+def _count_devices(config: Config, device_type: str, available: int) -> int:
+    """Returns the number of this process's devices that a config asks for, given how many there are."""
+    if not 0 < (config.num_devices or available) <= available:
+        raise ValueError(
+            f"num_devices={config.num_devices} of device={device_type.lower()} were asked for, but there are "
+            f"{available}: ask for at most that many, or for virtual CPUs with device=cpu."
+        )
+    return config.num_devices or available
 
 
 def check_strategy(strategy: tf.distribute.Strategy) -> tf.distribute.Strategy:
@@ -255,7 +260,11 @@ def _join(cluster: Cluster, config: Config, heartbeat: Heartbeat) -> tf.distribu
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
         tf.train.ClusterSpec({"worker": cluster.addresses}), task_type="worker", task_id=cluster.index, rpc_layer="grpc"
     )
-    count = config.num_devices or (len(tf.config.list_physical_devices("GPU")) if device_type == "GPU" else 1)
+    available = config.num_devices or 1  # as virtual CPUs
+    if device_type == "GPU":  # which may be split into logical ones
+        configurations = map(tf.config.get_logical_device_configuration, tf.config.get_visible_devices("GPU"))
+        available = sum(len(configuration or [None]) for configuration in configurations)
+    count = _count_devices(config, device_type, available)
     if config.num_stages > 1:  # a replica runs all stages
         count = max(1, config.num_devices // config.num_stages)
     # The heartbeat ends the run before TensorFlow does, and knows whom to name.

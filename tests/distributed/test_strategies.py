@@ -103,6 +103,16 @@ def test_multi_worker_without_a_cluster_or_too_many_devices_are_refused():
         make(num_devices=9)
 
 
+@pytest.mark.parametrize(("split", "count"), [(None, 1), (["half", "half"], 2)])
+def test_more_gpus_than_a_worker_has_are_refused_before_it_joins(split, count, monkeypatch):
+    for name in ("list_physical_devices", "get_visible_devices"):
+        monkeypatch.setattr(tf.config, name, lambda kind: [kind])
+    monkeypatch.setattr(tf.config, "get_logical_device_configuration", lambda gpu: split)
+    config = Config(strategy="multi_worker", num_devices=3)
+    with pytest.raises(ValueError, match=f"num_devices=3 of device=gpu were asked for, but there are {count}: ask for"):
+        strategies._join(Cluster(("localhost:1", "localhost:2"), 1), config, None)
+
+
 def test_a_strategy_object_is_returned_unchanged():
     for strategy in (tf.distribute.OneDeviceStrategy("/cpu:1"), tf.distribute.get_strategy()):
         assert strategies.check_strategy(strategy) is strategy
