@@ -17,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from distloop.atomic_files import replacing
+from distloop.data.numbered import NumberedDataset
 from distloop.data.shards import batch_size
 from distloop.distributed import collectives, strategies
 from distloop.distributed.devices import HOST

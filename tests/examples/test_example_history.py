@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import types
 
 import keras
 import numpy as np
@@ -10,7 +9,6 @@ import pytest
 import tensorflow as tf
 
 import distloop
-from distloop.distributed import collectives
 from distloop.training.loop import Diverged
 from tests import forked
 from tests.problems import classification, classifier, mostly_wide, on, refused
@@ -327,16 +325,16 @@ def test_what_it_cannot_record_is_refused_before_the_first_step(tmp_path, case):
     assert trainer.step == 0
 
 
-@pytest.mark.parametrize("kind", ["a shard", "fewer rows"])
-def test_rows_that_are_not_those_of_a_batch_are_refused(kind, tmp_path, monkeypatch):
-    monkeypatch.setattr(collectives, "num_workers", lambda strategy: 2)
-    config = types.SimpleNamespace(workdir=str(tmp_path), jit_compile="none")
-    feed = data().map(lambda batch: {name: value[1:] for name, value in batch.items()}) if kind != "a shard" else data()
-    source = types.SimpleNamespace(feed=feed, depends_on_workers=kind == "a shard", batches_taken=0)
-    call = types.SimpleNamespace(config=config, source=source, step=0, state=types.SimpleNamespace(strategy=None))
-    checkpoints = types.SimpleNamespace(directory=types.SimpleNamespace(verify=None))
-    make = lambda: distloop.ExampleHistory().set_fit(call, None, checkpoints)  # noqa: E731
-    refused(make, "rows have no numbers", "a worker's own shard", "another number of rows", "distloop.make_dataset")
+def test_batches_that_a_map_gave_another_number_of_rows_are_refused(tmp_path):
+    trainer = distloop.Trainer(model_fn_of(), on(2, workdir=str(tmp_path), steps=3))
+    fewer = data().map(lambda batch: {name: value[1:] for name, value in batch.items()})
+    refused(
+        lambda: trainer.fit(fewer, actions=[distloop.ExampleHistory()]),
+        "rows have no numbers",
+        "a worker's own shard",
+        "another number of rows",
+    )
+    assert trainer.step == 0
 
 
 def test_rows_without_numbers_are_refused_before_the_first_step(tmp_path):
