@@ -32,6 +32,7 @@ from distloop.optimizers.gradients import Rows, values_of
 from distloop.run.assembly import reading
 from distloop.settings.precision import BFLOAT16
 from distloop.trainer import Trainer
+from distloop.training.differentiation import Objective
 from distloop.training.forward_backward import ForwardBackward
 from distloop.training.microbatches import side_by_side
 from distloop.workdir import ledger
@@ -216,7 +217,7 @@ def _peak_of_update(state: TrainState, update: Update, rows: Any, microbatches: 
 
     def trace(rows: Any) -> Any:
         with as_replica(0, state.strategy.num_replicas_in_sync, set()):
-            computed = update_pass.compute(rows, None, update_pass.loss_factor(tf.constant(float(count))))
+            computed = update_pass.compute(rows, None, Objective(update_pass.loss_factor(tf.constant(float(count)))))
         optimizer, segments = state.plain_optimizers[update.name], computed.segments
         scaled = update_pass.packing.unpack_for(optimizer, segments, tf.constant(1.0))
         sizes[:] = [sum(_bytes_of_gradient(g, num_microbatches) for g in gradients) for gradients in (segments, scaled)]

@@ -25,6 +25,7 @@ from distloop.model import metrics
 from distloop.optimizers.loss_scale import MAX_OVERFLOWS_AT_FLOOR
 from distloop.settings.precision import BFLOAT16
 from distloop.training import step_operations
+from distloop.training.differentiation import Objective
 from distloop.training.forward_backward import ForwardBackward
 from distloop.training.step import GRADIENT_NORM, TrainStep
 from distloop.variables import named_variables, tensorflow_variable
@@ -300,7 +301,7 @@ def _find_origin(
     def compute(batch: Batch, examples: tf.Tensor) -> Any:
         rows, row_weights = shards.take_shard(batch, layout, train_step.microbatches, microbatch)
         with gathering.largest_shard(layout.max_replica_rows):
-            computed = update.compute(rows, row_weights, update.loss_factor(examples))
+            computed = update.compute(rows, row_weights, Objective(update.loss_factor(examples)))
         return computed.segments, computed.tallies
 
     @graph_function

@@ -1,7 +1,7 @@
 """Differentiation: the gradients of one loss over some rows of a batch, by a tape around `loss_fn`.
 
     differentiate = Differentiation(state, update, variables, replaced, microbatches=1)
-    derivatives = differentiate(rows, None, None)
+    derivatives = differentiate(rows, None, Objective(factor=None))
     derivatives.gradients                                      # one for each variable, or None
 
 The only module with a tape, but for recomputed layers.
@@ -60,6 +60,14 @@ class Trace:
         return 2 * self.names.index(divisor_of(value, self.names)) + 1
 
 
+class Objective(NamedTuple):
+    """What a pass over a batch differentiates."""
+
+    factor: tf.Tensor | None  # of the value; None: 1
+    value: str = "loss"  # its name
+    is_first: bool = True  # whether it is the first pass over the batch, in which arguments of Keras metrics count
+
+
 class Derivatives(NamedTuple):
     """What comes of some rows."""
 
@@ -97,29 +105,20 @@ class Differentiation:
         self.reads = Reads()
 
     def __call__(
-        self,
-        rows: Any,
-        row_weights: tf.Tensor | None,
-        factor: tf.Tensor | None,
-        value: str = "loss",
-        *,
-        training: bool = True,
-        is_first: bool = True,
+        self, rows: Any, row_weights: tf.Tensor | None, objective: Objective, *, training: bool = True
     ) -> Derivatives:
         """Calls `loss_fn` and differentiates one of its values; in replica context.
 
         Args:
             rows: `[b, ...]`.
             row_weights: `[b]`, 0 for padding; None: all rows count.
-            factor: of the value; None: 1.
-            value: its name.
+            objective: which value to differentiate.
             training: the argument for `loss_fn`.
-            is_first: whether the arguments of Keras metrics count.
 
         Raises:
             ValueError: if there is no such value, or one is not per example.
         """
-        state = self._state
+        state, value = self._state, objective.value
         tensors = [tensorflow_variable(v) for v in (*self._variables, *self._replaced)]
         exchange = gathering.current_exchange()
         gathered = [rows for rows in (exchange.rows if exchange and exchange.rows else ()) if rows.dtype.is_floating]
@@ -131,7 +130,7 @@ class Differentiation:
             with gathering.shard(row_weights, self._microbatches), self.reads.recorded(rows) as returned:
                 outputs = self._update.loss_fn(rows, training)
                 returned.append(outputs)
-            if not is_first and isinstance(outputs, Mapping):
+            if not objective.is_first and isinstance(outputs, Mapping):
                 outputs = {name: value for name, value in outputs.items() if name not in state.keras_metrics}
             tallies, metric_rows = tally_outputs(outputs, rows, row_weights, state.keras_metrics)
             is_weighted = isinstance(outputs["loss"], (metrics.Weighted, tf.RaggedTensor))
@@ -142,15 +141,15 @@ class Differentiation:
                     f'step_fn asked for the gradients of "{value}", but loss_fn returns the values {sorted(tallies)}: '
                     "name one of them."
                 )
-            objective = tallies[value].total
+            total = tallies[value].total
             if divisor_of(value, tallies) != value:
-                objective += tallies[REGULARIZATION].total
-            if factor is not None:
-                objective *= factor
+                total += tallies[REGULARIZATION].total
+            if objective.factor is not None:
+                total *= objective.factor
         # Last, since tracing the loss again replaces the losses that Keras layers carry.
         broadcasts.refuse_pairs(outputs, self._update.loss_fn, rows, training)
         with state.frozen:  # layers may be called again
-            gradients = state.placement.differentiate(tape, objective, [*tensors, *gathered])
+            gradients = state.placement.differentiate(tape, total, [*tensors, *gathered])
         if exchange is not None:
             exchange.set_slopes(gathered, gradients[len(tensors) :])
         trained, replaced = gradients[: len(self._variables)], gradients[len(self._variables) : len(tensors)]
@@ -169,7 +168,7 @@ class Differentiation:
             By path, the gradient of `sum(w * loss)`, or None if the loss does not depend on the variable; and the tally
             of each value except Keras metrics.
         """
-        derivatives = self(rows, None, factor, training=training, is_first=False)
+        derivatives = self(rows, None, Objective(factor, is_first=False), training=training)
         divisor = 1.0 if factor is None else factor
         pairs = zip(self._variables, derivatives.gradients, strict=True)
         by_path = {self._state.paths[id(v)]: None if g is None else tf.convert_to_tensor(g) / divisor for v, g in pairs}

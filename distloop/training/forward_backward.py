@@ -29,7 +29,7 @@ from distloop.model.state import TrainState
 from distloop.model.variable_writes import StateUpdates
 from distloop.optimizers import gradient_noise
 from distloop.optimizers.gradients import Segment
-from distloop.training.differentiation import Differentiation, Trace, divisor_of
+from distloop.training.differentiation import Differentiation, Objective, Trace, divisor_of
 from distloop.training.microbatches import (
     Compute,
     LoopSums,
@@ -150,12 +150,11 @@ class ForwardBackward:
             again_from: for another pass over the same batch, the values to start from, by the variables' `id`; metrics
                 are not updated. None: the first pass.
         """
-        factor, before = self.loss_factor(examples), self.values() if again_from is None else again_from
-        shard = ShardSums(batch, layout, before, factor, again_from is None)
-        is_timed = again_from is None and strategies.times_replicas(self.state.strategy)
+        is_first, before = again_from is None, self.values() if again_from is None else again_from
+        shard = ShardSums(batch, layout, before, Objective(self.loss_factor(examples), value, is_first))
+        is_timed = is_first and strategies.times_replicas(self.state.strategy)
         started = time_after(tf.nest.flatten(batch.rows, expand_composites=True)[:1]) if is_timed else None
-        settings: dict[str, Any] = {"value": value, "traces": shard.traces, "is_first": shard.is_first}
-        compute = functools.partial(self.compute, factor=factor, **settings)
+        compute = functools.partial(self.compute, objective=shard.objective, traces=shard.traces)
         if self.jit_compile == "pass":
             # No more than this: XLA cannot follow variables to another device, or a reduction. A function of its own
             # for each replica, which reads that replica's variables.
@@ -173,7 +172,7 @@ class ForwardBackward:
         vectors = shard.vectors | shard.rows[-1].unpack(sums.vector)
         if started is not None:
             vectors["secs"] = _secs_of_replicas(started, sums.segments)
-        divisor = self.trace.divisor(value) if shard.is_first else 1
+        divisor = self.trace.divisor(value) if is_first else 1
         after = {id(v): shard.after.get(id(v), tf.identity(v)) for v in self.trace.mutated}
         return replace(shard, segments=sums.segments, vectors=vectors, divisor=divisor, after=after)
 
@@ -185,9 +184,9 @@ class ForwardBackward:
             segments = self.packing.add(segments, vectors["pulled_back"])
         tallies, after = vectors["tallies"], [shard.after[id(v)] for v in mutated]
         after, replacements = self.state_updates.merge(mutated, after, vectors.get("writes"))
-        noise = gradient_noise.unscaled(vectors.get("noise"), shard.factor)
-        weight = metrics.elements(tallies)[shard.divisor]
-        weight = weight if shard.factor is None else weight * shard.factor
+        factor, weight = shard.objective.factor, metrics.elements(tallies)[shard.divisor]
+        noise = gradient_noise.unscaled(vectors.get("noise"), factor)
+        weight = weight if factor is None else weight * factor
         writes = self.writes(mutated, shard.before, after)
         return Sums(segments, weight, tallies, writes, replacements, vectors.get("secs"), noise)
 
@@ -226,7 +225,7 @@ class ForwardBackward:
 
     def _sum_in_loop(self, shard: ShardSums, compute: Compute) -> MicrobatchSums:
         """Adds up the microbatches in a TensorFlow loop."""
-        specs = self.state.keras_metrics.row_specs.get(self.name, ()) if shard.is_first else ()
+        specs = self.state.keras_metrics.row_specs.get(self.name, ()) if shard.objective.is_first else ()
         loop = LoopSums(self.packing, self.microbatches, specs)
 
         def body(carried: Any) -> tuple[Any]:
@@ -253,30 +252,22 @@ class ForwardBackward:
         return {id(v): tf.identity(v) for v in self.writable}  # TensorFlow prunes the values that nobody needs
 
     def compute(
-        self,
-        rows: Any,
-        row_weights: tf.Tensor | None,
-        factor: tf.Tensor | None,
-        value: str = "loss",
-        *,
-        is_first: bool = True,
-        traces: list[Trace] | None = None,
+        self, rows: Any, row_weights: tf.Tensor | None, objective: Objective, traces: list[Trace] | None = None
     ) -> Computed:
         """Runs forward and backward over some rows of a replica; call in replica context.
 
         Args:
             rows: `[b, ...]`.
             row_weights: `[b]`, 0 for padding; None: all rows count.
-            factor: of the value; None: 1.
-            value: the name of the value to differentiate.
-            is_first: whether it is the first pass over the rows.
+            objective: what to differentiate.
             traces: gets what tracing reveals.
 
         Raises:
             ValueError: if the loss depends on no variable.
         """
         with variable_writes.recorded_writes(self.writable) as mutated:
-            found = self.differentiate(rows, row_weights, factor, value, is_first=is_first)
+            found = self.differentiate(rows, row_weights, objective)
+        value, is_first = objective.value, objective.is_first
         reached, tallies = [gradient is not None for gradient in found.gradients], found.tallies
         exchange = gathering.current_exchange()
         if not any(reached) and not (exchange is not None and exchange.given):
@@ -299,10 +290,10 @@ class ForwardBackward:
 
     def _set_trace(self, shard: ShardSums) -> None:
         """Sets `trace` from the traces of all microbatches, or adds what another pass reached and wrote."""
-        known = [] if shard.is_first else self.trace.mutated
+        known = [] if shard.objective.is_first else self.trace.mutated
         for trace in shard.traces:
             metrics.require_same_names("loss_fn returned", trace.names, (self._trace or trace).names)
-            if shard.is_first:
+            if shard.objective.is_first:
                 self._trace = trace
             self.trace.reached[:] = map(operator.or_, self.trace.reached, trace.reached)
         self.add_mutated([*known, *(v for trace in shard.traces for v in trace.mutated)])
@@ -328,7 +319,7 @@ def _sums_of(update: ForwardBackward, shard: ShardSums, microbatch: Microbatch) 
     metric_rows = update.state.keras_metrics.add(trace.join(computed.metric_rows), microbatch.row_weights)
     shard.joins.append(metric_rows.join)
     pieces = {"tallies": computed.tallies}
-    if shard.is_first:
+    if shard.objective.is_first:
         size = batch_size(microbatch.rows) if microbatch.row_weights is None else tf.reduce_sum(microbatch.row_weights)
         values = [microbatch.mutated[id(v)] for v in mutated]
         writes = update.state_updates.flatten(mutated, values, computed.replacements, size, microbatch.number)

@@ -32,7 +32,7 @@ from distloop.model.layers import stream_of
 from distloop.model.state import TrainState
 from distloop.model.variable_writes import own_values, recorded_writes, restored_writes
 from distloop.optimizers.gradients import Packing, Rows, Segment
-from distloop.training.differentiation import Trace
+from distloop.training.differentiation import Objective, Trace
 from distloop.training.window import RowLayout
 from distloop.workers import environment
 
@@ -98,8 +98,7 @@ class ShardSums:
         batch: the global one.
         layout: of it.
         before: by `id`, the values that the mutated variables have when a microbatch begins.
-        factor: of the value that is differentiated; None: 1.
-        is_first: whether the pass is the first one over this batch.
+        objective: what is differentiated.
         traces: of the microbatches, in order.
         joins: of their arguments of Keras metrics.
         rows: the layouts of the vectors that they add up.
@@ -113,8 +112,7 @@ class ShardSums:
     batch: Batch
     layout: BatchLayout
     before: Mapping[int, tf.Tensor]
-    factor: tf.Tensor | None
-    is_first: bool
+    objective: Objective
     traces: list[Trace] = field(default_factory=list)
     joins: list[Join] = field(default_factory=list)
     rows: list[RowLayout] = field(default_factory=list)
