@@ -39,16 +39,6 @@ class _Carry(NamedTuple):
     sums: list[tf.Tensor]  # what the steps of the row add up to, [1] or [S]: those of `_sums_layout`, in order
     diagnosis: list[tf.Tensor]  # pieces of [D]: of the step that failed, or the last one
 
-    @classmethod
-    def start(cls, num_sums: int, num_pieces: int) -> "_Carry":
-        """Returns what the first step of a call gets; where tracing it shows a length, there is one zero."""
-        return cls(
-            done=tf.constant(0),
-            failed=tf.constant(False),
-            sums=[tf.zeros([1], tf.float64)] * num_sums,
-            diagnosis=[tf.zeros([1])] * num_pieces,
-        )
-
     def shapes(self) -> "_Carry":
         """Returns the shapes that the values may have."""
         return tf.nest.map_structure(lambda t: tf.TensorShape([None] * t.shape.rank), self)
@@ -255,9 +245,11 @@ class CompiledLoop:
             if ahead is not None:
                 ahead.put(call.fetch_if(count > 0)[0])
         with tf.device(self._lead):  # TensorFlow moves all that a loop carries through the device that it was built for
-            # As many as `_sums_layout` has, which is known once the step was traced.
+            # As many sums as `_sums_layout` has, which is known once the step was traced, as is the length of each: one
+            # zero stands for any.
             num_sums = 1 + (size is None) + bool(self._num_timed_replicas)
-            start = _Carry.start(num_sums, self._step.num_diagnosis_pieces)
+            sums, diagnosis = [tf.zeros([1], tf.float64)] * num_sums, [tf.zeros([1])] * self._step.num_diagnosis_pieces
+            start = _Carry(tf.constant(0), tf.constant(False), sums, diagnosis)
             carry, rows = while_loop(
                 # At a log, the host reads what the step before it did.
                 lambda carry, rows: (rows.size() == 0) | (call.goes_on(carry, until=until) & ~carry.failed),
