@@ -110,8 +110,16 @@ def recorded(created: dict[int, Any]) -> contextlib.AbstractContextManager[None]
 def refuse_new_variables(arguments: Sequence[Any], returned: list[Any]) -> Iterator[None]:
     """Raises VariableCreatedError where a function that a step calls creates a variable."""
     refused: list[str] = []
+
+    def refuse(next_creator: Callable[..., Any], **settings: Any) -> Any:
+        scope = re.sub("^(while/|replica_[0-9]+/)+", "", tf.get_current_name_scope() + "/").lstrip("/")
+        refused.append(scope + (settings.get("name") or "variable"))
+        raise ValueError("too late for a new variable")
+
     try:
-        with _refused(refused):
+        with tf.variable_creator_scope(refuse), contextlib.ExitStack() as stack:
+            with tf.init_scope():  # Keras's layers create variables there, under creators of its own
+                stack.enter_context(tf.variable_creator_scope(refuse))
             yield
     except Exception as error:  # Keras raises others from it, with the arguments of layers
         if not refused:
@@ -128,21 +136,6 @@ def explain_new_variable(variable: str) -> str:
         "let it belong to ModelSpec's model"
     )
     return f"The variable {variable!r} was created by a step, so it would not be trained or saved: {advice}."
-
-
-@contextlib.contextmanager
-def _refused(refused: list[str]) -> Iterator[None]:
-    """Enters a scope in which a new variable is an error; adds its name to `refused`."""
-
-    def refuse(next_creator: Callable[..., Any], **settings: Any) -> Any:
-        scope = re.sub("^(while/|replica_[0-9]+/)+", "", tf.get_current_name_scope() + "/").lstrip("/")
-        refused.append(scope + (settings.get("name") or "variable"))
-        raise ValueError("too late for a new variable")
-
-    with tf.variable_creator_scope(refuse), contextlib.ExitStack() as stack:
-        with tf.init_scope():  # Keras's layers create variables there, under creators of its own
-            stack.enter_context(tf.variable_creator_scope(refuse))
-        yield
 
 
 def fixed_sizes(model: Any) -> dict[int, str]:
