@@ -5,7 +5,7 @@ scale multiplies its gradients by the same scale; they are divided by it again i
 replicas. bfloat16 has the range of float32 and needs no scale.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -164,12 +164,22 @@ class LossScaleOptimizer(tf.Module):
         packing = gradients.Packing([v for _, v in pairs])
         segments, _ = packing.all_reduce(packing.pack([g for g, _ in pairs]), {})
         norm, scale = gradients.norm_and_scale(gradients.squared_norms(segments), self.loss_scale)
+        is_finite = tf.math.is_finite(norm)
 
         def apply_inner(segments: list[tf.Tensor], scale: tf.Tensor) -> None:
             summed = packing.unpack(gradients.scaled(segments, scale))
             self.inner_optimizer.apply(summed, [v for _, v in pairs])
 
-        _branch(tf.math.is_finite(norm), apply_inner, (segments, scale), self.update_scale)
+        def apply_across(strategy: tf.distribute.Strategy, is_finite: Any, arguments: Any) -> None:
+            first = strategy.experimental_local_results(is_finite)[0]
+            tf.cond(first, lambda: strategy.run(apply_inner, args=arguments), lambda: None)
+            self.update_scale(first)
+
+        if tf.__internal__.distribute.strategy_supports_no_merge_call():  # GPUs, TPUs: no cross-replica context
+            tf.cond(is_finite, lambda: apply_inner(segments, scale), lambda: None)
+            self.update_scale(is_finite)
+        else:  # a branch of one replica must not contain a synchronization
+            tf.distribute.get_replica_context().merge_call(apply_across, args=(is_finite, (segments, scale)))
 
     def update_scale(self, is_finite: tf.Tensor, is_applied: tf.Tensor | None = None) -> None:
         """Halves the scale after an overflow, and doubles it after enough good steps; in cross-replica context.
@@ -188,23 +198,3 @@ class LossScaleOptimizer(tf.Module):
         self.loss_scale.assign(tf.where(is_finite, tf.where(is_applied, doubled, scale), halved))
         kept = tf.where(is_applied, tf.where(is_grown, self._search_streak, good), streak)
         self.streak.assign(tf.where(is_finite, kept, at_floor))
-
-
-def _branch(
-    is_true: tf.Tensor, fn: Callable[..., None], arguments: tuple[Any, ...], after: Callable[[tf.Tensor], None]
-) -> None:
-    """Calls `fn` on every replica if a scalar, equal on all, is true, then calls `after` once; in replica context.
-
-    A branch of one replica must not contain a synchronization, so the branch is taken in cross-replica context.
-    """
-    if tf.__internal__.distribute.strategy_supports_no_merge_call():  # GPUs, TPUs: no cross-replica context
-        tf.cond(is_true, lambda: fn(*arguments), lambda: None)
-        after(is_true)
-        return
-
-    def branch(strategy: tf.distribute.Strategy, is_true: Any, arguments: Any) -> None:
-        first = strategy.experimental_local_results(is_true)[0]
-        tf.cond(first, lambda: strategy.run(fn, args=arguments), lambda: None)
-        after(first)
-
-    tf.distribute.get_replica_context().merge_call(branch, args=(is_true, arguments))
