@@ -88,7 +88,9 @@ class Stops:
         """Saves the last step of a run that an error ends, or says why not."""
         call, name, strategy = self._call, type(error).__name__, self._call.state.strategy
         if not call.state.may_be_saved:
-            call.say(self._nothing_saved())
+            last = self._checkpoints.last_step()
+            stays = "there is no checkpoint" if last is None else f"the checkpoint of step {last} stays"
+            call.say(f"Nothing is saved, as a step failed after step {call.step}; {stays}.")
             return
         is_one_of_several = collectives.num_workers(strategy) > 1
         is_left_alone = is_one_of_several and is_collective_error(error)
@@ -103,12 +105,6 @@ class Stops:
             say(f"{name} at step {call.step}, checkpoint saved: the same command goes on from there.")
         except Exception as failure:  # the first error is the one to be seen
             say(f"{name} at step {call.step}, which could not be saved ({first_line(failure)}).")
-
-    def _nothing_saved(self) -> str:
-        """Returns a sentence about a step that failed, and the checkpoint before it."""
-        last = self._checkpoints.last_step()
-        stays = "there is no checkpoint" if last is None else f"the checkpoint of step {last} stays"
-        return f"Nothing is saved, as a step failed after step {self._call.step}; {stays}."
 
     def _gather_errors(self, error: str) -> str:
         """Waits until the chief has saved a run that an error ends; returns the error of the worker that failed."""
