@@ -101,7 +101,8 @@ def make_dataset(
         raise ValueError("cache=True is for a tf.data.Dataset; rows by number are read from their source each time.")
     row_lengths = None if lengths is None else np.asarray(lengths)
     reader, apply = _make_reader(source, map_fn, row_lengths)
-    _use_processes(reader, int(processes))
+    if processes:
+        reader.use_processes(int(processes))
     _require_one_shape(reader.spec if apply is None else apply.spec, row_lengths, is_mapped=apply is not None)
     order: Any = Order(
         num_rows=len(reader), batch_size=sizes[0], seed=seed, is_shuffled=bool(shuffle), drop_remainder=drop_remainder
@@ -173,22 +174,6 @@ def _make_reader(
     except NotTraceable as error:
         log.warning("map_fn runs in Python, as TensorFlow cannot trace it (%s).", error)
         return SourceRows(source if isinstance(reader, SourceRows) else reader, map_fn, extremes), None
-
-
-def _use_processes(reader: ArrayRows | SourceRows, count: int) -> None:
-    """Lets worker processes read the rows of a reader.
-
-    Raises:
-        ValueError: if there is nothing for them to do.
-    """
-    if not count:
-        return
-    if isinstance(reader, ArrayRows):
-        raise ValueError(
-            f"processes={count} was given with arrays, which TensorFlow reads, and without a map_fn that runs in "
-            "Python: leave processes out."
-        )
-    reader.use_processes(count)
 
 
 def _batches_of_examples(

@@ -150,6 +150,13 @@ class ArrayRows:
         entries = iter(from_disk)
         return self._pack([next(entries) if isinstance(c, DiskColumn) else tf.gather(c, rows) for c in self.columns])
 
+    def use_processes(self, count: int) -> None:
+        """Raises a ValueError: there is nothing for worker processes to do."""
+        raise ValueError(
+            f"processes={count} was given with arrays, which TensorFlow reads, and without a map_fn that runs in "
+            "Python: leave processes out."
+        )
+
     def _read(self, rows: np.ndarray) -> list[np.ndarray]:
         began_at = time.perf_counter()
         try:
