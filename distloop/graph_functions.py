@@ -374,22 +374,17 @@ def _flops_of(op: tf.Operation) -> float | None:
             return None
         sizes = {label: size for shape, term in zip(shapes, terms, strict=True) for label, size in zip(term, shape)}  # noqa: B905
         return None if None in sizes.values() else 2.0 * math.prod(sizes.values())
+    is_transposed = kind in ("Conv2DBackpropInput", "Conv3DBackpropInputV2")  # a convolution, from its input's side
     if kind == "MatMul":
         inner = op.inputs[0].shape[0 if op.get_attr("transpose_a") else 1]
-        result = op.outputs[0].shape
     elif kind in ("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"):
         inner = op.inputs[0].shape[-2 if op.get_attr("adj_x") else -1]
-        result = op.outputs[0].shape
-    elif kind in ("Conv2D", "Conv3D"):
+    elif kind in ("Conv2D", "Conv3D") or is_transposed:
         inner = op.inputs[1].shape[:-1].num_elements()  # height x width x channels of a group
-        result = op.outputs[0].shape
     elif kind == "DepthwiseConv2dNative":
         inner = op.inputs[1].shape[:2].num_elements()
-        result = op.outputs[0].shape
-    elif kind in ("Conv2DBackpropInput", "Conv3DBackpropInputV2"):  # a transposed convolution: from its input's side
-        inner = op.inputs[1].shape[:-1].num_elements()
-        result = op.inputs[2].shape
     else:
         return 0.0
-    numbers = result.num_elements()
+    result = op.inputs[2] if is_transposed else op.outputs[0]
+    numbers = result.shape.num_elements()
     return None if inner is None or numbers is None else 2.0 * inner * numbers
