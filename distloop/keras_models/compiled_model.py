@@ -87,15 +87,13 @@ def weights_returned(state: TrainState, *, is_dry_run: bool = False) -> Iterator
 
     What others have changed in that model is lost then: call `warn_of_changes` before. A dry run leaves it as it is.
     """
-    if is_dry_run:
-        yield
-        return
+    is_complete = False
     try:
         yield
-    except BaseException:
-        _return(state, is_complete=False)
-        raise
-    _return(state, is_complete=True)
+        is_complete = True
+    finally:
+        if not is_dry_run:
+            _return(state, is_complete=is_complete)
 
 
 def warn_of_changes(state: TrainState) -> None:
