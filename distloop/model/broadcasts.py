@@ -74,12 +74,9 @@ def traced_apart(loss_fn: Callable[..., Any], rows: Any, training: bool) -> Any:
         with gathering.shard(None, microbatches=2):
             returned.append(loss_fn(batch, training))
 
-    def run() -> Any:
-        return graph_function(trace).get_concrete_function(specs)
-
     with ThreadPoolExecutor(1) as thread:
         try:
-            _ = thread.submit(run).result()
+            _ = thread.submit(graph_function(trace).get_concrete_function, specs).result()
         except Exception:  # of the user's code: the number of rows is fixed, or it looks at values
             return None
     return returned[0]
