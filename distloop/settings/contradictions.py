@@ -30,14 +30,13 @@ NEEDS = [
 _IN_PLACE = ("audit", "memory", "autotune_batch", "replay", "fast_dev_run", "evaluate", "predict")
 _ONE_VERB = "each takes the place of training: leave either out"
 
+_CLIPPING = ("clip_norm", "clip_variable_norm", "clip_value")
 # Two settings that exclude each other, and why.
 _PAIRS = [
     ("steps", "epochs", "a run has one length: set either to 0"),
     *(("until", other, "a run has one length: give one of them") for other in ("steps", "epochs")),
     *((*pair, _ONE_VERB) for pair in itertools.combinations(_IN_PLACE, 2) if pair != ("evaluate", "predict")),
-    ("clip_norm", "clip_variable_norm", "gradients are clipped in one way: set either to 0"),
-    ("clip_norm", "clip_value", "gradients are clipped in one way: set either to 0"),
-    ("clip_variable_norm", "clip_value", "gradients are clipped in one way: set either to 0"),
+    *((*pair, "gradients are clipped in one way: set either to 0") for pair in itertools.combinations(_CLIPPING, 2)),
     ("average_from", "average_decay", "there is one average of the weights: leave either out"),
     ("overfit_batches", "limit_train_batches", "each selects the batches to train on: set either to 0"),
     ("locate_nonfinite", "on_nonfinite=skip", "a skipped step is not diagnosed: leave either out"),
