@@ -285,11 +285,10 @@ class TrainStep:
     def _rescale(self, done: Sequence[Applied], is_applied: tf.Tensor, is_over: tf.Tensor | None) -> tf.Tensor:
         """Adapts the loss scales; returns whether the step is an error. With a loss scale, one overflow is none."""
         failures: list[tf.Tensor] = []
-        by_scaler: dict[int, tuple[LossScaleOptimizer | None, list[tf.Tensor]]] = {}
+        by_scaler: dict[LossScaleOptimizer | None, list[tf.Tensor]] = {}
         for each in done:
-            scaled = by_scaler.setdefault(id(each.update.loss_scaler), (each.update.loss_scaler, []))
-            scaled[1].append(self.application.first(each.gradients.finite))
-        for scaler, are_finite in by_scaler.values():
+            by_scaler.setdefault(each.update.loss_scaler, []).append(self.application.first(each.gradients.finite))
+        for scaler, are_finite in by_scaler.items():
             is_finite = functools.reduce(tf.logical_and, are_finite)
             if scaler is not None:
                 scaler.update_scale(is_finite if is_over is None else is_finite | is_over, is_applied)
