@@ -51,12 +51,7 @@ _CHUNK_SECS = 1.0  # after which a chunk of a pass begins no other batch
 class EvalStep:
     """One step of evaluation: computes the tallies of a batch and updates Keras metrics; nothing else changes."""
 
-    def __init__(
-        self,
-        state: TrainState,
-        loss_fn: LossFn | None = None,
-        metrics: Mapping[str, keras.metrics.Metric] | None = None,
-    ):
+    def __init__(self, state: TrainState, loss_fn: LossFn | None, metrics: Mapping[str, keras.metrics.Metric] | None):
         """Prepares; nothing is traced yet. `loss_fn` and `metrics` are as for `EvalLoop`."""
         self._state, self._strategy = state, state.strategy
         self._loss_fn, self._needs_loss = loss_fn, loss_fn is None
