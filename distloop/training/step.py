@@ -21,7 +21,7 @@ changes its variables, and restores them if it is skipped, which takes memory fo
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -33,7 +33,7 @@ from distloop.installed import import_part
 from distloop.model import metrics, variable_writes
 from distloop.model.state import TrainState
 from distloop.optimizers import gradient_noise
-from distloop.optimizers.gradients import Clipping, Packing
+from distloop.optimizers.gradients import Clipping
 from distloop.optimizers.loss_scale import MAX_OVERFLOWS_AT_FLOOR, LossScaleOptimizer
 from distloop.training.application import Gradients, make_application
 from distloop.training.forward_backward import ForwardBackward
@@ -51,16 +51,6 @@ class Outcome(NamedTuple):
     tallies: tf.Tensor  # [2 * M]: total and weight of each of `TrainStep.names`; zeros if the step was skipped
     diagnosis: list[tf.Tensor]  # pieces of [D], for `diagnosis.explain`; none if a step cannot fail
     replica_secs: tf.Tensor | None  # [R]: how long each replica took, forward and backward; None: there is only one
-
-
-class GradientRecorder(Protocol):
-    """Stores the gradients of each step, as `WeightHistograms` does."""
-
-    def allocate(self, update: str, packing: Packing) -> None:
-        """Creates the variables for an update's gradients, before the step is traced."""
-
-    def record(self, update: str, segments: Sequence[tf.Tensor], scale: tf.Tensor) -> None:
-        """Stores an update's summed gradients and the factor that scales them."""
 
 
 class Applied(NamedTuple):
@@ -98,7 +88,7 @@ class TrainStep:
         measures_noise: bool = False,
         locate_nonfinite: bool = False,
         loss_jump: float | None = None,
-        histograms: GradientRecorder | None = None,
+        histograms: Any = None,
         runs_ahead: bool | None = None,
         needs_full_gradients: bool = False,
     ):
@@ -115,7 +105,7 @@ class TrainStep:
                 can run it again.
             loss_jump: how far above its usual value a loss makes the step an error, as for `LossWatch.check`; then a
                 loss that is not finite is an error too, even if the loss is scaled; None: losses are not watched.
-            histograms: records the gradients of each step; None: nothing does.
+            histograms: the `WeightHistograms` that record the gradients of each step; None: there are none.
             runs_ahead: whether the host may look at a step after the next one has begun; None: it may on GPUs.
             needs_full_gradients: whether every worker needs all gradients, to look at them.
         """
