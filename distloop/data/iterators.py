@@ -207,9 +207,9 @@ def _discard(iterator: Any, count: tf.Tensor, secs: tf.Tensor) -> tf.Tensor:
 def read_again(
     fast_forward: FastForward,
     strategy: tf.distribute.Strategy,
-    stop_requests: StopRequests | None = None,
-    say: Callable[[str], None] | None = None,
-    show_progress: Callable[[int, str], None] | None = None,
+    stop_requests: StopRequests | None,
+    say: Callable[[str], None],
+    show_progress: Callable[[int, str], None],
 ) -> None:
     """Reads data up to its position; all workers call it.
 
@@ -217,7 +217,7 @@ def read_again(
         fast_forward: the data, which may be at its position already.
         strategy: of the workers.
         stop_requests: asked between two pieces whether to go on; None: nothing stops it.
-        say: prints a line, once, if it takes longer than two seconds; None: none is printed.
+        say: prints a line, once, if it takes longer than two seconds.
         show_progress: called between two pieces with the batches read so far, and what is being done.
 
     Raises:
@@ -253,12 +253,11 @@ def read_again(
             raise Interrupted(f"Interrupted {why} {where}", has_trained=False)
         if not is_announced and total_secs > _SILENT_SECS:
             is_announced = True
-            if say is not None:
-                say(
-                    f"Skipping {total:,} batches already seen (about {total_secs:,.0f} s); data of "
-                    "distloop.make_dataset is at its position at once."
-                )
-        if is_announced and show_progress is not None:
+            say(
+                f"Skipping {total:,} batches already seen (about {total_secs:,.0f} s); data of distloop.make_dataset "
+                "is at its position at once."
+            )
+        if is_announced:
             show_progress(done, "skipping batches already seen")
 
 

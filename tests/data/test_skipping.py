@@ -73,7 +73,7 @@ def out_of_time(max_secs):
 def test_a_stop_ends_the_skipping_after_one_piece(monkeypatch, stop, kind, words):
     source = SlowSource(1000, monkeypatch)
     with pytest.raises(kind, match=words):
-        read_again(source.fast_forward, ONE, stop)
+        read_again(source.fast_forward, ONE, stop, print, print)
     assert source.pieces == [1, 5]
 
 
