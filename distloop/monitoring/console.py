@@ -198,12 +198,10 @@ class Console:
         for name, series in self._series.items():
             best = f", best {show_number(series.best[0])} at step {series.best[1]}" if series.best else ""
             lines.append(f"{printable(name, '')} {show_number(series.last)}{best}")
-        training = {name: value for name, value in self._last.items() if not self._is_eval(name)}
-        return lines + [
-            f"{printable(name, '')} {show_number(value)}"
-            for name, value in training.items()
-            if self._is_shown(name, value)
-        ]
+        for name, value in self._last.items():
+            if not self._is_eval(name) and self._is_shown(name, value):
+                lines.append(f"{printable(name, '')} {show_number(value)}")
+        return lines
 
     def _progress(self, step: int) -> list[str]:
         """Returns the words about how far the run is; the percentage of its steps is for the display alone."""
