@@ -168,16 +168,14 @@ def permute(
         source: a number that chooses the permutations too, as `epoch`.
     """
     seeds = tf.stack([tf.ones_like(epoch) * _SHUFFLE_KEY + source, tf.ones_like(epoch) * seed, epoch], axis=-1)
-    return tf.raw_ops.RandomIndexShuffle(
-        index=indices, seed=seeds, max_index=tf.cast(count, tf.int64) - 1, rounds=_ROUNDS
-    )
+    last = tf.cast(count, tf.int64) - 1
+    return tf.raw_ops.RandomIndexShuffle(index=indices, seed=seeds, max_index=last, rounds=_ROUNDS)
 
 
 def example_seeds(seed: int, rows: tf.Tensor, epochs: tf.Tensor) -> tf.Tensor:
     """Returns a seed for each example in each epoch, int64 [n, 2], for TensorFlow's stateless operations or NumPy's."""
-    return tf.stack(
-        [tf.bitwise.left_shift(tf.fill(tf.shape(epochs), tf.constant(seed, tf.int64)), 32) | epochs, rows], 1
-    )
+    seeds = tf.fill(tf.shape(epochs), tf.constant(seed, tf.int64))
+    return tf.stack([tf.bitwise.left_shift(seeds, 32) | epochs, rows], 1)
 
 
 def facts_of(*, num_batches: float | None, batch_size: int | None, num_workers: int | None = None) -> dict[str, Any]:

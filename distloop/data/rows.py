@@ -258,11 +258,10 @@ class SourceRows:
                     f"{len(self._source):,} now: its length must stay as it is, as the order depends on it."
                 )
             columns = zip(*(tf.nest.flatten(e) for e in self._checked(self._examples(rows, seeds), rows)), strict=True)
-            return list(
-                itertools.chain.from_iterable(
-                    self._stack(spec, column, rows, width) for spec, column in zip(self._specs, columns, strict=True)
-                )
-            )
+            arrays: list[np.ndarray] = []
+            for spec, column in zip(self._specs, columns, strict=True):
+                arrays += self._stack(spec, column, rows, width)
+            return arrays
         except Exception as error:  # TensorFlow would pass on its text alone
             raise carry(error) from error
 
@@ -333,10 +332,9 @@ class SourceRows:
 
 def is_arrays(source: Any) -> bool:
     """Returns whether a source is arrays `[N, ...]` in a structure, rather than an object with numbered rows."""
-    is_structure = isinstance(source, (np.ndarray, tf.Tensor, Mapping, tuple)) or is_on_disk(source)
-    return is_structure or (
-        isinstance(source, list) and bool(source) and all(hasattr(array, "__array__") for array in source)
-    )
+    if isinstance(source, list):
+        return bool(source) and all(hasattr(array, "__array__") for array in source)
+    return isinstance(source, (np.ndarray, tf.Tensor, Mapping, tuple)) or is_on_disk(source)
 
 
 def spread(count: int) -> np.ndarray:
@@ -372,9 +370,8 @@ def _column(array: Any) -> Any:
     """Returns an array as a tensor of the host, or as a column on disk."""
     if is_on_disk(array):
         return DiskColumn(array)
-    is_source = (
-        hasattr(array, "__getitem__") and not hasattr(array, "__array__") and not isinstance(array, (str, bytes))
-    )
+    is_text = isinstance(array, (str, bytes))
+    is_source = hasattr(array, "__getitem__") and not hasattr(array, "__array__") and not is_text
     values = None if is_source else np.asarray(unmasked(array))
     try:
         tensor = None if is_source else tf.constant(values)
