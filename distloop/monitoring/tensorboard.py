@@ -254,9 +254,8 @@ class _EventFile:
         # TensorBoard reads the files of a directory in alphabetical order: of a clock that was set back, too.
         times = [float(match[1]) for match in map(_EVENT_FILE.match, os.listdir(directory)) if match]
         after = max([time.time(), *(when + 1e-6 for when in times)])
-        self._path = os.path.join(
-            directory, f"events.out.tfevents.{after:017.6f}.{os.getpid()}.{next(self._numbers)}{suffix}"
-        )
+        name = f"events.out.tfevents.{after:017.6f}.{os.getpid()}.{next(self._numbers)}{suffix}"
+        self._path = os.path.join(directory, name)
         self._tags: set[str] = set()  # of numbers that have a description in this file
         self._writer = self._call(tf.io.TFRecordWriter, self._path)
         self.write(Event(wall_time=time.time(), file_version="brain.Event:2"))

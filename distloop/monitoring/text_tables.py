@@ -36,9 +36,8 @@ def print_lines(table: Table, file: TextIO | None = None) -> None:
     table = printable_cells(table)
     columns = [width + GAP for width in widths(table)]
     for line in (table.header, *table.rows):
-        print(
-            "".join(set_cell_size(cell, width) for cell, width in zip(line, columns, strict=True)).rstrip(), file=file
-        )
+        text = "".join(set_cell_size(cell, width) for cell, width in zip(line, columns, strict=True))
+        print(text.rstrip(), file=file)
     print(file=file)
 
 
