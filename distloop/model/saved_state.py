@@ -99,9 +99,8 @@ class SavedState:
                 differences += [f"{line} is trained {where[line in there]}" for line in others]
         differences += [f"{name} is missing" for name in expected if name not in values]
         known = {*expected, *facts}
-        differences += [
-            f"{name} is unknown" for name in values if name not in known and name.startswith(_CHECKED_PREFIXES)
-        ]
+        unknown = [name for name in values if name not in known and name.startswith(_CHECKED_PREFIXES)]
+        differences += [f"{name} is unknown" for name in unknown]
         for name, variable in expected.items():
             if name in values and (values[name].shape != variable.shape or values[name].dtype != variable.dtype):
                 differences.append(f"{name} is {_spell(values[name])} there and {_spell(variable)} here")

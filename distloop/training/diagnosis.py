@@ -114,10 +114,9 @@ def _read(train_step: TrainStep, diagnosis: np.ndarray) -> list[UpdateReport]:
     for update in train_step.updates:
         names = [*update.trace.names, *train_step.own_names]
         tallies, gradients, diagnosis = np.split(diagnosis, np.cumsum([2 * len(names), update.packing.diagnosis_size]))
-        nonfinite_paths = [
-            train_step.state.paths[id(update.variables[i])] for i in update.packing.find_nonfinite(gradients)
-        ]
-        report = UpdateReport(update.name, metrics.means(names, tallies), nonfinite_paths)
+        nonfinite = [update.variables[i] for i in update.packing.find_nonfinite(gradients)]
+        paths = [train_step.state.paths[id(variable)] for variable in nonfinite]
+        report = UpdateReport(update.name, metrics.means(names, tallies), paths)
         if (scaler := update.loss_scaler) is not None:
             report.loss_scale = float(scaler.loss_scale.numpy())
             report.overflows = max(0, -int(scaler.streak.numpy()))
