@@ -150,11 +150,11 @@ class ForwardBackward:
             again_from: for another pass over the same batch, the values to start from, by the variables' `id`; metrics
                 are not updated. None: the first pass.
         """
-        is_first, before = again_from is None, self.values() if again_from is None else again_from
-        shard = ShardSums(batch, layout, before, Objective(self.loss_factor(examples), value, is_first))
-        is_timed = is_first and strategies.times_replicas(self.state.strategy)
+        objective = Objective(self.loss_factor(examples), value, is_first=again_from is None)
+        shard = ShardSums(batch, layout, self.values() if again_from is None else again_from, objective)
+        is_timed = objective.is_first and strategies.times_replicas(self.state.strategy)
         started = time_after(tf.nest.flatten(batch.rows, expand_composites=True)[:1]) if is_timed else None
-        compute = functools.partial(self.compute, objective=shard.objective, traces=shard.traces)
+        compute = functools.partial(self.compute, objective=objective, traces=shard.traces)
         if self.jit_compile == "pass":
             # No more than this: XLA cannot follow variables to another device, or a reduction. A function of its own
             # for each replica, which reads that replica's variables.
@@ -172,7 +172,7 @@ class ForwardBackward:
         vectors = shard.vectors | shard.rows[-1].unpack(sums.vector)
         if started is not None:
             vectors["secs"] = _secs_of_replicas(started, sums.segments)
-        divisor = self.trace.divisor(value) if is_first else 1
+        divisor = self.trace.divisor(value) if objective.is_first else 1
         after = {id(v): shard.after.get(id(v), tf.identity(v)) for v in self.trace.mutated}
         return replace(shard, segments=sums.segments, vectors=vectors, divisor=divisor, after=after)
 
