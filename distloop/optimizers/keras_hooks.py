@@ -6,9 +6,12 @@
 The private methods of Keras's layers that the loop relies on are named here; those of its optimizers, in `slot_store`.
 """
 
+import functools
 import operator
 import threading
+import types
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from inspect import Parameter, signature
 from typing import Any
 
@@ -17,7 +20,8 @@ import numpy as np
 import tensorflow as tf
 
 _METHODS = ("call", "quantized_call")  # by which Keras computes a layer
-_PLAIN = (bool, int, float, str, list, tuple, dict, np.ndarray, np.generic, type(None))  # settings, and no objects
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, functools.partial, np.ufunc, type)
+_VALUES = (int, float, complex, str, bytes, list, tuple, set, frozenset, dict, np.ndarray, np.generic, tf.Tensor, Enum)
 Replace = Callable[[str, Any, Callable[..., Any]], Callable[..., Any]]  # path, layer and its call -> another call
 
 
@@ -103,16 +107,27 @@ def made_again(one: Any, what: str, instead: str, get_config: Any = operator.met
 def lost_settings(one: Any, again: Any, config: Mapping[str, Any]) -> list[str]:
     """Returns the arguments of a user's `__init__` that a config lacks, and that a copy has stored with other values.
 
-    Of metrics and optimizers also those that are no attribute, if the config is that of a class further up.
+    Objects of one class count as alike, but in metrics whose config is that of a class further up, where arguments that
+    are no attribute are lost, too. Name and trainability of a copy are another matter.
     """
     classes: Sequence[Any] = type(one).__mro__
     init, said = (next(each for each in classes if name in vars(each)) for name in ("__init__", "get_config"))
-    is_further_up = not isinstance(one, keras.Layer) and init is not said and issubclass(init, said)
+    is_unsaid = isinstance(one, keras.metrics.Metric) and init is not said and issubclass(init, said)
     arguments = [] if init.__module__.startswith("keras.") else [*signature(init.__init__).parameters.values()][1:]
-    lost = []
-    for name in [p.name for p in arguments if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.name not in config]:
+    lost, known = [], {*config, "name", "trainable"}
+    for name in [p.name for p in arguments if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.name not in known]:
         old, new = (vars(each).get(name, vars(each).get(f"_{name}", Parameter.empty)) for each in (one, again))
-        is_other = isinstance(old, _PLAIN) and repr(old) != repr(new)  # NaN is not equal to itself
-        if is_other or (is_further_up and old is Parameter.empty):
+        counts = is_unsaid or isinstance(old, (*_FUNCTIONS, *_VALUES)) or type(old) is not type(new)
+        if (counts and old is not new and _text(old) != _text(new)) or (is_unsaid and old is Parameter.empty):
             lost.append(name)
     return lost
+
+
+def _text(value: Any) -> str:
+    """Returns what tells settings apart; functions that `__init__` makes anew are alike if what they hold is.
+
+    Numbers are compared as text, since NaN differs from itself, and 0 does not from False.
+    """
+    if isinstance(value, types.FunctionType):
+        value = value.__code__, value.__defaults__, [cell.cell_contents for cell in value.__closure__ or ()]
+    return repr(sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value)

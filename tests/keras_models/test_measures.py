@@ -1,5 +1,7 @@
 """Metrics of compiled models: the numbers and names of evaluate, and metrics that cannot be made again."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -218,6 +220,57 @@ class Hidden(Beyond):
 class Told(Beyond):
     def get_config(self):
         return super().get_config() | {"limit": self.limit}
+
+
+class Mapped(M.Mean):
+    """Keeps a function, or what is no number; its config is that of a mean."""
+
+    def __init__(self, fn=tf.abs, kept=frozenset(), **settings):
+        super().__init__(**settings)
+        self.fn, self.kept = fn, kept
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        return super().update_state(self.fn(y_true - y_pred), sample_weight)
+
+
+class MappedTold(Mapped):
+    """Its own config leaves both out."""
+
+    def __init__(self, fn=None, kept=frozenset(), **settings):
+        super().__init__(fn or (lambda x: x), kept, **settings)
+
+    def get_config(self):
+        return super().get_config()
+
+
+LOST = {
+    "function": {"fn": tf.square},
+    "lambda": {"fn": lambda x: x},
+    "partial": {"fn": functools.partial(tf.pow, y=2.0)},
+    "ufunc": {"fn": np.square},
+    "set": {"kept": {1, 2}},
+    "frozenset": {"kept": frozenset({1})},
+    "bytes": {"kept": b"a"},
+    "tensor": {"kept": tf.constant([1.0])},
+    "enum": {"kept": tf.VariableSynchronization.AUTO},
+    "an object": {"kept": keras.regularizers.L2()},
+}
+
+
+@pytest.mark.parametrize("kind", [Mapped, MappedTold])
+@pytest.mark.parametrize("case", LOST)
+def test_a_metric_whose_config_lacks_an_argument_of_any_kind_is_refused(kind, case):
+    lost = next(iter(LOST[case]))
+    with pytest.raises(ValueError, match=rf"a {kind.__name__}, cannot be .*it lacks {lost}\): let get_config"):
+        distloop.Trainer(distloop.from_keras(compiled(net(), metrics=[kind(**LOST[case])])), on(2))
+
+
+@pytest.mark.parametrize(("kind", "expected"), [(Mapped, 1.0), (MappedTold, -1.0)])
+def test_a_metric_with_the_defaults_of_its_arguments_is_copied(kind, expected):
+    net_of_zeros = net()
+    net_of_zeros.set_weights([0 * weight for weight in net_of_zeros.get_weights()])
+    values = values_of(distloop.from_keras(compiled(net_of_zeros, metrics=[kind(name="m")]))(), X, 0 * Y - 1)
+    assert values["m"] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("kind", [Beyond, Hidden])

@@ -184,6 +184,39 @@ def test_an_optimizer_whose_config_lacks_an_argument_is_refused():
     trainer_of(compiled(net(), optimizer=Boosted()))
 
 
+def test_an_optimizer_that_keeps_an_argument_as_one_of_keras_is_copied():
+    class Boosting(keras.optimizers.SGD):
+        def __init__(self, boost=1.0, **settings):
+            settings.setdefault("learning_rate", 0.1 * boost)
+            super().__init__(**settings)
+
+    trainer = trainer_of(compiled(net(), optimizer=Boosting(3.0)))
+    assert float(trainer.optimizer.learning_rate) == pytest.approx(0.3)
+
+
+class OfUnits(keras.Model):
+    """Makes a graph alone, so that Keras's copy is a plain Functional."""
+
+    def __init__(self, units=6):
+        inputs = keras.Input((6,))
+        super().__init__(inputs, keras.layers.Dense(units)(inputs))
+        self.units = units
+
+
+class ListOfUnits(keras.Sequential):
+    """As `OfUnits`, of which Keras makes a plain Sequential."""
+
+    def __init__(self, units=6):
+        super().__init__([keras.Input((6,)), keras.layers.Dense(units)])
+        self.units = units
+
+
+@pytest.mark.parametrize("kind", [OfUnits, ListOfUnits])
+def test_a_model_class_that_only_makes_a_graph_is_copied(kind):
+    model = compiled(kind(3))
+    np.testing.assert_allclose(trainer_of(model).model(X), model(X), rtol=1e-6)
+
+
 class Scale(keras.layers.Layer):
     """Counts its calls; its config is that of a layer without arguments."""
 
@@ -197,6 +230,34 @@ class Scale(keras.layers.Layer):
 
     def get_config(self):
         return super().get_config()
+
+
+class Mapping(Scale):
+    """Its config is that of a layer without arguments, too."""
+
+    def __init__(self, fn=None, kept=frozenset(), **settings):
+        super().__init__(**settings)
+        self.fn, self.kept = fn or (lambda x: x), kept
+
+
+class Renamed(keras.layers.Layer):
+    """Its config lacks what Keras itself copies, or names anew; the factor is among its variables."""
+
+    def __init__(self, factor=1.0, name=None, trainable=True):
+        super().__init__(name=name, trainable=trainable)
+        self.factor = factor
+
+    def call(self, x):
+        return self.factor * x
+
+    def get_config(self):
+        return {}
+
+    def save_own_variables(self, store):
+        store["factor"] = self.factor
+
+    def load_own_variables(self, store):
+        self.factor = float(store["factor"])
 
 
 class Kept(keras.layers.Layer):
@@ -247,6 +308,9 @@ def around(layer):
         (lambda: Scale(units=8), "units"),
         (lambda: Scale(table=(1.0, 2.0)), "table"),
         (lambda: keras.Sequential([Kept(), Scale(3.0)]), "factor"),
+        (lambda: Mapping(tf.square), "fn"),
+        (lambda: Mapping(kept={1}), "kept"),
+        (lambda: Mapping(kept=b"a"), "kept"),
     ],
 )
 def test_a_config_that_lacks_an_argument_with_a_default_is_refused(make_layer, lost):
@@ -255,8 +319,15 @@ def test_a_config_that_lacks_an_argument_with_a_default_is_refused(make_layer, l
         trainer_of(around(make_layer()))
 
 
+def frozen(layer):
+    layer.trainable = False
+    return layer
+
+
 TAKEN = {
     "defaults": Scale,
+    "default functions": Mapping,
+    "another name": lambda: frozen(Renamed(2.0, name="two")),
     "other forms": lambda: Kept(padding="VALID"),
     "automatic": lambda: Automatic(0.25, dtype="float32", trainable=False),
     "layers of Keras": lambda: keras.Sequential(
