@@ -19,7 +19,7 @@ that of the first one, on every replica. Random streams and Keras metrics go on 
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -47,11 +47,15 @@ def assign(variables: Sequence[Any], values: Sequence[tf.Tensor], unless: tf.Ten
 
 
 @contextlib.contextmanager
-def recorded_writes(candidates: Sequence[Any]) -> Iterator[list[Any]]:
+def recorded_writes(candidates: Sequence[Any], leave_out: Collection[str] = ()) -> Iterator[list[Any]]:
     """Records which candidates the operations traced in this block may write; call in replica context.
 
     Eagerly, all replicas must treat the same variables alike, and a step's writes are unknown before it runs: each
     candidate that is not trainable counts as mutated, and a trainable one if its value changed on any replica.
+
+    Args:
+        candidates: variables.
+        leave_out: names of operations that do not count, read on exit.
 
     Yields:
         A list, filled on exit with the candidates that are written.
@@ -66,7 +70,7 @@ def recorded_writes(candidates: Sequence[Any]) -> Iterator[list[Any]]:
     graph = tf.compat.v1.get_default_graph()
     num_ops = len(graph.get_operations())
     yield mutated
-    resources = assigned_resources(graph.get_operations()[num_ops:])
+    resources = assigned_resources(op for op in graph.get_operations()[num_ops:] if op.name not in leave_out)
     mutated += [v for v in candidates if id(tensorflow_variable(v).handle) in resources]
 
 

@@ -60,7 +60,7 @@ class StepFnPass:
                 "replicas cannot add them up: ask in plain Python, and choose between results with tf.where."
             ),
         ):
-            with variable_writes.recorded_writes(update.writable) as mutated:
+            with variable_writes.recorded_writes(update.writable, step._moves) as mutated:
                 returned = own.step_fn(step)
             return step._finish(returned, mutated)
 
@@ -84,7 +84,7 @@ class GradientStep:
         self._passes: list[tuple[Sums, tf.Tensor, list[tf.Tensor]]] = []  # of each, also `is_finite` and the gradients
         self._mutated: dict[int, Any] = {}  # variables that any pass wrote
         self._start: dict[int, tf.Tensor] = {}  # what these hold when a pass begins; all others are as they are then
-        self._moved = set[int]()  # weights, by `id`
+        self._moves = set[str]()  # names of the operations of a graph that assign moved weights
 
     def gradients(self, value: str = "loss") -> dict[str, tf.Tensor]:
         """Computes the gradients of one of the values that `loss_fn` returns, at the weights as they are.
@@ -142,7 +142,6 @@ class GradientStep:
             )
         before = {path: weight for path, weight in self.weights.items() if path in by}
         by = checked("step.moved was given", by, before)
-        self._moved |= {id(self._variables[path]) for path in by}
         try:
             self._set({path: before[path] + difference for path, difference in by.items()})
             yield
@@ -150,9 +149,12 @@ class GradientStep:
             self._set(before)
 
     def _set(self, weights: Mapping[str, tf.Tensor]) -> None:
+        graph = tf.compat.v1.get_default_graph()  # has no operations in an eager step
+        num_ops = len(graph.get_operations())
         for path, weight in weights.items():
             self._variables[path].assign(weight)
             self._start.pop(id(self._variables[path]), None)
+        self._moves |= {op.name for op in graph.get_operations()[num_ops:]}
 
     def _finish(self, returned: Any, assigned: Sequence[Any]) -> Sums:
         """Returns what is to be applied, after `step_fn` returned.
@@ -169,7 +171,7 @@ class GradientStep:
         # What is not the very tensor of a pass is applied, even if no loss depends on the variable.
         is_own = [all(g is not each for each in known) for g, *known in zip(returned.values(), *given, strict=True)]
         update.trace.reached[:] = map(operator.or_, update.trace.reached, is_own)
-        own = [v for v in assigned if id(v) not in self._mutated.keys() | self._moved]
+        own = [v for v in assigned if id(v) not in self._mutated]
         _refuse_assigned(self._variables, own, "use `with step.moved(...)` for other gradients, and ")
         mutated = update.add_mutated([*self._mutated.values(), *own])
         return sums[0]._replace(
@@ -207,6 +209,7 @@ class OwnStep:
         self.loss_scale = tf.constant(1.0) if update.loss_scaler is None else update.loss_scaler.scale_loss(1.0)
         self._update = update
         self._size = batch_size(rows) if row_weights is None else tf.reduce_sum(row_weights)
+        self._moves = frozenset[str]()  # as in `GradientStep`
         self._variables = {state.paths[id(v)]: v for v in update.variables}
         self._before = update.values()
         self._reported: dict[str, tuple[tf.Tensor, tf.Tensor]] = {}

@@ -282,3 +282,34 @@ def test_a_wrong_step_fn_is_refused_in_a_sentence(step_fn, message):
     with pytest.raises(ValueError, match=message):
         replicas = 1 if step_fn == "assigns weights" else 2
         distloop.Trainer(model_fn, on(replicas)).fit(distloop.make_dataset(classification(21), 8), steps=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["before", "inside", "after"])
+@pytest.mark.parametrize("settings", mostly_wide([{"virtual_replicas": 2, "microbatches": 2}, {"eager": True}, {}]))
+@pytest.mark.parametrize("replicas", mostly_wide([1, 2]))
+def test_a_weight_that_a_step_fn_moves_and_assigns_is_refused(replicas, settings, where):
+    def model_fn():
+        spec = model_fn_with(None)()
+        kernel = spec.model.layers[0].kernel
+
+        def shrink(now):
+            if now == where:
+                kernel.assign(0.99 * kernel)
+
+        def step_fn(step):
+            shrink("before")
+            move = {"net/hidden/kernel": tf.ones([8, 6])}
+            with step.moved(move), step.moved(move):
+                gradients = step.gradients()
+                shrink("inside")
+            shrink("after")
+            return gradients
+
+        return distloop.ModelSpec(spec.model, spec.optimizer, spec.loss_fn, step_fn=step_fn)
+
+    # Eagerly a step sees values alone, and the end of a move restores them.
+    is_taken = where == "inside" and "eager" in settings
+    refused = pytest.raises(ValueError, match="step_fn assigned net/hidden/kernel")
+    with contextlib.nullcontext() if is_taken else refused:
+        distloop.Trainer(model_fn, on(replicas, **settings)).fit(distloop.make_dataset(classification(8), 8), steps=1)
