@@ -14,7 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from distloop.data.iterators import fresh_copy
+from distloop.data.iterators import IN_ORDER, fresh_copy, kinds_of
 from distloop.data.shards import BatchLayout, static_batch_size
 from distloop.distributed import collectives, strategies
 from distloop.distributed.devices import Replicas
@@ -29,10 +29,7 @@ _KEEP_BATCHES = frozenset(
 _KEEP_ROWS = _KEEP_BATCHES - {"MapDataset", "ParallelMapDataset"}
 _BATCH = frozenset({"BatchDataset", "ParallelBatchDataset", "PaddedBatchDataset"})
 # Datasets of which a look at the first batch runs no code of the user's that is to run once, and fills no cache.
-_REPEATABLE = _KEEP_BATCHES - {"CacheDataset"} | frozenset(
-    f"{name}Dataset"
-    for name in "Batch ParallelBatch PaddedBatch Unbatch Concatenate Zip TensorSlice Tensor Range TakeWhile".split()
-)
+_REPEATABLE = IN_ORDER - {"CacheDataset", "FlatMapDataset"} | {"ShuffleDataset"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,8 +128,7 @@ def count_batches(dataset: tf.data.Dataset) -> float:
 
 def can_be_inspected(dataset: Any) -> bool:
     """Returns whether a dataset gives the same batches after a look at its first one; of generators, nobody knows."""
-    is_repeatable = type(dataset).__name__.lstrip("_") in _REPEATABLE
-    return is_repeatable and all(can_be_inspected(each) for each in dataset._inputs())
+    return kinds_of(dataset) <= _REPEATABLE
 
 
 def are_rows_alike(dataset: Any) -> bool:

@@ -39,6 +39,12 @@ _IGNORE_EXTERNAL_STATE = 1  # a policy of tf.data: a Python function's state is 
 # The index of the input that draws seeds.
 _SEEDS_INPUT = {"ShuffleDatasetV3": 4, "ShuffleAndRepeatDatasetV2": 5, "RandomDatasetV2": 2}
 _SEED_GENERATOR = "private_seed_generator"
+# Datasets that draw no seeds for an order.
+IN_ORDER = frozenset(
+    f"{name}Dataset"
+    for name in "AssertCardinality Batch Cache Concatenate Filter FlatMap Map Options PaddedBatch ParallelBatch "
+    "ParallelMap Prefetch Range Repeat Restructured Shard Skip Take TakeWhile Tensor TensorSlice Unbatch Zip".split()
+)
 _PIECE_SECS = 0.5
 _SILENT_SECS = 2.0  # reading that takes no longer is not announced
 _RELEASE_SECS = 0.2  # after which the caller has released every object of a deleted iterator
@@ -123,6 +129,13 @@ def _finish() -> None:
             thread.join(max(0.0, deadline - time.monotonic()))
 
 
+def kinds_of(dataset: Any) -> set[str]:
+    """Returns the class names of a dataset and of all that it reads; "variant" stands for those of its functions."""
+    captured = [t for function in dataset._functions() for t in function.function.captured_inputs]
+    kinds = {type(dataset).__name__.lstrip("_"), *(t.dtype.name for t in captured if t.dtype == tf.variant)}
+    return kinds.union(*map(kinds_of, dataset._inputs()))
+
+
 def fresh_copy(dataset: Any) -> Any:
     """Returns the dataset as it was before it was first read; the same object if it does not shuffle.
 
@@ -132,7 +145,7 @@ def fresh_copy(dataset: Any) -> Any:
     """
     if isinstance(dataset, NumberedDataset):
         return dataset.fresh()
-    if not isinstance(dataset, tf.data.Dataset):
+    if not isinstance(dataset, tf.data.Dataset) or kinds_of(dataset) <= IN_ORDER:  # the graph holds arrays in memory
         return dataset
     try:
         serialized = tf.raw_ops.DatasetToGraphV2(

@@ -131,6 +131,25 @@ def test_a_look_at_the_data_changes_no_order(look, may_go_back):
     assert taken(source, 6) == expected[2:]
 
 
+@pytest.mark.parametrize("look", [Source.first_rows, Source.count_batches, Source.require_batch])
+def test_data_that_does_not_shuffle_is_not_copied_for_a_look(look, monkeypatch):
+    def refuse(**_):
+        raise AssertionError("of images in memory, a copy takes as much memory again")
+
+    monkeypatch.setattr(tf.raw_ops, "DatasetToGraphV2", refuse)
+    options = tf.data.Options()
+    images = (
+        tf.data.Dataset.from_tensor_slices({"x": np.zeros([8, 2])}).cache().map(lambda x: x, 2).with_options(options)
+    )
+    batches = images.flat_map(tf.data.Dataset.from_tensors).filter(lambda x: True).batch(4, num_parallel_calls=2)
+    look(Source(tf.data.Dataset.zip(batches.prefetch(2)).take(2), ONE, may_go_back=True))
+    captured = tf.data.Dataset.range(2).shuffle(2)
+    by_function = tf.data.Dataset.range(2).flat_map(lambda i: captured).filter(lambda x: True).batch(2)
+    for of_seeds in (by_function, by_function.shuffle(2)) if look is not Source.require_batch else ():
+        with pytest.raises(AssertionError):
+            look(Source(of_seeds, ONE))
+
+
 def test_a_position_is_restored_in_a_source_that_was_read_or_skips():
     source = Source(shuffled(), ONE, may_go_back=True)
     start = source.position()
