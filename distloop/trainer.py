@@ -214,7 +214,7 @@ class Trainer:
         return replays.replay(self.state, self.config, source, units, step)
 
     def save(self) -> None:
-        """Saves a checkpoint to the workdir and waits until it is complete.
+        """Saves a checkpoint and waits until it is complete; only warns while a restored best one is shown after `fit`.
 
         Raises:
             ValueError: if there is no workdir, another process writes to it, or nothing was trained or restored.

@@ -289,12 +289,13 @@ class RunCheckpoints:
         return self._checkpoints.steps[-1] if self._checkpoints and self._checkpoints.steps else None
 
     def save_and_wait(self) -> None:
-        """Saves the run as it is, and waits until that has ended; says a line where the best checkpoint is shown."""
-        if self._shows_best:
+        """Saves the run as it is, and waits until that has ended; warns in its place where the best one is shown."""
+        if not self._shows_best:
+            self.save()
+            self.wait()
+        elif self._is_chief:
             shown = f"the model shows the best checkpoint, of step {int(self._state.step)}"
-            return self._say(f"Nothing saved: {shown}; the run goes on from step {self.progress.step}, which is saved.")
-        self.save()
-        self.wait()
+            log.warning("Nothing saved: %s; the run goes on from step %d, which is saved.", shown, self.progress.step)
 
     def wait(self) -> None:
         """Waits until the last save has ended.
