@@ -277,7 +277,9 @@ def _feed_of_passes(
             is_empty = state is None
             for batch in batches if taken < most else ():
                 is_empty = False
-                taken += counts_empty or _has_rows(batch)
+                if not counts_empty:  # the arrays are yielded, as another library's tensors may be copied from a device
+                    batch = as_arrays(batch)
+                taken += counts_empty or any(array.shape[:1] != (0,) for array in tf.nest.flatten(batch))
                 if num_to_skip:
                     num_to_skip -= 1
                 else:
@@ -352,10 +354,6 @@ def _feed_of_iterator(iterator: Iterator[Any]) -> Feed:
         return [(batch, None) for batch in progress.peeked]
 
     return Feed(read, None, peek, access=Access.ONCE)
-
-
-def _has_rows(batch: Any) -> bool:
-    return any(array.shape[:1] != (0,) for array in tf.nest.flatten(as_arrays(batch)))
 
 
 def as_arrays(batch: Any) -> Any:

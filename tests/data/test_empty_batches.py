@@ -241,3 +241,38 @@ def test_an_empty_batch_leaves_the_same_statistics_on_any_devices():
         for replicas in (1, 2)
     )
     assert_close(weights(two), weights(one))
+
+
+class OfTensors:
+    """Batches of tensors of another library, each of which counts how often it is converted."""
+
+    class Tensor:
+        converted = 0
+
+        def __init__(self, size):
+            self.size = size
+
+        def detach(self):
+            self.converted += 1
+            return self
+
+        def cpu(self):
+            return np.full([self.size], self.size)
+
+    def __init__(self):
+        self.made = []
+
+    def __iter__(self):
+        for size in (2, 0, 3, 1):
+            self.made.append(self.Tensor(size))
+            yield {"x": self.made[-1]}
+
+
+@pytest.mark.parametrize("limit", [0, 2])
+@pytest.mark.parametrize("treated", ["step", "ignore"])
+def test_a_batch_is_converted_once_whatever_becomes_of_empty_ones(treated, limit):
+    data = OfTensors()
+    source = Source(data, ONE, limit=limit, empty_batches=treated)
+    data.made.clear()
+    assert len(list(source.feed.dataset().take(3))) == 3
+    assert {tensor.converted for tensor in data.made} == {1}
