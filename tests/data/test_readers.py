@@ -293,6 +293,6 @@ class InParts:
         return iter(self.order_of)
 
 
-@pytest.mark.parametrize("name", ["sampler", "batch_sampler", "batch_sampler.sampler"])
-def test_each_sampler_of_a_loader_is_told_the_epoch(name):
+@pytest.mark.parametrize("name", ["sampler", "batch_sampler", "batch_sampler.sampler", "dataset"])
+def test_each_part_of_a_loader_that_has_an_order_is_told_the_epoch(name):
     assert taken(Source(InParts(name), ONE), 18) == sum(map(Orders.order, range(3)), [])
