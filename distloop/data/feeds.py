@@ -238,9 +238,9 @@ def _feed_of_iterable(data: Any, limit: int, counts_empty: bool) -> Feed:
         before_pass[:] = [generator.get_state() for generator in generators]
         if epoch == 0:
             restore(at_start)
-        for part in (*samplers, getattr(data, "dataset", None)):
-            if hasattr(part, "set_epoch"):
-                part.set_epoch(epoch)
+        for owner in (*samplers, getattr(data, "dataset", None)):
+            if hasattr(owner, "set_epoch"):
+                owner.set_epoch(epoch)
         batches = endless if repeat else data
         if limit and batches is not data:
             batches = endless[epoch * len(data) : (epoch + 1) * len(data)]

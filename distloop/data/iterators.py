@@ -29,7 +29,7 @@ from distloop.data.numbered import NumberedDataset
 from distloop.distributed import collectives
 from distloop.distributed.collectives import Status, Vote
 from distloop.distributed.devices import HOST
-from distloop.errors import raise_as_user_error
+from distloop.errors import first_line, raise_as_user_error
 from distloop.graph_functions import NO_LIMIT_SECS, TimeLimit, graph_function
 from distloop.log import log
 from distloop.threads import once
@@ -160,11 +160,7 @@ def fresh_copy(dataset: Any) -> Any:
             node.input[_SEEDS_INPUT[node.op]] = _SEED_GENERATOR
         copy = tf.raw_ops.DatasetFromGraph(graph_def=graph.SerializeToString())
     except (tf.errors.OpError, ValueError) as error:  # a graph has at most 2 GB
-        message = error.message if isinstance(error, tf.errors.OpError) else str(error)
-        log.warning(
-            "The dataset cannot be copied (%s), so it will be shuffled in another order than before.",
-            (message or "").partition("\n")[0][:150],
-        )
+        log.warning("The dataset cannot be copied (%s): it is shuffled in another order now.", first_line(error))
         return dataset
     return tf.data.experimental.from_variant(copy, dataset.element_spec)
 

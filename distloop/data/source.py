@@ -193,8 +193,7 @@ class Source:
     def require_batch(self) -> None:
         """Raises a ValueError if a dataset of unknown length has no batch, where a look at it changes nothing."""
         if self.info.num_batches is None and self.feed is None and can_be_inspected(self._dataset):
-            if not any(True for _ in fresh_copy(self._dataset).take(1)):
-                raise ValueError(EMPTY_DATASET)
+            self.first_rows()
 
     def first_rows(self) -> Any:
         """Returns the first batch, to build a model from.
