@@ -194,6 +194,24 @@ def test_an_optimizer_that_keeps_an_argument_as_one_of_keras_is_copied():
     assert float(trainer.optimizer.learning_rate) == pytest.approx(0.3)
 
 
+@pytest.mark.parametrize("make", [list, lambda layers: dict(zip("ab", layers, strict=True))])
+def test_a_layer_that_makes_the_layers_of_an_argument_itself_is_copied(make):
+    @keras.saving.register_keras_serializable("tests")
+    class Blocks(keras.layers.Layer):
+        def __init__(self, blocks=None, **settings):
+            super().__init__(**settings)
+            self.blocks = make(blocks or [keras.layers.Dense(6), keras.layers.Dense(6)])
+
+        def call(self, x):
+            for block in self.blocks.values() if isinstance(self.blocks, dict) else self.blocks:
+                x = block(x)
+            return x
+
+    keras.layers.Dense(1)
+    model = compiled(keras.Sequential([keras.Input((6,)), Blocks(), keras.layers.Dense(2)]))
+    np.testing.assert_array_equal(trainer_of(model).model(X), model(X))
+
+
 class OfUnits(keras.Model):
     """Makes a graph alone, so that Keras's copy is a plain Functional."""
 
