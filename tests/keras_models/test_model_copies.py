@@ -207,6 +207,9 @@ def test_a_layer_that_makes_the_layers_of_an_argument_itself_is_copied(make):
                 x = block(x)
             return x
 
+        def get_config(self):
+            return super(keras.layers.Layer, self).get_config()
+
     keras.layers.Dense(1)
     model = compiled(keras.Sequential([keras.Input((6,)), Blocks(), keras.layers.Dense(2)]))
     np.testing.assert_array_equal(trainer_of(model).model(X), model(X))
