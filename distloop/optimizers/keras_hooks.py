@@ -124,16 +124,15 @@ def lost_settings(one: Any, again: Any, config: Mapping[str, Any]) -> list[str]:
 
 
 def _text(value: Any) -> str:
-    """Returns what tells settings apart; what `__init__` makes anew is alike: functions that hold the same, and layers.
+    """Returns what tells settings apart; functions that `__init__` makes anew are alike if what they hold is.
 
-    Numbers are compared as text, since NaN differs from itself, and 0 does not from False.
+    So are lists of objects, such as layers, if their classes are. Numbers are compared as text, since NaN differs from
+    itself, and 0 does not from False.
     """
-    if isinstance(value, keras.Layer):
-        return type(value).__name__
-    if isinstance(value, (list, tuple)):
-        return repr([_text(each) for each in value])
     if isinstance(value, dict):
-        return repr([(key, _text(each)) for key, each in value.items()])
+        value = [*value.items()]
+    if isinstance(value, (list, tuple)):
+        return repr([_text(each) if isinstance(each, (*_FUNCTIONS, *_VALUES)) else type(each) for each in value])
     if isinstance(value, types.FunctionType):
         value = value.__code__, value.__defaults__, [cell.cell_contents for cell in value.__closure__ or ()]
     return repr(sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value)
