@@ -25,7 +25,6 @@ from distloop.settings.durations import finite_number, whole_number
 
 _MOST_SLOTS = 10_000  # of a block
 _MOST_FINGERPRINT = 400  # characters
-_NO_LENGTHS = "lengths were given with a Mixture or a batch_size that changes; use distloop.pack."
 
 
 class Mixture:
@@ -87,10 +86,8 @@ class Mixture:
         self.rows_of = tuple(map(len, self._sources))
         self.examples_per_epoch = count or sum(self.rows_of)
         self._ends = np.cumsum(self.rows_of)
-        starts = self._ends - self.rows_of
-        self.rows_to_inspect = np.concatenate(
-            [start + spread(count) for start, count in zip(starts, self.rows_of, strict=True)]
-        )
+        parts = [end - rows + spread(rows) for end, rows in zip(self._ends, self.rows_of, strict=True)]
+        self.rows_to_inspect = np.concatenate(parts)
         marks = [getattr(source, "fingerprint", None) for source in self._sources]
         digests = ":".join(_digest(mark) if mark else "" for mark in marks) if any(marks) else ""
         self.fingerprint = digests if len(digests) <= _MOST_FINGERPRINT else _digest(digests)
@@ -116,10 +113,8 @@ class Mixture:
 
     def make_order(self, order: Order, sizes: Mapping[int, int], lengths: np.ndarray | None) -> MixedOrder:
         """Returns the order of its examples; the arguments are those of the function `make_order`."""
-        if lengths is not None:
-            raise ValueError(_NO_LENGTHS)
         sources = {name: getattr(self, name) for name in ("names", "rows_of", "ratios", "examples_per_epoch")}
-        return _mixed(order, sizes, **sources)
+        return _mixed(order, sizes, lengths, **sources)
 
     def as_arrays(self) -> Any:
         """Returns the rows of all sources as arrays `[N, ...]`; None if one is no array in memory, or shapes differ."""
@@ -161,9 +156,7 @@ def round_fractions(fractions: list[float]) -> tuple[int, ...]:
     """
     ratios = [Fraction(fraction).limit_denominator(_MOST_SLOTS) for fraction in fractions]
     block = math.lcm(*(ratio.denominator for ratio in ratios))
-    is_exact = all(
-        math.isclose(ratio, fraction, rel_tol=1e-9) for ratio, fraction in zip(ratios, fractions, strict=True)
-    )
+    is_exact = all(map(math.isclose, ratios, fractions))
     if block <= _MOST_SLOTS and is_exact and sum(ratios) == 1:
         return tuple(int(ratio * block) for ratio in ratios)
     slots = [math.floor(fraction * _MOST_SLOTS) for fraction in fractions]
@@ -203,15 +196,15 @@ def make_order(order: Order, sizes: Mapping[int, int], lengths: np.ndarray | Non
     Raises:
         ValueError: if the lengths do not fit the source, or are given with a batch size that changes.
     """
-    if lengths is not None and len(sizes) > 1:
-        raise ValueError(_NO_LENGTHS)
-    if lengths is not None:
+    if lengths is not None and len(sizes) == 1:
         return by_length(order, lengths, pad_to)
     rows = order.num_rows
-    return _mixed(order, sizes, names=("data",), rows_of=(rows,), ratios=((0, (1,)),), examples_per_epoch=rows)
+    return _mixed(order, sizes, lengths, names=("data",), rows_of=(rows,), ratios=((0, (1,)),), examples_per_epoch=rows)
 
 
-def _mixed(order: Order, sizes: Mapping[int, int], **sources: Any) -> MixedOrder:
-    """Returns the order of some sources, with the seed of a plain order."""
+def _mixed(order: Order, sizes: Mapping[int, int], lengths: np.ndarray | None, **sources: Any) -> MixedOrder:
+    """Returns the order of some sources, with the seed of a plain order; refuses lengths."""
+    if lengths is not None:
+        raise ValueError("lengths were given with a Mixture or a batch_size that changes; use distloop.pack.")
     batch_sizes = tuple(sizes.items())
     return MixedOrder(**sources, batch_sizes=batch_sizes, seed=order.seed, is_shuffled=order.is_shuffled)

@@ -270,44 +270,39 @@ class LengthOrder(Order):
         older version did not save that: of its positions, the number of batches tells, unless there was a limit.
         """
         text = f"of {self.batch_size} examples in windows of {self.batch_size * _WINDOW_BATCHES:,} ({self._digest})"
-        count = self.batches_per_epoch
-        other = dataclasses.replace(self, drop_remainder=not self.drop_remainder, limit=0).batches_per_epoch
-        saved = position.get("batches_per_epoch", count)
-        is_as_before = position.get("lengths") == text and (saved == count or saved != other)
+        saved = position.get("batches_per_epoch")
+        other = self.num_rows // self.batch_size + self.drop_remainder  # if the odd last batch were treated otherwise
+        is_as_before = position.get("lengths") == text and (saved == self.batches_per_epoch or saved != other)
         if self.num_rows % self.batch_size and not is_as_before:
             text += f", drop_remainder={self.drop_remainder}"
         return {**super().facts_at(position), "lengths": text}
 
     def seen(self, batch: int) -> dict[str, int]:
         """Returns the number of examples in all batches before one, under the name "data"."""
-        epoch, of_epoch = divmod(batch, self.batches_per_epoch)
-        window, of_window = divmod(of_epoch, _WINDOW_BATCHES)
+        of_window = batch % self.batches_per_epoch % _WINDOW_BATCHES
         before = super().seen(batch - of_window)["data"]
-        return {"data": before + sum(map(len, self._window(epoch, window)[:of_window] if of_window else []))}
+        return {"data": before + sum(len(self._rows(number)) for number in range(batch - of_window, batch))}
 
     def _width(self, batch: np.ndarray) -> np.ndarray:
         longest = self.lengths[self._rows(batch)].max()
         return np.int64(next((width for width in self.pad_to if width >= longest), longest))
-
-    def _rows(self, batch: np.ndarray) -> np.ndarray:
-        epoch, of_epoch = divmod(int(batch), self.batches_per_epoch)
-        window, of_window = divmod(of_epoch, _WINDOW_BATCHES)
-        return self._window(epoch, window)[of_window]
 
     @functools.cached_property
     def _digest(self) -> str:
         return hashlib.sha256(self.lengths.tobytes()).hexdigest()[:12]
 
     @functools.cached_property
-    def _window(self) -> Callable[[int, int], list[np.ndarray]]:
-        """Returns the rows of each batch of a window of an epoch; those of the latest windows are kept."""
+    def _rows(self) -> Callable[[int | np.ndarray], np.ndarray]:
+        """Returns the rows of a batch, given its number; those of the latest windows are kept."""
         lock, make = threading.Lock(), functools.lru_cache(_KEPT_WINDOWS)(self._make_window)
 
-        def window(epoch: int, number: int) -> list[np.ndarray]:
+        def rows(batch: int | np.ndarray) -> np.ndarray:
+            epoch, of_epoch = divmod(int(batch), self.batches_per_epoch)
+            window, of_window = divmod(of_epoch, _WINDOW_BATCHES)
             with lock:
-                return make(epoch, number)
+                return make(epoch, window)[of_window]
 
-        return window
+        return rows
 
     def _make_window(self, epoch: int, number: int) -> list[np.ndarray]:
         most = self.num_rows - self.num_rows % self.batch_size if self.drop_remainder else self.num_rows
