@@ -11,10 +11,9 @@ module does not know how a step goes.
 """
 
 import contextlib
-import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -25,7 +24,7 @@ from tensorflow.python.ops import resource_variable_ops
 from distloop.distributed import strategies
 from distloop.distributed.devices import short_device
 from distloop.errors import require_bool
-from distloop.graph_functions import assigned_resources
+from distloop.graph_functions import may_write
 from distloop.log import shown
 from distloop.optimizers.keras_hooks import masks_of, with_masks
 from distloop.pipeline import splitting
@@ -129,15 +128,13 @@ class Pipeline(ModelRunner):
             self._is_placed = bool(self.devices)
 
     def _run(self, stage: int, inputs: Any, training: bool | None) -> Any:
-        call = functools.partial(self._call, stage, training=training)
-        if self._recompute and training:
-            call = functools.partial(self._call_recomputed, stage, call)
+        call = self._call_recomputed if self._recompute and training else self._call
         if not self._is_placed:
-            return call(inputs)
+            return call(stage, inputs, training)
         with tf.device(self.device(stage)):
             with tf.control_dependencies(self._predecessors(stage)):
                 copies = tf.nest.map_structure(tf.identity, inputs)
-            return call(with_masks(copies, masks_of(inputs)))
+            return call(stage, with_masks(copies, masks_of(inputs)), training)
 
     def _predecessors(self, stage: int) -> list[tf.Tensor]:
         """Returns the tensors that a stage's next forward pass waits for."""
@@ -145,29 +142,29 @@ class Pipeline(ModelRunner):
         finished = self._finished.get(threading.get_ident(), ())
         if len(finished) < queue_size or tf.executing_eagerly():
             return []
-        graph = tf.compat.v1.get_default_graph()  # another graph inside a branch of loss_fn
-        gradients = [tensor for tensor in finished[-queue_size] if tensor.graph is graph]
-        return [gradient for gradient in gradients if short_device(gradient.device) == self.device(stage)]
+        graph, device = tf.compat.v1.get_default_graph(), self.device(stage)  # another graph in a branch of loss_fn
+        return [t for t in finished[-queue_size] if t.graph is graph and short_device(t.device) == device]
 
     def _call(self, stage: int, inputs: Any, training: bool | None) -> Any:
         for module in self.modules[stage]:
-            inputs = module(inputs, training=training) if _takes_training(module) else module(inputs)
+            takes_training = isinstance(module, keras.Layer) or "training" in inspect.signature(module).parameters
+            inputs = module(inputs, training=training) if takes_training else module(inputs)
         return inputs
 
-    def _call_recomputed(self, stage: int, call: Callable[[Any], Any], inputs: Any) -> Any:
+    def _call_recomputed(self, stage: int, inputs: Any, training: bool | None) -> Any:
         """Runs a stage without keeping activations: the backward pass recomputes them with the same random draws."""
         stateful = [v for v in self.variables_of(stage) if isinstance(v, keras.Variable) and not v.trainable]
         before = [(variable, tf.identity(variable)) for variable in stateful]
-        masks: list[Any] | None = None  # of the outputs, after the first pass
+        masks: list[Any] | None = None  # of the outputs; None: the first pass has not ended
 
         def run(*flat: tf.Tensor) -> Any:
             nonlocal masks
             # The second pass reads the variables as the first one did, such as random states, and writes nothing.
             scope = contextlib.nullcontext() if masks is None else _writing_nothing(stage, before)
             with scope:
-                outputs = call(with_masks(tf.nest.pack_sequence_as(inputs, flat), masks_of(inputs)))
-            if masks is None:
-                masks = masks_of(outputs)
+                copies = with_masks(tf.nest.pack_sequence_as(inputs, flat), masks_of(inputs))
+                outputs = self._call(stage, copies, training)
+            masks = masks_of(outputs)
             return outputs
 
         outputs = tf.recompute_grad(run)(*tf.nest.flatten(inputs))
@@ -201,7 +198,7 @@ def _writing_nothing(stage: int, values: Sequence[tuple[Any, tf.Tensor]]) -> Ite
         yield
     operations = [] if tf.executing_eagerly() else tf.compat.v1.get_default_graph().get_operations()
     for op in operations:
-        if op.name.startswith(name) and assigned_resources([op]):  # not that of a replica that is traced meanwhile
+        if op.name.startswith(name) and may_write(op):  # not that of a replica that is traced meanwhile
             raise ValueError(
                 f"recompute=True was given, and stage {stage} writes to a variable or a generator by TensorFlow's "
                 f"operation {op.type}, which the backward pass would do again: make it a weight of a Keras layer, "
@@ -266,9 +263,8 @@ def split(model: Any, num_stages: int, devices: Sequence[str] | None = None, *, 
             f"The model {model.name!r} is not built, so nobody knows how large its layers are: begin it with "
             "keras.Input(shape), or call model.build(shape)."
         )
-    if num_stages == 1:
-        return Pipeline(model, [[model]], devices, recompute)
-    return Pipeline(model, [[stage] for stage in splitting.split_graph(model, num_stages)], devices, recompute)
+    parts = [model] if num_stages == 1 else splitting.split_graph(model, num_stages)
+    return Pipeline(model, [[part] for part in parts], devices, recompute)
 
 
 def _choose_devices(count: int, devices: Sequence[str] | None) -> list[list[str]]:
@@ -318,7 +314,3 @@ def _move(variable: Any, device: str) -> None:
     if container := getattr(variable.handle, "_distributed_container", None):  # by which Keras knows a replica's copy
         moved.handle._distributed_container = container
     variable._handle = moved.handle
-
-
-def _takes_training(module: Any) -> bool:
-    return isinstance(module, keras.Layer) or "training" in inspect.signature(module).parameters

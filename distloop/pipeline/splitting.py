@@ -85,11 +85,8 @@ def _pieces(graph: Any, num_stages: int) -> list[_Piece]:
             start = cut
             continue
         names = [repr(tensor._keras_history.operation.name) for tensor in crossing]
-        obstacles[cut] = (
-            f"the outputs of {' and '.join(names)} cross a cut after {nodes[cut - 1].operation.name!r}"
-            if not shared
-            else f"{shared[0]!r} is called before and after a cut after {nodes[cut - 1].operation.name!r}"
-        )
+        what = f"{shared[0]!r} is called before and after" if shared else f"the outputs of {' and '.join(names)} cross"
+        obstacles[cut] = f"{what} a cut after {nodes[cut - 1].operation.name!r}"
     pieces.append(_Piece(graph._outputs_struct, *_cost(nodes[start:])))
     if len(pieces) < num_stages <= len(nodes):
         middle = min(obstacles, key=lambda cut: abs(cut - len(nodes) / 2))

@@ -70,8 +70,7 @@ class StagePlacement(Placement):
 
     def layer_scope(self, layer: keras.Layer) -> contextlib.AbstractContextManager[Any]:
         """Returns a scope that places operations on a layer's device."""
-        scope: contextlib.AbstractContextManager[Any] = tf.device(tensorflow_variable(layer.variables[0]).device)
-        return scope
+        return tf.device(tensorflow_variable(layer.variables[0]).device)
 
     def differentiate(self, tape: Any, objective: tf.Tensor, tensors: Sequence[Any]) -> list[Any]:
         """Computes gradients; each operation runs beside its forward operation, which a tape cannot do."""
@@ -110,8 +109,7 @@ class StagePacking(Packing):
         super().__init__(variables, [variable.device for variable in plain])
 
     def _on(self, device: str) -> contextlib.AbstractContextManager[Any]:
-        scope: contextlib.AbstractContextManager[Any] = tf.device(self._one_on[device].device)
-        return scope
+        return tf.device(self._one_on[device].device)
 
 
 class StageUsage(RowAction):
@@ -154,9 +152,8 @@ def busy_fractions(directory: str) -> dict[str, float]:
     paths = glob.glob(os.path.join(glob.escape(directory), "plugins", "profile", "*", "*.xplane.pb"))
     if not paths:
         return {}
-    space = xplane_pb2.XSpace()
     with open(max(paths, key=os.path.getmtime), "rb") as file:
-        space.ParseFromString(file.read())
+        space = xplane_pb2.XSpace.FromString(file.read())
     steps: list[_Span] = []
     operations: dict[Any, list[_Span]] = collections.defaultdict(list)  # by subgraph
     devices: dict[Any, str] = {}  # by subgraph
@@ -188,14 +185,13 @@ def busy_fractions(directory: str) -> dict[str, float]:
 def _events(plane: Any, line: Any) -> Iterator[tuple[str, _Span, dict[str, Any]]]:
     """Yields name, span and stats of a thread's events by their start, outer events before those inside them."""
     names = {key: value.name for key, value in plane.stat_metadata.items()}
-    line_start = line.timestamp_ns * 1000
     for event in sorted(line.events, key=lambda event: (event.offset_ps, -event.duration_ps)):
         stats = {}
         for stat in event.stats:
             kind = stat.WhichOneof("value")
             value = getattr(stat, kind)
             stats[names[stat.metadata_id]] = names.get(value, "") if kind == "ref_value" else value
-        start = line_start + event.offset_ps
+        start = line.timestamp_ns * 1000 + event.offset_ps
         yield plane.event_metadata[event.metadata_id].name, (start, start + event.duration_ps), stats
 
 
