@@ -24,7 +24,7 @@ from tensorflow.python.eager import record
 from tensorflow.python.eager import tape as tapes
 from tensorflow.python.ops import control_flow_util
 
-from distloop.graph_functions import RECOMPUTED_SCOPE, assigned_resources, outermost
+from distloop.graph_functions import RECOMPUTED_SCOPE, may_write, outermost
 from distloop.optimizers.keras_hooks import masks_of, with_masks
 from distloop.variables import tensorflow_variable
 
@@ -49,15 +49,13 @@ class RecomputedCall:
         self._flat = _flatten(arguments)
         self._masks = masks_of(self._flat)
         self._watched = [i for i, value in enumerate(self._flat) if _has_gradient(value) and _is_watched(value)]
-        self._context = _call_context()
+        # A copy: in Keras's own, a layer that is called with `training=False` changes `training` for all later ones.
+        self._context = {name: copy.copy(global_state.get_global_attribute(name)) for name in _CONTEXT}
         # By `id`. Later calls may write them before the second one.
         kept = [v for v in layer.non_trainable_variables if not _is_watched(tensorflow_variable(v).handle)]
         self._before = {id(v): tf.identity(tensorflow_variable(v)) for v in kept}
         if (outer := get_stateless_scope()) is not None:
             self._before |= outer.state_mapping
-        self._changed: set[int] = set()  # the variables that the layer writes, by `id`
-        self._reads: list[tf.Tensor] = []  # tensors that it is not given, and handles of variables; watched by a tape
-        self._computed: list[tf.Tensor] = []  # by the first call
 
     def __call__(self) -> Any:
         """Computes the layer and records how it is differentiated; returns its outputs.
@@ -74,7 +72,7 @@ class RecomputedCall:
         own = [op for op in operations if op.name.startswith(f"{self._graph.get_name_scope()}/")]
         self._refuse_writes(own)
         self._computed = [t for op in own if op.type not in _WITHOUT_SLOPE for t in op.outputs if _has_gradient(t)]
-        self._reads = self._find_reads(operations)
+        self._reads = self._find_reads(operations)  # tensors that it is not given, and handles of variables
         flat = _flatten(outputs)
         owners = [self._take_back(loss) for loss in scope.losses]
         with record.stop_recording():
@@ -105,7 +103,7 @@ class RecomputedCall:
 
     def _write(self, scope: "_Scope") -> None:
         """Writes, once, what the first call assigned to variables; keeps the values before it."""
-        self._changed = set(scope.changed)
+        self._changed = set(scope.changed)  # by `id`
         for key, variable in scope.changed.items():
             value, plain = scope.state_mapping[key], tensorflow_variable(variable)
             if getattr(value, "graph", self._graph) is not self._graph:
@@ -135,10 +133,9 @@ class RecomputedCall:
         gradients: list[Any] = tape.gradient(again, sources, output_gradients=list(slopes))
         # All together: else the next layer is computed again while the activations of this one are still kept.
         with tf.control_dependencies(_flatten([g for g in gradients if g is not None])):
-            together: list[Any] = tf.nest.map_structure(
+            return tf.nest.map_structure(
                 lambda g: None if g is None else tf.identity(g), gradients, expand_composites=True
             )
-        return together
 
     def _barrier(self, slopes: Sequence[tf.Tensor]) -> tuple[list[Any], dict[int, tf.Tensor]]:
         """Returns the arguments and the variables' values as tensors that are there after the slopes.
@@ -167,7 +164,7 @@ class RecomputedCall:
     def _refuse_writes(self, operations: Sequence[tf.Operation]) -> None:
         """Refuses writes to variables that are no variables of Keras: the second call would write again."""
         for op in operations:
-            if assigned_resources([op]):
+            if may_write(op):
                 what = f"writes to a variable or a generator by TensorFlow's operation {op.type}"
                 raise refusal(self._path, what)
 
@@ -230,14 +227,6 @@ def _has_gradient(value: Any) -> bool:
 def _is_watched(tensor: tf.Tensor) -> bool:
     """Returns whether a tape needs the gradient of a tensor or of a variable's handle."""
     return bool(record.should_record_backprop([tensor]))
-
-
-def _call_context() -> dict[str, Any]:
-    """Returns the context in which Keras calls a layer now, for `_in_call_context`.
-
-    It is a copy: in Keras's own, a layer that is called with `training=False` changes `training` for all later ones.
-    """
-    return {name: copy.copy(global_state.get_global_attribute(name)) for name in _CONTEXT}
 
 
 @contextlib.contextmanager
