@@ -9,8 +9,9 @@ each example, without padding. They stay on the device that computed them until 
 """
 
 import contextlib
+import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -67,7 +68,6 @@ class ExampleHistory(Action):
         self._recorder: Recorder | None = None
         self._history: Any = None  # [epochs, rows], of a field for each value
         self._call: Any = None  # a `FitCall`
-        self._verify: Callable[[], None] = lambda: None
         self._step = self._batch = 0  # the steps and batches whose values are in the file
 
     def set_fit(self, call: Any, loop: Any, checkpoints: Any) -> None:
@@ -85,7 +85,8 @@ class ExampleHistory(Action):
         update, prefix = self._update()
         loss_fn, by_name = update.loss_fn, call.state.keras_metrics.by_name
         self._recorder = by_name[_RECORDER] = Recorder(call.state, len(self._names), capacity)
-        loss_fn.guards.append(guard := Recording([name.removeprefix(prefix) for name in self._names]).guard)
+        guard = functools.partial(_add_recorded, [name.removeprefix(prefix) for name in self._names])
+        loss_fn.guards.append(guard)
         self._removals.callback(loss_fn.guards.remove, guard)
         self._removals.callback(by_name.pop, _RECORDER)
         self._removals.callback(loop.trace_again)
@@ -173,8 +174,10 @@ class ExampleHistory(Action):
 
     def _add(self, end: int, of_replicas: Sequence[Any]) -> None:
         """Adds the values of the steps up to one, given steps `[n]` and values `[n, V]` of each replica."""
-        for step, batch in zip(range(self._step, end), self._batches(), strict=False):
-            rows, epochs = self._call.source.feed.examples_of(batch)
+        source = self._call.source
+        batches = (n for n in range(self._batch, source.batches_taken) if n not in source.skipped_batches)
+        for step, batch in zip(range(self._step, end), batches, strict=False):
+            rows, epochs = source.feed.examples_of(batch)
             bounds = [np.searchsorted(steps, [step, step + 1]) for steps, _ in of_replicas]
             pieces = [values[first:last] for (first, last), (_, values) in zip(bounds, of_replicas, strict=True)]
             if not any(map(len, pieces)):
@@ -186,39 +189,27 @@ class ExampleHistory(Action):
             for name, values in zip(self._names, np.concatenate(pieces).T, strict=True):
                 self._history[name][epochs, rows] = np.where(np.isnan(values), np.nan, values)  # of one sign
 
-    def _batches(self) -> Iterator[int]:
-        """Yields the numbers of the batches that the steps have had since the last call."""
-        skipped = self._call.source.skipped_batches
-        yield from (n for n in range(self._batch, self._call.source.batches_taken) if n not in skipped)
-
 
 def _has_other_rows(feed: NumberedDataset) -> bool:
     """Returns whether the first batch has another number of rows than its order says, by a function over batches."""
     return not feed.are_rows_alike and int(batch_size(feed.first_rows())) != len(feed.examples_of(0)[0])
 
 
-class Recording:
-    """Hands values that a `loss_fn` returns on to the recorder, in training."""
-
-    def __init__(self, names: Sequence[str]):
-        """Stores the names of the values."""
-        self._names = names
-
-    @contextlib.contextmanager
-    def guard(self, arguments: Sequence[Any], returned: list[Any]) -> Iterator[None]:
-        """Adds the values to what `loss_fn` returns, as the arguments of a Keras metric; a guard."""
-        yield
-        outputs, is_training = returned[0], arguments[1]
-        if not is_training or not isinstance(outputs, dict):
-            return
-        for name in self._names:
-            value = outputs.get(name)
-            if value is None or (isinstance(value, tuple) and not isinstance(value, Weighted)):
-                raise ValueError(
-                    f"ExampleHistory was given the value {name!r}, and loss_fn returns {sorted(outputs)}: return one "
-                    "number for each example under that name."
-                )
-        returned[0] = outputs | {_RECORDER: tuple(row_values(outputs[name], np.nan) for name in self._names)}
+@contextlib.contextmanager
+def _add_recorded(names: Sequence[str], arguments: Sequence[Any], returned: list[Any]) -> Iterator[None]:
+    """Adds some values that `loss_fn` returns, in training, as the arguments of the recorder; with names, a guard."""
+    yield
+    outputs, is_training = returned[0], arguments[1]
+    if not is_training or not isinstance(outputs, dict):
+        return
+    for name in names:
+        value = outputs.get(name)
+        if value is None or (isinstance(value, tuple) and not isinstance(value, Weighted)):
+            raise ValueError(
+                f"ExampleHistory was given the value {name!r}, and loss_fn returns {sorted(outputs)}: return one "
+                "number for each example under that name."
+            )
+    returned[0] = outputs | {_RECORDER: tuple(row_values(outputs[name], np.nan) for name in names)}
 
 
 class Recorder:
