@@ -8,6 +8,7 @@ applied a variable at a time by `update_step`, so that what the loop does to an 
 holds here, too. Its variables have the names and the order of Keras's.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +22,6 @@ class VariableOptimizers(keras.optimizers.MultiOptimizer):
 
     def build(self, var_list: Sequence[Any]) -> None:
         """Makes the slots of each optimizer for its variables."""
-        self._are_decayed = [optimizer._use_weight_decay for optimizer in self.optimizers]
         for optimizer in self.optimizers:
             optimizer._distribution_strategy = self._distribution_strategy
             optimizer._use_weight_decay = lambda variable: self._use_weight_decay(variable)  # which others replace
@@ -44,8 +44,9 @@ class VariableOptimizers(keras.optimizers.MultiOptimizer):
         optimizer.update_step(gradient, variable, optimizer.learning_rate)
 
     def _apply_weight_decay(self, variables: Sequence[Any]) -> None:
-        for optimizer, is_decayed in zip(self.optimizers, self._are_decayed, strict=True):
-            self._is_decayed = is_decayed  # what `_use_weight_decay` asks, for the variables of this optimizer
+        for optimizer in self.optimizers:
+            # What `_use_weight_decay` asks for the variables of this optimizer: the method that `build` has replaced.
+            self._is_decayed = functools.partial(type(optimizer)._use_weight_decay, optimizer)
             optimizer._apply_weight_decay([v for v in variables if self._optimizer_of(v) is optimizer])
 
     def _use_weight_decay(self, variable: Any) -> bool:
