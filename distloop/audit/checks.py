@@ -196,7 +196,7 @@ def host_operations(probe: Probe) -> Iterator[Finding]:
         update_pass = ForwardBackward(probe.state, update)
 
         def compute(rows: Any, of: ForwardBackward = update_pass) -> Any:
-            with as_replica(0, 1, set()), probe.state.placement.unplaced():
+            with as_replica(0, 1, set()), probe.state.unplaced():
                 return of.differentiate.by_path(rows, of.loss_factor(count), training=True)
 
         for op in off_the_gpu(compiled(compute, probe.rows).graph):

@@ -225,7 +225,7 @@ def _peak_of_update(state: TrainState, update: Update, rows: Any, microbatches: 
 
     peak = peak_of(compiled(trace, cut).graph)
     if update.gradient_fn is None:
-        sizes[1] //= state.slot_placement.num_shards
+        sizes[1] //= state.num_shards
     per_device = state.replicas.per_device
     held = max(microbatches > 1, per_device.bit_length() - 1)
     at_once = min(side_by_side(state.strategy), per_device * microbatches) if state.replicas.same_bits else 1

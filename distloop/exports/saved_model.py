@@ -61,7 +61,7 @@ def write_saved_model(
     module = tf.Module()
     module.tables_served = _lookup_tables(state.model)
     with (
-        state.placement.unplaced(),  # the server has other devices
+        state.unplaced(),  # the server has other devices
         writing(path, state.strategy) as temporary,
         state.averaged(),
         merged(state.model) as left_out,

@@ -42,7 +42,7 @@ def held_by_device(state: Any) -> dict[str, dict[str, int]]:
             of_device[name] = of_device.get(name, 0) + variable_bytes(component)
 
     count("weights", [v for v in state.model_variables() if id(v) not in tables])
-    count("weights", state.slot_placement.copies())
+    count("weights", state.weight_copies())
     count(ledger.TABLES, [v for v in state.model_variables() if id(v) in tables])
     count("optimizer slots", state.slots)
     count("averages of weights", state.average.stored if state.average is not None else [])

@@ -54,6 +54,10 @@ class TrainState(tf.Module):
         replicas: on which a step is defined: the strategy's, or virtual ones.
         placement: where the model computes: on the device of its replica, or in stages on several.
         stage_devices: the device of each stage, as in `GPU:0`; empty without stages.
+        make_stage_actions: returns the actions that report on the stages, given a `Profile`.
+        unplaced: returns a scope in which the model is traced without devices, to be served anywhere.
+        num_shards: the number of shards into which replicas cut an update.
+        weight_copies: returns the variables that have weights of the model once more.
         slot_placement: where slots and averages are: on every replica, or cut over them.
         optimizers: by name of the update; a `LossScaleOptimizer` if the loss is scaled.
         plain_optimizers: by name of the update, the Keras optimizers.
@@ -123,7 +127,9 @@ class TrainState(tf.Module):
         self.initial_learning_rates: dict[int, float] = {}
         self.is_built, self.may_be_saved, self.passes_write = False, True, False
         self.placement = make_placement(spec.model)
-        self.stage_devices = self.placement.devices
+        self.stage_devices, self.make_stage_actions = self.placement.devices, self.placement.make_actions
+        self.unplaced = self.placement.unplaced
+        self.num_shards, self.weight_copies = self.slot_placement.num_shards, self.slot_placement.copies
         self.keras_metrics = KerasMetrics(spec.metrics or {}, strategy, gathers_all=replicas.same_bits)
         with strategy.scope(), guards.recorded(created), _explained():
             optimizers = {id(update.optimizer): update.optimizer for update in spec.updates}

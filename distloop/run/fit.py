@@ -196,7 +196,7 @@ class Fit:
         call, state, config = self.call, self.call.state, self.call.config
         operations = self._flops_per_example, overview.peak_flops(state, config)
         actions: list[Action] = [built_in.Utilization(*operations, state.strategy), built_in.DataSeen(call.source)]
-        actions += [*state.placement.make_actions(profile), *self._measurements, *self._noise]
+        actions += [*state.make_stage_actions(profile), *self._measurements, *self._noise]
         checks = [built_in.CheckReplicas(every)] if (every := config.check_replicas_every) else []
         actions += [*checks, *call.evaluations, *call.actions, *filter(None, [self._loop.histograms])]
         if calls := [*call.evaluations, *call.actions]:
