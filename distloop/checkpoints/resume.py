@@ -77,17 +77,14 @@ class RunCheckpoints:
         self._state, self._saved_state = state, SavedState(state)
         self._config = self._settings = config
         self._is_chief = collectives.is_chief(state.strategy)
-        self._say = speaker(self._is_chief, config.console)
         self.directory = directory_of(config, collectives.Workers(state.strategy))
         self._load_newest = functools.partial(load_newest, state.strategy, send=self.directory.send_to_hosts)
-        self.disk_watch = _disk_watch(state.strategy, config)
-        self.times = SaveTimes()
+        self.disk_watch, self.times = _disk_watch(state.strategy, config), SaveTimes()
         options: dict[str, Any] = {"watch": self.disk_watch.over, "verify": self.directory.verify, "times": self.times}
         checkpoints = in_workdir(config.local_workdir, config.keep_checkpoints, **options)
         self._checkpoints = checkpoints if config.workdir else None
         self._rollback = Rollback(config.max_rollbacks)
-        self.action_states, self.stop_reason = RunStates(), None
-        self.weights_from = ""
+        self.action_states, self.stop_reason, self.weights_from = RunStates(), None, ""
         self.is_new, self._shows_best = True, False  # the last: whether `resume` restores the newest
         self._saved: Saved | None = None  # the restored checkpoint, until every component has its state
         self._source: Source | None = None
@@ -361,7 +358,8 @@ class RunCheckpoints:
         self._saved_state.restore(saved.values)
         if self._state.average is not None:
             self._state.average.set_state(saved.metadata.get("average"))
-        self._say(f"step {saved.step} restored from {saved.path}{describe_change(saved, self._config)}")
+        say = speaker(self._is_chief, self._config.console)
+        say(f"step {saved.step} restored from {saved.path}{describe_change(saved, self._config)}")
 
 
 def _disk_watch(strategy: tf.distribute.Strategy, config: Config) -> DiskWatch:

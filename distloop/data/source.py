@@ -88,8 +88,7 @@ class Source:
         """Checks the data; reads it only to count the batches of a worker's shard. All workers call it.
 
         Args:
-            data: a dataset of global batches; a function that returns one; a function of `worker_context` that
-                returns one worker's shard; or NumPy arrays.
+            data: global batches; a function that returns them, or a worker's shard for an `InputContext`; arrays.
             strategy: as the attribute.
             microbatches: in which a replica computes its rows.
             replicas: on which a step is defined; None: the strategy's.
@@ -105,8 +104,7 @@ class Source:
         """
         require_no_other_scope(strategy)
         self.strategy, self.asked_for, self.steps_per_epoch = strategy, asked_for, steps_per_epoch
-        self.batches_taken, self.is_lost = 0, False
-        self.skipped_batches: set[int] = set()
+        self.batches_taken, self.is_lost, self.skipped_batches = 0, False, set[int]()
         self._num_workers, self._worker = collectives.num_workers(strategy), collectives.worker_index(strategy)
         self._repeat, self._may_go_back, self._reading = repeat, may_go_back, reading
         self._microbatches, self._replicas, self._is_stacked = microbatches, replicas, is_stacked
@@ -165,7 +163,7 @@ class Source:
             is_sharded=self.depends_on_workers and self._num_workers > 1,
             batch_size=None if self.feed is None else self.feed.batch_size,
         )
-        self.layout = self.info.layout
+        layout = self.layout = self.info.layout
         self._iterator: Any = None
         self._stacks: Any = None  # of which batches are taken
         if self._is_stacked:
@@ -176,8 +174,7 @@ class Source:
         self._batch_size = self.layout.gather_sizes(self.strategy, self.info.batch_size or 0)[0] or None
         self.numbered = self.feed if isinstance(self.feed, NumberedDataset) and not self.layout.is_sharded else None
         if self.numbered is not None and self._num_workers > 1:
-            rows = WorkerRows(self._worker, self._num_workers, self.layout.min_rows, self.layout.ratios)
-            self.numbered.read_only(rows)
+            self.numbered.read_only(WorkerRows(self._worker, self._num_workers, layout.min_rows, layout.ratios))
 
     def count_batches(self) -> float | None:
         """Returns the batches in one pass; counts them once where a `tf.data` dataset does not know. None: unknown."""

@@ -263,8 +263,8 @@ def split(model: Any, num_stages: int, devices: Sequence[str] | None = None, *, 
             f"The model {model.name!r} is not built, so nobody knows how large its layers are: begin it with "
             "keras.Input(shape), or call model.build(shape)."
         )
-    parts = [model] if num_stages == 1 else splitting.split_graph(model, num_stages)
-    return Pipeline(model, [[part] for part in parts], devices, recompute)
+    models = [model] if num_stages == 1 else splitting.split_graph(model, num_stages)
+    return Pipeline(model, [[stage] for stage in models], devices, recompute)
 
 
 def _choose_devices(count: int, devices: Sequence[str] | None) -> list[list[str]]:
