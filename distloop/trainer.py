@@ -217,7 +217,7 @@ class Trainer:
         """Saves a checkpoint and waits until it is complete; only warns while a restored best one is shown after `fit`.
 
         Raises:
-            ValueError: if there is no workdir, another process writes to it, or nothing was trained or restored.
+            ValueError: if there is no workdir, another process writes to it, or fit has not run.
             OSError: if it could not be written.
         """
         warn_of_changes(self.state)

@@ -16,7 +16,7 @@ MAX_FOLDER_FILES = 16
 
 # Lines of code, without docstrings, comments, imports and blank lines. A commit may lower a number, and raise none, but
 # for what moves from the loop into a part, by which the loop's number falls, and for a feature of the changelog.
-MAX_LOOP_FILES, MAX_LOOP_LINES = 131, 15650  # the package without its parts
+MAX_LOOP_FILES, MAX_LOOP_LINES = 131, 15660  # the package without its parts
 MAX_PART_LINES = {
     "audit": 1133,
     "bucket": 568,

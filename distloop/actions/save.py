@@ -290,9 +290,9 @@ def require_metrics(actions: Sequence[Action], evaluations: Sequence[Evaluate], 
     if not unknown:
         return
     if any(_may_report(action) for action in actions):
-        by_form = {plain(name): name for name in likely}
-        for metric in (metric for metric in unknown if plain(metric) in by_form):
-            log.warning("The metric %r is waited for: is %r meant?", metric, by_form[plain(metric)])
+        for metric in unknown:
+            if (meant := closest(metric, likely, cutoff=0.8)) is not None:
+                log.warning("The metric %r is waited for: is %r meant?", metric, meant)
         return
     reported = set(names)
     for evaluation in evaluations:

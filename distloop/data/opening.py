@@ -97,7 +97,7 @@ def open_data(
             "distributed, or a function of a tf.distribute.InputContext."
         )
     map_batch = map_batch and _do_not_convert(map_batch)
-    if isinstance(data, NumberedDataset):
+    if isinstance(data, NumberedDataset) and not (data.mixes_rows and empty_batches != "step"):
         data = data if map_batch is None else data.map_rows(map_batch)
         data = data.take(limit) if limit else data
         data = data.first_pass_again() if is_cached else data

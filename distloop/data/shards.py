@@ -295,7 +295,8 @@ def take_shard(
     are_known = bool(layout.ratios) or len(set(sizes)) == 1  # else the replica's own one is not, while tracing
     if sizes and are_known and not any(size % microbatches for size in sizes):
         cut_size = (shard_end - shard_start if layout.ratios else sizes[0]) // microbatches
-        for tensor in tf.nest.flatten(shard):  # TensorFlow does not know the difference of two bounds that are tensors
+        # TensorFlow does not know the difference of two bounds that are tensors.
+        for tensor in (t for t in tf.nest.flatten(shard) if isinstance(t, tf.Tensor)):
             tensor.set_shape([cut_size, *tensor.shape[1:]])
     return shard, weights
 

@@ -148,7 +148,8 @@ def _write_trained_weights(state: TrainState, path: str, suffix: str) -> None:
     changed = {id(variable) for variables in state.variables_of_update.values() for variable in variables}
     with state.frozen:
         kept = [layer for layer in layers_of(state.model) if layer.trainable and layer.quantization_mode is None]
-    beside = [v for layer in kept for v in layer._non_trainable_variables]  # of a quantized layer, the weights
+    # Of a quantized layer they are the weights; training does not move what `adapt` has found, as in Normalization.
+    beside = [v for layer in kept if not hasattr(layer, "adapt") for v in layer._non_trainable_variables]
     changed |= {id(v) for v in beside} - {id(v) for v in state.recurrent_states}
     try:
         if suffix == ".safetensors":

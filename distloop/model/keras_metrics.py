@@ -189,15 +189,19 @@ class KerasMetrics(Mapping[str, keras.metrics.Metric]):
             return values
 
     def restore(self, values: Mapping[str, tf.Tensor]) -> None:
-        """Sets the state to a snapshot of any number of replicas; a metric that it does not hold starts anew."""
+        """Sets the state to a snapshot of any number of replicas; a metric that it does not hold so starts anew."""
         if not self.is_built:
             self._restored = values
             return
         self.reset()
         replicas, first = self._strategy.num_replicas_in_sync, collectives.first_replica(self._strategy)
-        for name, variable in self.variables().items():
-            if (value := values.get(name)) is None:
+        variables = self.variables()
+        fits = {name: name in values and values[name].shape[1:] == v.shape for name, v in variables.items()}
+        others = {name.rpartition("/")[0] for name, does_fit in fits.items() if not does_fit}
+        for name, variable in variables.items():
+            if name.rpartition("/")[0] in others:
                 continue
+            value = values[name]
             if not self._is_sum(name):
                 value = tf.stack([value[0]] * replicas)
             elif len(value) != replicas:  # the first replica gets the sum

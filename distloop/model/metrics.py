@@ -190,10 +190,7 @@ def require_same_names(subject: str, names: Sequence[str], before: Sequence[str]
         ValueError: if they differ.
     """
     if names != before:
-        raise ValueError(
-            f"{subject} {names}, and {before} before: return the same names for all data, or evaluate on other data by "
-            "distloop.Evaluation(data, loss_fn=...)."
-        )
+        raise ValueError(f"{subject} {names}, and {before} before: give the same names for all data.")
 
 
 def check_fed(keras_metrics: Mapping[str, Any], fed: Iterable[str]) -> None:

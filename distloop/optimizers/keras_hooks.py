@@ -129,10 +129,14 @@ def _text(value: Any) -> str:
     So are lists of objects, such as layers, if their classes are. Numbers are compared as text, since NaN differs from
     itself, and 0 does not from False.
     """
-    if isinstance(value, dict):
+    if isinstance(value, types.FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        held = [each if isinstance(each, _VALUES) else type(each) for each in cells]  # a function may hold itself
+        return f"{value.__code__}, {_text(value.__defaults__)}, {_text(held)}"
+    if isinstance(value, functools.partial):
+        value = value.func, value.args, value.keywords
+    elif isinstance(value, dict):
         value = [*value.items()]
     if isinstance(value, (list, tuple)):
         return repr([_text(each) if isinstance(each, (*_FUNCTIONS, *_VALUES)) else type(each) for each in value])
-    if isinstance(value, types.FunctionType):
-        value = value.__code__, value.__defaults__, [cell.cell_contents for cell in value.__closure__ or ()]
     return repr(sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value)

@@ -16,7 +16,7 @@ from distloop.actions.evaluate import Evaluate
 from distloop.data.source import Source
 from distloop.distributed import collectives
 from distloop.errors import EMPTY_DATASET
-from distloop.log import shown, speaker
+from distloop.log import log, shown, speaker
 from distloop.model.state import TrainState
 from distloop.monitoring.timing import Clock, show_secs
 from distloop.monitoring.writers import Writer
@@ -173,6 +173,8 @@ def as_given(config: Config, source: Source, length: int | str) -> Config:
     settings |= {unit: int(amount)} if is_count else {"until": length}
     if (size := _batch_size(source)) and size != config.global_batch_size(source.strategy):
         settings |= {"batch_size": size, "replica_batch_size": 0}
+        if config.replica_batch_size:
+            log.warning("replica_batch_size=%d has no effect: the data has batches.", config.replica_batch_size)
     return dataclasses.replace(config, **settings)
 
 

@@ -97,9 +97,9 @@ def secret_flag(flag: Flag) -> Flag:
 
         TOKEN = distloop.secret_flag(flags.DEFINE_string("token", os.environ.get("TOKEN"), "For the dataset's host."))
 
-    Files of the run, TensorBoard, W&B and `--help` have `***` in its place. Workers compare it by digest, where a
-    `DISTLOOP_SECRET` signs what they send, and not at all otherwise. `flags.txt` cannot repeat it. Every user of the
-    machine can read a command line: set the default from the environment or from a file.
+    Files of the run, TensorBoard, W&B and `--help` have `***` in its place. Workers neither exchange nor compare it.
+    `flags.txt` cannot repeat it. Every user of the machine can read a command line: set the default from the
+    environment or from a file.
 
     Args:
         flag: what `flags.DEFINE_string` or the like has returned.

@@ -95,8 +95,8 @@ class _Boundary:
         if StopPoint in type(action).__mro__:  # a tenth of the time of `isinstance`, as `Action` is a protocol
             self.end_run_if_stopped()
 
-    def _call(self, action: Action) -> None:
-        """Calls an action; adds what it returns, or its reason to stop."""
+    def _call(self, action: Action, *, is_again: bool = False) -> None:
+        """Calls an action, maybe for the second time; adds what it returns, or its reason to stop."""
         report = self.report
         self._called.append(action)
         try:
@@ -122,7 +122,7 @@ class _Boundary:
         numbers = {name: value for name, value in values.items() if name not in media}
         known = report.metrics
         others = [n for n, value in numbers.items() if not np.array_equal(value, known.get(n, value), equal_nan=True)]
-        if others and not isinstance(action, RowAction):
+        if others and not (is_again or isinstance(action, RowAction)):
             raise ValueError(
                 f"The action {name_of(action)!r} returned {others[0]!r}, which the row has already, with another "
                 "value: return the number under another name."
@@ -139,7 +139,7 @@ class _Boundary:
             new = self.report.metrics.keys() - known.keys()
             for action in [a for a in self._called if a.every is None and member(a, "required_metric") in new]:
                 self._called.remove(action)  # and called again, as what it waits for was measured after its call
-                self._call(action)
+                self._call(action, is_again=True)
 
     def end(self) -> None:
         """Ends the boundary for the actions that were called."""

@@ -39,7 +39,7 @@ class UpdateReport:
 
     Attributes:
         name: of the update; "" if there is only one.
-        values: the means of its values, by name, "loss" and "gradient_norm" among them.
+        values: the means of its values, by name, the watched one first, and "gradient_norm".
         nonfinite_paths: the variables whose gradients are not finite.
         loss_scale: None if the loss is not scaled.
         overflows: the steps in a row that overflowed at the smallest loss scale.
@@ -60,9 +60,14 @@ class UpdateReport:
         """Returns the reported name of a value: `discriminator/loss`."""
         return f"{self.name}/{name}" if self.name else name
 
+    @property
+    def watched(self) -> str:
+        """The name of the value that is watched: "loss", or the first one that a `step_fn` reports."""
+        return next(iter(self.values))
+
     def is_to_blame(self, *, skip_nonfinite: bool, is_loss_watched: bool) -> bool:
         """Returns whether numbers of this update that are not finite made the step an error."""
-        loss, norm = self.values["loss"], self.values[GRADIENT_NORM]
+        loss, norm = self.values[self.watched], self.values[GRADIENT_NORM]
         is_unscaled = self.loss_scale is None or (is_loss_watched and not np.isfinite(loss))
         return (self.is_at_floor or (not skip_nonfinite and is_unscaled)) and not np.isfinite(loss + norm)
 
@@ -153,10 +158,10 @@ def explain_jump(step: int, reports: Sequence[UpdateReport], statistics: np.ndar
     """Returns one sentence about losses that jumped; `statistics` and `jump` are those of `LossWatch`."""
     jumps = []
     for report, (_, mean, variance) in zip(reports, statistics, strict=True):
-        loss = report.values["loss"]
+        loss = report.values[report.watched]
         if loss - mean > jump * (variance**0.5 + abs(mean)):
             usual = f"{mean:.6g} (mean of the steps before, deviation {variance**0.5:.3g})"
-            jumps.append(f"{report.full_name('loss')} jumped to {loss:.6g} from {usual}")
+            jumps.append(f"{report.full_name(report.watched)} jumped to {loss:.6g} from {usual}")
     return (
         f"At step {step} {', '.join(jumps)}; the batch is of another kind, or the learning rate too high for this "
         "part of the way: look at the batch, lower the learning rate, set clip_norm, or raise loss_jump."
@@ -168,7 +173,7 @@ def guess_cause(step: int, report: UpdateReport, *, is_batch_finite: bool = Fals
 
     `is_batch_finite` is True if the batch is known to be finite.
     """
-    is_loss_finite = np.isfinite(report.values["loss"])
+    is_loss_finite = np.isfinite(report.values[report.watched])
     if is_loss_finite and report.nonfinite_paths:
         return Cause(
             "the loss is finite, so a derivative is not, often of a square root, a norm, a power or a division at 0, "

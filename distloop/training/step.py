@@ -182,11 +182,14 @@ class TrainStep:
         return Outcome(is_applied, failed, tallies, self._diagnosis(done), tf.add_n(secs) if secs else None)
 
     def count_examples(self, batch: Batch, layout: BatchLayout) -> tf.Tensor:
-        """Returns the number of examples in the step: over all workers if a loss scale needs it, else on this one."""
+        """Returns the number of examples in the step: over all workers if a loss scale needs it, else on this one.
+
+        It divides the loss, so of a batch without rows it is 1.
+        """
         examples = tf.cast(shards.count_examples(batch), tf.float32)
         if any(update.is_loss_scaled for update in self.updates):  # alike on all workers
-            return layout.sum_over_batches(self._strategy, examples)
-        return examples
+            examples = layout.sum_over_batches(self._strategy, examples)
+        return tf.maximum(examples, 1.0)
 
     def compute(self, update: ForwardBackward, batch: Batch, layout: BatchLayout, examples: tf.Tensor) -> Any:
         """Runs an update's forward and backward pass on all replicas; returns the sums of each, as `reduce` takes them.

@@ -99,10 +99,10 @@ def plain(name: str) -> str:
     return name.lower().replace("/", "_").replace("-", "_")
 
 
-def closest(name: str, names: Iterable[str]) -> str | None:
+def closest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Returns the name that is most like another one; None: none is like it, but for a prefix that it lacks."""
     by_form = {plain(known): known for known in names if not plain(name).endswith(f"_{plain(known)}")}
-    close = difflib.get_close_matches(plain(name), by_form, 1)
+    close = difflib.get_close_matches(plain(name), by_form, 1, cutoff)
     return by_form[close[0]] if close else None
 
 

@@ -79,8 +79,11 @@ def test_what_a_users_action_reports_is_unknown_and_keras_names_are_said(rows, c
 
     measure.every = 1
     stop = distloop.StopEarly("val/reward", mode="max", patience=9)
-    _, error = fit(rows, measure, stop, distloop.StopEarly("val_loss"))
-    assert error is None and "The metric 'val_loss' is waited for: is 'val/loss' meant?" in caplog.text
+    others = [distloop.StopEarly("val_loss"), distloop.SaveBest("val/acuracy", mode="max")]
+    _, error = fit(rows, measure, stop, *others, distloop.StopEarly("val/bleu", mode="max"))
+    for wrong, meant in (("val_loss", "val/loss"), ("val/acuracy", "val/accuracy")):
+        assert f"The metric {wrong!r} is waited for: is {meant!r} meant?" in caplog.text
+    assert error is None and caplog.text.count("is waited for") == 2
 
 
 @pytest.mark.slow

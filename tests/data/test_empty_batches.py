@@ -235,6 +235,39 @@ def test_by_default_an_empty_batch_is_a_step_with_gradients_of_0(replicas):
     assert_equal(weights(trainer), before)
 
 
+@pytest.mark.parametrize("replicas", mostly_wide([1, 2], 2))
+def test_an_empty_batch_is_a_finite_step_of_a_scaled_loss_too(replicas):
+    config = on(replicas, console="quiet", precision="mixed_float16")
+    trainer = train(classifier(), config, cut([5, 5]), 2)
+    scale, skipped = float(trainer.optimizer.loss_scale.numpy()), int(trainer.state.skipped_steps)
+    trainer.fit(cut([0, 5]), steps=3)
+    assert (float(trainer.optimizer.loss_scale.numpy()), int(trainer.state.skipped_steps)) == (scale, skipped)
+
+
+def filtered():
+    """Batches by number whose function over batches leaves rows out: all of the second one, of three."""
+    keep = tf.constant([True] * 8 + [False] * 8 + [True] * 8)
+    rows = {**classification(24), "keep": keep.numpy()}
+    cut_out = lambda batch: {name: tf.boolean_mask(value, batch["keep"]) for name, value in batch.items()}  # noqa: E731
+    return distloop.make_dataset(rows, 8).map(cut_out)
+
+
+def test_batches_by_number_that_a_map_has_emptied_are_treated_alike(tmp_path):
+    refused(lambda: train(model_fn, on(1, empty_batches="refuse"), filtered(), 3), "A batch has no rows")
+    for steps in (1, 2, 5):
+        config = on(1, empty_batches="ignore", workdir=str(tmp_path))
+        stopped = train(model_fn, config, filtered(), steps)
+    whole = train(model_fn, on(1, empty_batches="ignore"), filtered(), 5)
+    assert_equal(everything(stopped), everything(whole))
+    by_hand = distloop.make_dataset({name: value.numpy() for name, value in kept_rows().items()}, 8)
+    assert_equal(weights(train(model_fn, on(1), by_hand, 5)), weights(whole))
+
+
+def kept_rows():
+    batches = list(filtered())
+    return {name: tf.concat([batch[name] for batch in batches], 0) for name in batches[0]}
+
+
 def test_an_empty_batch_leaves_the_same_statistics_on_any_devices():
     one, two = (
         train(classifier(batch_norm="synchronized"), on(replicas, console="quiet"), cut([5, 0, 5]), 3)

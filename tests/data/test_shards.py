@@ -2,10 +2,12 @@
 
 import types
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
+import distloop
 from distloop.data import shards
 from distloop.data.source import Source
 from distloop.distributed import strategies
@@ -158,3 +160,22 @@ def test_shard_bounds_cover_all_rows_evenly(rows, shards_given):
     assert [row for start, end in bounds for row in range(start, end)] == list(range(rows))
     lengths = [end - start for start, end in bounds]
     assert max(lengths) - min(lengths) <= 1
+
+
+@pytest.mark.parametrize("settings", [{"num_devices": 2}, {"num_devices": 1, "microbatches": 2}])
+def test_a_ragged_entry_behind_a_dense_one_is_cut_where_the_size_is_known(settings):
+    def model_fn():
+        table = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)], name="net")
+
+        def loss_fn(batch, training):
+            return {"loss": table(tf.cast(tf.reduce_sum(batch["tokens"], 1, keepdims=True), tf.float32))[:, 0]}
+
+        return distloop.ModelSpec(table, keras.optimizers.SGD(0.1), loss_fn)
+
+    rows = {"label": tf.range(8), "tokens": tf.ragged.constant([[1] * n for n in range(8)])}
+    data = tf.data.Dataset.from_tensor_slices(rows).batch(4, drop_remainder=True)
+    losses = []
+    for given in (settings, {"num_devices": 1}):
+        trainer = distloop.Trainer(model_fn, distloop.Config(device="cpu", console="quiet", **given))
+        losses.append((trainer.fit(data, steps=2)["loss"], trainer.evaluate(data)["loss"]))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)

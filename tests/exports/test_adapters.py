@@ -138,10 +138,12 @@ class Codebook(keras.layers.Layer):
 @pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
 def test_what_a_layer_of_the_users_writes_is_kept_and_no_recurrent_state(tmp_path, suffix):
     def model_fn():
-        frozen = Codebook(name="frozen", trainable=False)
+        frozen, normalization = Codebook(name="frozen", trainable=False), keras.layers.Normalization(name="adapted")
+        normalization.adapt(np.arange(6, dtype=np.float32).reshape(2, 3))
         recurrent = keras.layers.GRU(2, stateful=True, name="gru")
         layers = [
             keras.Input((3,), batch_size=8),
+            normalization,  # whose numbers come from `adapt`
             Codebook(name="codes"),
             frozen,
             keras.layers.Reshape((3, 1)),
@@ -155,8 +157,8 @@ def test_what_a_layer_of_the_users_writes_is_kept_and_no_recurrent_state(tmp_pat
     trainer.export(path := str(tmp_path / f"codes{suffix}"))
     assert sorted(arrays_of(path)) == ["net/codes/means", *(f"net/gru/gru_cell/{n}" for n in GRU_WEIGHTS)]
     other.restore(path)
-    np.testing.assert_array_equal(*(of.model.layers[0].means.numpy() for of in (trainer, other)))
-    assert np.abs(other.model.layers[0].means.numpy()).min() > 0.0
+    np.testing.assert_array_equal(*(of.model.layers[1].means.numpy() for of in (trainer, other)))
+    assert np.abs(other.model.layers[1].means.numpy()).min() > 0.0
 
 
 GRU_WEIGHTS = ["bias", "kernel", "recurrent_kernel"]

@@ -1,5 +1,7 @@
 """Copies of Keras models and optimizers: what their configs leave out, compared with Keras training the original."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -213,6 +215,28 @@ def test_a_layer_that_makes_the_layers_of_an_argument_itself_is_copied(make):
     keras.layers.Dense(1)
     model = compiled(keras.Sequential([keras.Input((6,)), Blocks(), keras.layers.Dense(2)]))
     np.testing.assert_array_equal(trainer_of(model).model(X), model(X))
+
+
+def test_a_layer_that_makes_the_function_of_an_argument_itself_is_copied():
+    @keras.saving.register_keras_serializable("tests")
+    class Acts(keras.layers.Layer):
+        def __init__(self, act=None, twice=None, times=2.0, **settings):
+            super().__init__(**settings)
+            inner = keras.layers.Activation("tanh")
+            self.act = act or (lambda x: times * inner(x))
+            self.twice = twice or functools.partial(lambda x, times: times * x, times=times)
+
+        def call(self, x):
+            return self.twice(self.act(x))
+
+        def get_config(self):
+            return super(keras.layers.Layer, self).get_config()
+
+    model = compiled(keras.Sequential([keras.Input((6,)), Acts(), keras.layers.Dense(2)]))
+    np.testing.assert_array_equal(trainer_of(model).model(X), model(X))
+    model = compiled(keras.Sequential([keras.Input((6,)), Acts(times=3.0), keras.layers.Dense(2)]))
+    with pytest.raises(ValueError, match="has another act; let its get_config return it"):
+        trainer_of(model)
 
 
 class OfUnits(keras.Model):

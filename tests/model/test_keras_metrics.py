@@ -175,6 +175,23 @@ def test_a_scope_of_its_own_leaves_the_state_and_new_state_starts_anew():
     assert metrics.results() == {"best": -np.inf, "mean": 0.0}
 
 
+def test_a_metric_whose_variables_have_other_shapes_starts_anew():
+    strategy = mirrored(1)
+
+    def auc(thresholds):
+        with strategy.scope():
+            metrics = KerasMetrics({"auc": keras.metrics.AUC(thresholds), "mean": keras.metrics.Mean()}, strategy)
+        metrics.build({"": {"auc": (tf.ones([2]), tf.ones([2])), "mean": (tf.ones([2]),)}})
+        return metrics
+
+    before, after = auc(10), auc(20)
+    with strategy.scope():
+        before.by_name["auc"].update_state([0.0, 1.0], [0.2, 0.7])
+        before.by_name["mean"].update_state([3.0])
+    after.restore(before.snapshot())
+    assert after.results() == {"auc": 0.0, "mean": 3.0} and before.results()["auc"] == 1.0
+
+
 @pytest.mark.slow
 def test_a_step_that_is_skipped_counts_in_no_metric():
     rows = {name: value[:8].copy() for name, value in ROWS.items()}

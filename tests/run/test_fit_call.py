@@ -63,6 +63,14 @@ def test_settings_of_no_effect_are_told():
         assert told([], profile=window, workdir="run") == [of_profile.format(window)]
 
 
+@pytest.mark.slow
+def test_a_batch_size_of_replicas_beside_data_with_batches_is_told(caplog):
+    for data, is_told in (((rows := classification(32)), False), (distloop.make_dataset(rows, 8), True)):
+        trainer = distloop.Trainer(classifier(), on(2, replica_batch_size=8))
+        trainer.fit(data, steps=1)
+        assert ("replica_batch_size=8 has no effect: the data has batches" in caplog.text) is is_told
+
+
 def test_a_run_that_is_over_says_what_to_raise():
     def why(step, secs=5.0, reason=None, **length):
         units, config = fit_call.make_units(SOURCE, chosen(**length)), distloop.Config()

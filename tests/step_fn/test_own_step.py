@@ -266,6 +266,26 @@ def test_a_report_without_a_weight_is_the_number_of_all_replicas():
         train(reporting(lambda step: np.nan), 3)
 
 
+@pytest.mark.parametrize("on_divergence", ["none", "rollback"])
+def test_the_first_number_that_is_reported_is_watched_without_a_loss(on_divergence, tmp_path):
+    def recipe(net):
+        def step_fn(step):
+            step.report("reward", tf.reduce_sum(step.batch["y"]), tf.cast(tf.shape(step.batch["y"])[0], tf.float32))
+            return {path: tf.zeros_like(weight) for path, weight in step.weights.items()}
+
+        return step_fn
+
+    rows = {"y": np.ones(32, np.float32)}
+    rows["y"][10] = np.nan  # in the second batch of four
+    settings = {"workdir": str(tmp_path), "on_divergence": on_divergence, "checkpoint_every": 1}
+    trainer = distloop.Trainer(model_fn(recipe), on(1, **settings))
+    if on_divergence == "none":
+        with pytest.raises(FloatingPointError, match="reward is nan"):
+            trainer.fit(distloop.make_dataset(rows, 8), steps=3)
+    else:
+        assert trainer.fit(distloop.make_dataset(rows, 8), steps=3)["reward"] == 1.0 and trainer.step == 3
+
+
 def test_a_sum_takes_counts_beside_floating_point_numbers():
     def total(step):
         numbers = [tf.ones([2]), tf.shape(step.batch["x"])[0], tf.ones([], tf.float64), tf.constant(1)]

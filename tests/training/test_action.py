@@ -25,7 +25,7 @@ from distloop.training.action import (
 )
 from distloop.training.boundary import StopPoint, run_actions, started
 from distloop.workers.preemption import Interrupted
-from tests.problems import refused, report
+from tests.problems import every, refused, report
 
 
 def action(every, returned=None, seen=None):
@@ -143,6 +143,15 @@ def test_what_a_stop_has_measured_is_compared_where_it_was_waited_for(evaluates_
     when = distloop.when_better("test/loss", called)
     run_actions([evaluate, save_best, when, action(5, StopTraining("enough"))], report(step=15, loss=1.0))
     assert save_best.best == [(1.0, 15)] and [r.metrics["test/loss"] for r in better] == [1.0] and ends == [15]
+
+
+def test_an_action_that_is_called_again_may_return_another_value():
+    values = iter((3.0, 2.0))
+    best = every(None, lambda report: {"best": next(values)})
+    best.required_metric = "test/loss"
+    evaluate = Evaluate("test", lambda _: {"loss": 1.0}, every=20)
+    actions = [evaluate, best, action(5, StopTraining("enough"))]
+    assert run_actions(actions, report(step=15))[0] == {"best": 2.0, "test/loss": 1.0}
 
 
 def test_an_action_that_returns_another_value_of_a_number_is_refused():
