@@ -131,7 +131,8 @@ def _text(value: Any) -> str:
     """
     if isinstance(value, types.FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or ()]
-        held = [each if isinstance(each, _VALUES) else type(each) for each in cells]  # a function may hold itself
+        # No deeper: a function may hold itself.
+        held = [each if isinstance(each, _VALUES) else str(getattr(each, "__code__", type(each))) for each in cells]
         return f"{value.__code__}, {_text(value.__defaults__)}, {_text(held)}"
     if isinstance(value, functools.partial):
         value = value.func, value.args, value.keywords
