@@ -189,7 +189,7 @@ class KerasMetrics(Mapping[str, keras.metrics.Metric]):
             return values
 
     def restore(self, values: Mapping[str, tf.Tensor]) -> None:
-        """Sets the state to a snapshot of any number of replicas; a metric that it does not hold so starts anew."""
+        """Sets the state to a snapshot of any number of replicas; a metric that is missing or differs starts anew."""
         if not self.is_built:
             self._restored = values
             return

@@ -108,7 +108,7 @@ def lost_settings(one: Any, again: Any, config: Mapping[str, Any]) -> list[str]:
     """Returns the arguments of a user's `__init__` that a config lacks, and that a copy has stored with other values.
 
     Objects of one class count as alike, but in metrics whose config is that of a class further up, where arguments that
-    are no attribute are lost, too. Name and trainability of a copy are another matter.
+    are no attribute are lost, too. A name and `trainable` are not compared.
     """
     classes: Sequence[Any] = type(one).__mro__
     init, said = (next(each for each in classes if name in vars(each)) for name in ("__init__", "get_config"))

@@ -174,7 +174,7 @@ def as_given(config: Config, source: Source, length: int | str) -> Config:
     if (size := _batch_size(source)) and size != config.global_batch_size(source.strategy):
         settings |= {"batch_size": size, "replica_batch_size": 0}
         if config.replica_batch_size:
-            log.warning("replica_batch_size=%d has no effect: the data has batches.", config.replica_batch_size)
+            log.warning("replica_batch_size=%d has no effect: the data comes in batches.", config.replica_batch_size)
     return dataclasses.replace(config, **settings)
 
 

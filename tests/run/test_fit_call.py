@@ -68,7 +68,7 @@ def test_a_batch_size_of_replicas_beside_data_with_batches_is_told(caplog):
     for data, is_told in (((rows := classification(32)), False), (distloop.make_dataset(rows, 8), True)):
         trainer = distloop.Trainer(classifier(), on(2, replica_batch_size=8))
         trainer.fit(data, steps=1)
-        assert ("replica_batch_size=8 has no effect: the data has batches" in caplog.text) is is_told
+        assert ("replica_batch_size=8 has no effect: the data comes in batches" in caplog.text) is is_told
 
 
 def test_a_run_that_is_over_says_what_to_raise():
